@@ -1,0 +1,1 @@
+"""Measure which PyTorch speed, memory and multi-GPU technique pays on your model, data and machine."""

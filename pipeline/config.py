@@ -1,0 +1,394 @@
+"""params.yaml, read into frozen, validated models; and what a machine makes of a variant.
+
+Nothing here imports torch: a mistake in params.yaml is reported in the first second, before any
+work, with the path of the key, what was found there and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+PARAMS_FILE = Path("params.yaml")
+SCHEMA_FILE = Path("params.schema.json")
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+
+
+class ConfigError(ValueError):
+    """params.yaml, or what it asks of this machine, cannot be. The message says where and what to do."""
+
+
+class Section(BaseModel):
+    """A part of params.yaml: read once, never changed, no unknown key, no silent conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class Fetch(Section):
+    """Which data set, and where its raw files come from."""
+
+    dataset: Literal["fashion_mnist", "mnist", "cifar10", "digits", "image_folder"] = Field(
+        "fashion_mnist", description="The data set. digits comes with scikit-learn: no network."
+    )
+    mirror: str | None = Field(
+        None,
+        description="A directory, or a file:// address of one, that holds the raw files; tried first.",
+    )
+    image_folder: str | None = Field(
+        None,
+        description="For dataset image_folder: the directory with train/CLASS/* and, if there is one, test/CLASS/*.",
+    )
+    timeout_seconds: PositiveFloat = Field(20.0, description="Longest wait for a server's answer.")
+    attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between.")
+
+
+class Prepare(Section):
+    """How raw files become packed arrays."""
+
+    image_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="For image_folder: [height, width] to which every image is resized."
+    )
+    broken_images: Literal["fail", "skip"] = Field(
+        "fail", description="For image_folder: what an unreadable image does; either way it is named."
+    )
+    test_fraction: ProperFraction = Field(
+        0.2, description="Share of each class held out for testing where the data set has no test split."
+    )
+    train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for tries).")
+    test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for tries).")
+    workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one a CPU core.")
+
+
+class Augment(Section):
+    """Random changes of the training images, drawn for a whole batch at once on the device."""
+
+    crop_padding: NonNegativeInt = Field(0, description="Zero-pad by this many pixels, then crop back at random.")
+    flip: bool = Field(False, description="Mirror left-right with probability one half.")
+    cutout: NonNegativeInt = Field(0, description="Side in pixels of a square set to the mean; 0: none.")
+
+
+class Train(Section):
+    """The job. Every variant trains exactly this."""
+
+    model: str = Field(
+        "small_cnn",
+        description="small_cnn, resnet9, a torchvision classification model's name, or module:factory of your own.",
+    )
+    model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = Field(
+        [0, 1, 2], description="One run a seed; every variant runs the same."
+    )
+    epochs: PositiveInt = Field(3, description="Passes over the training set.")
+    batch_size: PositiveInt = Field(
+        256, description="Global batch: samples an optimizer step, over all devices and micro-batches."
+    )
+    optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
+    learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
+    momentum: Fraction = Field(0.9, description="SGD's momentum, or AdamW's beta1.")
+    weight_decay: NonNegativeFloat = Field(5e-4, description="Weight decay.")
+    schedule: Literal["one_cycle", "cosine", "constant"] = Field(
+        "one_cycle", description="After the warm-up: linear to zero, half a cosine to zero, or constant."
+    )
+    warmup_fraction: Fraction = Field(0.2, description="Share of all steps over which the rate rises from zero.")
+    label_smoothing: Fraction = Field(0.0, description="Label smoothing of the training loss.")
+    augment: Augment = Augment()
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU.")
+    placement: Literal["auto", "resident", "streamed"] = Field(
+        "auto",
+        description="Data set on the device, or streamed from the memory map; auto: resident when it fits.",
+    )
+    without_native: Literal["leave_out", "refuse", "run"] = Field(
+        "leave_out",
+        description="A technique that this machine only emulates: left out (and reported as such), refused, or run.",
+    )
+    deterministic: bool = Field(True, description="cuDNN's deterministic algorithms, so that a seed repeats exactly.")
+    warmup_steps: PositiveInt = Field(
+        10, description="Steps before the measured window: compilation, autotuning and caches settle here."
+    )
+    history_every_steps: PositiveInt = Field(50, description="A row of history every N steps, besides one an epoch.")
+    checkpoint_every_steps: PositiveInt | None = Field(
+        None, description="A resume point every N steps, besides one an epoch; null: only every epoch."
+    )
+
+
+class Compare(Section):
+    """How results become a comparison."""
+
+    baseline: VariantName = Field("baseline", description="The variant that the others are compared with.")
+    target_accuracy: ProperFraction = Field(0.85, description="Time to this test accuracy is compared.")
+
+
+class Publish(Section):
+    """MLflow: the mirror of the files."""
+
+    experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
+    live: bool = Field(True, description="Follow training live; the final runs are published either way.")
+    models: bool = Field(True, description="Log each run's trained model, ready for mlflow.pyfunc.")
+
+
+class Variant(Section):
+    """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
+
+    parallelism: Literal["none", "ddp"] = Field(
+        "none", description="none: one device. ddp: DistributedDataParallel, one process a device."
+    )
+    processes: PositiveInt | Literal["auto"] = Field(
+        "auto", description="With a parallelism: how many; auto: one a GPU, two where there is none."
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Automatic mixed precision: bf16, or fp16 with a gradient scaler (GPU only)."
+    )
+    channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass instead of keeping them."
+    )
+    gradient_accumulation: PositiveInt = Field(1, description="Micro-batches an optimizer step.")
+
+
+class Config(Section):
+    """params.yaml."""
+
+    fetch: Fetch = Fetch()
+    prepare: Prepare = Prepare()
+    train: Train = Train()
+    compare: Compare = Compare()
+    publish: Publish = Publish()
+    variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
+
+
+class Machine(BaseModel):
+    """What the machine offers, as far as a variant's plan depends on it; see ``environment.machine``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    gpus: int
+    gpu_native_bf16: bool
+    cpu_native_bf16: bool
+
+
+class Plan(BaseModel):
+    """What this machine makes of one variant; every worker follows it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    asked: Variant
+    applied: Variant
+    left_out: dict[str, str]
+    """Technique -> why this machine leaves it out. Empty: everything asked is applied."""
+    device: Literal["cpu", "cuda"]
+    processes: int
+    micro_batches: int
+    micro_batch_size: int
+    """Samples one process takes in one micro-step."""
+
+
+def load(path: Path = PARAMS_FILE) -> Config:
+    """Read and validate ``path``. Raises ConfigError, naming every offending key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: run from the top of the checkout.") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: found {_shown(values)}; expected a mapping of sections.")
+    return parse(values, str(path))
+
+
+def parse(values: dict[str, Any], source: str = "params.yaml") -> Config:
+    """Validate already loaded values. Raises ConfigError, naming every offending key."""
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
+    problems = list(_contradictions(config))
+    if problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
+    return config
+
+
+def plan(config: Config, name: str, machine: Machine) -> Plan:
+    """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot."""
+    if name not in config.variants:
+        raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
+    asked, train = config.variants[name], config.train
+    where = f"variants.{name}"
+    if train.device == "cuda" and machine.gpus == 0:
+        raise ConfigError("train.device: found 'cuda', but this machine shows no GPU; allowed here: 'auto', 'cpu'.")
+    on_gpu = train.device != "cpu" and machine.gpus > 0
+    processes = _processes(asked, machine, on_gpu, where)
+
+    left_out: dict[str, str] = {}
+    changes: dict[str, Any] = {}
+    if asked.precision == "fp16" and not on_gpu:
+        raise ConfigError(
+            f"{where}.precision: found 'fp16', which needs a GPU, and this run is on the CPU; "
+            "allowed here: 'fp32', 'bf16'."
+        )
+    if asked.precision == "bf16" and not (machine.gpu_native_bf16 if on_gpu else machine.cpu_native_bf16):
+        reason = (
+            "this GPU has no native bf16 (compute capability below 8.0) and would emulate it"
+            if on_gpu
+            else "this CPU has no native bf16 (AVX-512 BF16, AMX or Arm BF16) and would emulate it, several times slower"
+        )
+        if train.without_native == "refuse":
+            raise ConfigError(
+                f"{where}.precision: found 'bf16', but {reason}; use 'fp32', or set train.without_native to "
+                "'leave_out' or 'run'."
+            )
+        if train.without_native == "leave_out":
+            left_out["bf16"] = reason
+            changes["precision"] = "fp32"
+
+    shares = processes * asked.gradient_accumulation
+    if train.batch_size % shares:
+        fitting = max(shares, round(train.batch_size / shares) * shares)
+        raise ConfigError(
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {processes} process(es) x "
+            f"{asked.gradient_accumulation} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
+        )
+    return Plan(
+        name=name,
+        asked=asked,
+        applied=asked.model_copy(update=changes),
+        left_out=left_out,
+        device="cuda" if on_gpu else "cpu",
+        processes=processes,
+        micro_batches=asked.gradient_accumulation,
+        micro_batch_size=train.batch_size // shares,
+    )
+
+
+def plans(config: Config, machine: Machine) -> dict[str, Plan]:
+    """Every variant's plan, or one ConfigError that lists all that cannot run here."""
+    made, problems = {}, []
+    for name in config.variants:
+        try:
+            made[name] = plan(config, name, machine)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return made
+
+
+def schema() -> str:
+    """The JSON Schema of params.yaml (``params.schema.json``), with which editors complete and check it."""
+    described = Config.model_json_schema()
+    described["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps(described, indent=2) + "\n"
+
+
+def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str) -> int:
+    if variant.parallelism == "none":
+        return 1
+    if variant.processes == "auto":
+        return machine.gpus if on_gpu else 2
+    if on_gpu and variant.processes > machine.gpus:
+        raise ConfigError(
+            f"{where}.processes: found {variant.processes}, but this machine shows {machine.gpus} GPU(s); "
+            f"allowed: 1 to {machine.gpus}, or 'auto'."
+        )
+    return variant.processes
+
+
+def _contradictions(config: Config) -> list[str]:
+    """What each key allows alone but the whole cannot mean, on any machine."""
+    problems = []
+    if config.compare.baseline not in config.variants:
+        problems.append(
+            f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
+            f"allowed: {', '.join(config.variants)}."
+        )
+    if config.fetch.dataset == "image_folder":
+        if config.fetch.image_folder is None:
+            problems.append("fetch.image_folder: found null; dataset image_folder needs the directory's path.")
+        if config.prepare.image_size is None:
+            problems.append("prepare.image_size: found null; dataset image_folder needs [height, width].")
+    if len(set(config.train.seeds)) < len(config.train.seeds):
+        problems.append(f"train.seeds: found {config.train.seeds}; each seed may stand there once.")
+    for name, variant in config.variants.items():
+        if variant.parallelism == "none" and variant.processes not in ("auto", 1):
+            problems.append(
+                f"variants.{name}.processes: found {variant.processes} without a parallelism; "
+                "set parallelism: ddp, or take processes out."
+            )
+    return problems
+
+
+def _explain(problem: Any) -> str:
+    """One pydantic error as: path: what was found; what is allowed."""
+    location = [part for part in problem["loc"] if not _names_a_type(part)]
+    path = ".".join(str(part) for part in location)
+    if problem["type"] == "extra_forbidden":
+        known = _keys_beside(location)
+        close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return f"{path}: unknown key; allowed: {', '.join(known)}.{hint}"
+    if problem["type"] == "missing":
+        return f"{path}: missing; this section is required."
+    if problem["loc"] and problem["loc"][-1] == "[key]":
+        return (
+            f"{'.'.join(str(part) for part in location)}: not a variant's name; "
+            "allowed: lower-case letters, digits, '-' and '_'."
+        )
+    found = problem["input"]
+    message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    advice = ""
+    if isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", found):
+        advice = " YAML reads this as text; write the number with a point and a signed exponent, such as 1.0e-3."
+    return f"{path}: found {_shown(found)}; expected {message}.{advice}"
+
+
+def _names_a_type(part: Any) -> bool:
+    """Whether a part of pydantic's location is a union's branch or a marker and no key of the file."""
+    return isinstance(part, str) and (part == "[key]" or bool(re.match(r"(literal|constrained-|list|int|str|none)", part) and not part.isidentifier()) or part in ("int", "str"))
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _keys_beside(location: list[Any]) -> list[str]:
+    """The keys allowed where ``location`` ends."""
+    model: type[BaseModel] = Config
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part))
+        if field is None:  # a variant's name: the mapping's values are all of one model
+            continue
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, dict, Annotated):
+        return next(filter(None, map(_model_in, get_args(annotation))), None)
+    return None

@@ -1,0 +1,236 @@
+"""The result of one variant: what ``results/<variant>.json`` and ``results/<variant>/history.csv`` hold.
+
+A key that carries a quantity ends in its unit, or is a count. ``None`` means unknown: it was refused
+(``refusals`` says why) or this machine cannot measure it; it is never replaced by a guess.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+RESULTS = Path("results")
+MODELS = Path("models")
+
+
+class Record(BaseModel):
+    """A part of the result's file: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class HistoryRow(Record):
+    """One row of ``history.csv``: the state after ``step`` optimizer steps of one seed's run."""
+
+    seed: int
+    epoch: float
+    """Passes over the training set so far; a whole number at the end of an epoch."""
+    step: int
+    train_seconds: float
+    """Wall time spent in training so far on the slowest rank; evaluation and checkpoints are not in it."""
+    learning_rate: float
+    train_loss: float
+    """Mean training loss over the steps since the last row."""
+    samples_per_second: float | None
+    """Global samples a second since the last row."""
+    test_loss: float | None = None
+    """Only at the end of an epoch, like test_accuracy."""
+    test_accuracy: float | None = None
+
+
+class Run(Record):
+    """What was measured of one seed."""
+
+    seed: int
+    test_accuracy: float
+    test_correct: int
+    test_count: int
+    test_loss: float
+    """Mean cross-entropy over the test set, without label smoothing."""
+    train_loss: float
+    """Mean training loss of the last epoch."""
+    steps: int
+    """Optimizer steps, warm-up included."""
+    measured_steps: int
+    """Steps inside the measured window, on which the speeds and step times below rest."""
+    samples_per_second: float | None
+    """Samples of the global batch over wall seconds of the slowest rank, in the measured window."""
+    step_p50_ms: float | None
+    step_p90_ms: float | None
+    step_p99_ms: float | None
+    input_wait_fraction: float | None
+    """Share of the measured window spent waiting for input, on the rank that waited longest."""
+    startup_seconds: float | None
+    """Cold: from the start of the process to the first step. Only of the first seed: later ones start warm."""
+    first_step_seconds: float | None
+    """Cold: the first step, with compilation, autotuning and allocation. Only of the first seed."""
+    train_seconds: float
+    """All training steps, first and warm-up steps included, without evaluation and checkpoints."""
+    evaluate_seconds: float
+    """All evaluations together."""
+    peak_memory_bytes: int | None
+    """The largest rank's. CUDA: max_memory_allocated of the run. CPU: peak resident set above that after import."""
+    peak_memory_rank_bytes: tuple[int | None, ...]
+    """The same, one a rank."""
+    peak_reserved_bytes: int | None
+    """CUDA: max_memory_reserved, largest rank. None on CPU."""
+    allocator_retries: int | None
+    """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
+    resumes: int
+    """How often this run was interrupted and taken up again."""
+    refusals: tuple[str, ...]
+    """Why numbers above are None or not to be trusted; empty when all is well."""
+    model_sha256: str
+    """Over names, dtypes, shapes and bytes of the model's state, in order."""
+
+
+class Dataset(Record):
+    name: str
+    sha256: str
+    train_count: int
+    test_count: int
+
+
+class Summary(Record):
+    """The runs in one number each, for ``dvc metrics``."""
+
+    test_accuracy_mean_fraction: float
+    test_accuracy_spread_fraction: float | None
+    """Sample standard deviation over seeds; None for a single seed."""
+    samples_per_second: float | None
+    """Median over seeds."""
+    step_p50_ms: float | None
+    """Median over seeds."""
+    peak_memory_bytes: int | None
+    """Largest over seeds."""
+    train_seconds: float
+    """Median over seeds."""
+
+
+class Result(Record):
+    """``results/<variant>.json``."""
+
+    schema_: Literal[1] = 1
+    variant: str
+    environment: str
+    """Hash of the environment's fingerprint (``environment.json``)."""
+    config: dict[str, Any]
+    """``train`` and ``variant`` as params.yaml asked for them."""
+    applied: dict[str, Any]
+    """The variant as it ran on this machine."""
+    left_out: dict[str, str]
+    """Technique -> why this machine left it out."""
+    device: str
+    """Name of the GPU or CPU."""
+    backend: str | None
+    """nccl or gloo; None for a single process."""
+    world_size: int
+    threads_per_process: int
+    """Intra-operation CPU threads of each process."""
+    placement: Literal["resident", "streamed"]
+    dataset: Dataset
+    parameter_count: int
+    summary: Summary
+    runs: tuple[Run, ...]
+
+    def to_json(self) -> str:
+        values = self.model_dump(mode="json")
+        ordered = {"schema": values.pop("schema_"), **values}
+        return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
+
+
+def summarise(runs: Sequence[Run]) -> Summary:
+    """One number a quantity over the seeds of a variant. Unknown in any run is unknown in the summary."""
+    accuracies = [run.test_accuracy for run in runs]
+    return Summary(
+        test_accuracy_mean_fraction=statistics.fmean(accuracies),
+        test_accuracy_spread_fraction=statistics.stdev(accuracies) if len(runs) > 1 else None,
+        samples_per_second=_median([run.samples_per_second for run in runs]),
+        step_p50_ms=_median([run.step_p50_ms for run in runs]),
+        peak_memory_bytes=_largest([run.peak_memory_bytes for run in runs]),
+        train_seconds=statistics.median(run.train_seconds for run in runs),
+    )
+
+
+def result_file(variant: str, root: Path = RESULTS) -> Path:
+    return root / f"{variant}.json"
+
+
+def history_file(variant: str, root: Path = RESULTS) -> Path:
+    return root / variant / "history.csv"
+
+
+def system_file(variant: str, root: Path = RESULTS) -> Path:
+    """Samples of processor, memory and the GPUs that the run used, about one a second."""
+    return root / variant / "system.csv"
+
+
+def model_file(variant: str, seed: int, root: Path = MODELS) -> Path:
+    """The trained weights of one seed: a state dict, loadable with ``torch.load(weights_only=True)``."""
+    return root / variant / f"seed-{seed}.pt"
+
+
+def read(path: Path) -> Result:
+    """Read one result. Raises ValueError, naming the file, if it is not one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["schema_"] = values.pop("schema")
+        return Result.model_validate(values)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not a result this version can read; run `dvc repro` again. ({error})") from None
+
+
+def write(result: Result, path: Path) -> None:
+    """Write ``path`` whole or not at all."""
+    write_text(path, result.to_json())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``path`` whole or not at all: an interruption leaves the old content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_history(path: Path) -> list[HistoryRow]:
+    """Rows in file order; a blank field is None."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            HistoryRow.model_validate({key: value if value != "" else None for key, value in row.items()})
+            for row in csv.DictReader(file)
+        ]
+
+
+def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
+    """Write all rows, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(HistoryRow.model_fields))
+        writer.writeheader()
+        writer.writerows(row.model_dump() for row in rows)
+    os.replace(partial, path)
+
+
+def digest(record: Record) -> str:
+    """SHA-256 over a record's content: equal records, and only those, share it."""
+    return hashlib.sha256(json.dumps(record.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
+
+
+def _largest(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
