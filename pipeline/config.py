@@ -7,11 +7,13 @@ work, with the path of the key, what was found there and what is allowed.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
+import math
 import re
-import types
+from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -30,17 +32,25 @@ SCHEMA_FILE = Path("params.schema.json")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
-class ConfigError(ValueError):
+class PipelineError(Exception):
+    """What a person can put right: the command line prints its message alone.
+
+    The message says what was wrong, where, and what to do.
+    """
+
+
+class ConfigError(PipelineError, ValueError):
     """params.yaml, or what it asks of this machine, cannot be. The message says where and what to do."""
 
 
 class Section(BaseModel):
     """A part of params.yaml: read once, never changed, no unknown key, no silent conversion."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Fetch(Section):
@@ -94,7 +104,7 @@ class Train(Section):
         description="small_cnn, resnet9, a torchvision classification model's name, or module:factory of your own.",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = Field(
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
         [0, 1, 2], description="One run a seed; every variant runs the same."
     )
     epochs: PositiveInt = Field(3, description="Passes over the training set.")
@@ -208,30 +218,34 @@ def load(path: Path = PARAMS_FILE) -> Config:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: run from the top of the checkout.") from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}.") from None
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-01
         raise ConfigError(f"{path} is not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: found {_shown(values)}; expected a mapping of sections.")
     return parse(values, str(path))
 
 
-def parse(values: dict[str, Any], source: str = "params.yaml") -> Config:
+def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
     """Validate already loaded values. Raises ConfigError, naming every offending key."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source}: found {_shown(values)}; expected a mapping of sections.")
     try:
         config = Config.model_validate(values)
+        problems = list(_contradictions(config))
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
-    problems = list(_contradictions(config))
+        problems = _explained(error.errors(include_url=False))
     if problems:
         raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
     return config
 
 
-def plan(config: Config, name: str, machine: Machine) -> Plan:
-    """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot."""
+def plan(config: Config, name: str, machine: Machine, launched: int | None = None) -> Plan:
+    """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
+
+    ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process.
+    """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
     asked, train = config.variants[name], config.train
@@ -239,7 +253,7 @@ def plan(config: Config, name: str, machine: Machine) -> Plan:
     if train.device == "cuda" and machine.gpus == 0:
         raise ConfigError("train.device: found 'cuda', but this machine shows no GPU; allowed here: 'auto', 'cpu'.")
     on_gpu = train.device != "cpu" and machine.gpus > 0
-    processes = _processes(asked, machine, on_gpu, where)
+    processes = _processes(asked, machine, on_gpu, where, launched)
 
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
@@ -252,7 +266,7 @@ def plan(config: Config, name: str, machine: Machine) -> Plan:
         reason = (
             "this GPU has no native bf16 (compute capability below 8.0) and would emulate it"
             if on_gpu
-            else "this CPU has no native bf16 (AVX-512 BF16, AMX or Arm BF16) and would emulate it, several times slower"
+            else "this CPU has no native bf16 (AVX-512, AMX or Arm BF16) and would emulate it, several times slower"
         )
         if train.without_native == "refuse":
             raise ConfigError(
@@ -297,12 +311,25 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 def schema() -> str:
     """The JSON Schema of params.yaml (``params.schema.json``), with which editors complete and check it."""
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **_schema()}, indent=2) + "\n"
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
     described = Config.model_json_schema()
-    described["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    return json.dumps(described, indent=2) + "\n"
+    described["properties"]["variants"]["additionalProperties"] = False  # a name that does not fit is no variant
+    return described
 
 
-def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str) -> int:
+def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:
+    if launched is not None:
+        if (variant.processes if variant.parallelism != "none" else 1) not in ("auto", launched):
+            raise ConfigError(
+                f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
+                f"launcher started {launched} process(es); allowed: parallelism 'ddp' with processes 'auto' or "
+                f"{launched}."
+            )
+        return launched
     if variant.parallelism == "none":
         return 1
     if variant.processes == "auto":
@@ -315,80 +342,151 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str) -> 
     return variant.processes
 
 
-def _contradictions(config: Config) -> list[str]:
+def _contradictions(config: Config) -> Iterator[str]:
     """What each key allows alone but the whole cannot mean, on any machine."""
-    problems = []
     if config.compare.baseline not in config.variants:
-        problems.append(
+        yield (
             f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
             f"allowed: {', '.join(config.variants)}."
         )
     if config.fetch.dataset == "image_folder":
         if config.fetch.image_folder is None:
-            problems.append("fetch.image_folder: found null; dataset image_folder needs the directory's path.")
+            yield "fetch.image_folder: found null; dataset image_folder needs the directory's path."
         if config.prepare.image_size is None:
-            problems.append("prepare.image_size: found null; dataset image_folder needs [height, width].")
+            yield "prepare.image_size: found null; dataset image_folder needs [height, width]."
     if len(set(config.train.seeds)) < len(config.train.seeds):
-        problems.append(f"train.seeds: found {config.train.seeds}; each seed may stand there once.")
+        yield f"train.seeds: found {config.train.seeds}; each seed may stand there once."
     for name, variant in config.variants.items():
         if variant.parallelism == "none" and variant.processes not in ("auto", 1):
-            problems.append(
+            yield (
                 f"variants.{name}.processes: found {variant.processes} without a parallelism; "
                 "set parallelism: ddp, or take processes out."
             )
-    return problems
 
 
-def _explain(problem: Any) -> str:
-    """One pydantic error as: path: what was found; what is allowed."""
-    location = [part for part in problem["loc"] if not _names_a_type(part)]
-    path = ".".join(str(part) for part in location)
-    if problem["type"] == "extra_forbidden":
-        known = _keys_beside(location)
-        close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return f"{path}: unknown key; allowed: {', '.join(known)}.{hint}"
-    if problem["type"] == "missing":
-        return f"{path}: missing; this section is required."
-    if problem["loc"] and problem["loc"][-1] == "[key]":
-        return (
-            f"{'.'.join(str(part) for part in location)}: not a variant's name; "
-            "allowed: lower-case letters, digits, '-' and '_'."
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML without its silence about a key that stands twice, of which only the last would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} stands twice in one mapping", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _explained(errors: list[Any]) -> list[str]:
+    """Pydantic's errors, one line a key: path, what was found there, what is allowed."""
+    lines: dict[tuple[Any, ...], str] = {}
+    for error in errors:
+        path, node = _located(error["loc"])
+        where = ".".join(map(str, path))
+        if error["type"] == "extra_forbidden":
+            known = list(_resolved(_located(path[:-1])[1])["properties"])
+            close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            lines[path] = f"{where}: unknown key; allowed: {', '.join(known)}.{hint}"
+        elif error["type"] == "missing":
+            lines[path] = f"{where}: missing; it is required."
+        elif error["loc"][-1] == "[key]":
+            lines[path] = (
+                f"{where}: not a variant's name; allowed: text of lower-case letters, digits, '-' and '_', "
+                "which begins with a letter or digit."
+            )
+        elif error["type"] == "invalid_key":
+            lines[path] = f"{where}: found the key {_shown(path[-1])}; expected text: quote it."
+        else:
+            found = error["input"]
+            lines[path] = f"{where}: found {_shown(found)}; expected {_allowed(node)}.{_advice(found, node, path)}"
+    # Of a union such as list-or-null, the branch that went deeper knows better what is wrong.
+    return [line for path, line in lines.items() if not any(_is_below(other, path) for other in lines)]
+
+
+def _located(location: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The keys of params.yaml in a pydantic location, which names union branches too, and the schema at its end."""
+    path: list[Any] = []
+    node = _schema()
+    for part in location:
+        below = _below(node, part)
+        if below is not None:
+            path.append(part)
+            node = below
+        elif "anyOf" not in node and part != "[key]":  # an unknown key
+            path.append(part)
+    return tuple(path), node
+
+
+def _below(node: dict[str, Any], part: Any) -> dict[str, Any] | None:
+    """The schema of key or index ``part`` in ``node``; None if ``node`` describes none."""
+    node = _resolved(node)
+    found: dict[str, Any] | None = None
+    if part in node.get("properties", {}):
+        found = node["properties"][part]
+    elif "patternProperties" in node and part != "[key]":
+        found = next(iter(node["patternProperties"].values()))
+    elif isinstance(part, int):
+        found = next((each["items"] for each in (node, *node.get("anyOf", [])) if "items" in each), None)
+    return found
+
+
+def _resolved(node: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = _schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+    return found
+
+
+def _is_below(path: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(path) > len(other) and path[: len(other)] == other
+
+
+def _allowed(node: dict[str, Any]) -> str:
+    """What a part of the schema allows, in words."""
+    node = _resolved(node)
+    if "anyOf" in node:
+        return " or ".join(sorted(map(_allowed, node["anyOf"]), key=lambda words: (len(words), words)))
+    if "const" in node:
+        return repr(node["const"])
+    if "enum" in node:
+        *others, last = map(repr, node["enum"])
+        return f"{', '.join(others)} or {last}"
+    kind = node.get("type")
+    if kind in ("integer", "number"):
+        noun = "a whole number" if kind == "integer" else "a number"
+        limits = (
+            ("from", "minimum"),
+            ("above", "exclusiveMinimum"),
+            ("to", "maximum"),
+            ("below", "exclusiveMaximum"),
         )
-    found = problem["input"]
-    message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    advice = ""
-    if isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", found):
-        advice = " YAML reads this as text; write the number with a point and a signed exponent, such as 1.0e-3."
-    return f"{path}: found {_shown(found)}; expected {message}.{advice}"
+        return " ".join([noun, *(f"{word} {node[key]:.12g}" for word, key in limits if key in node)])
+    if kind == "array":
+        count = node["minItems"] if node.get("minItems") == node.get("maxItems") else f"{node['minItems']} or more"
+        return f"a list of {count}, each {_allowed(node['items'])}"
+    words = {"boolean": "true or false", "null": "null", "string": "text", "object": "a mapping"}
+    return words[str(kind)] + (" that is not empty" if node.get("minLength") or node.get("minProperties") else "")
 
 
-def _names_a_type(part: Any) -> bool:
-    """Whether a part of pydantic's location is a union's branch or a marker and no key of the file."""
-    return isinstance(part, str) and (part == "[key]" or bool(re.match(r"(literal|constrained-|list|int|str|none)", part) and not part.isidentifier()) or part in ("int", "str"))
+def _advice(found: Any, node: dict[str, Any], path: tuple[Any, ...]) -> str:
+    if isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", found) and "number" in _allowed(node):
+        mantissa, exponent = re.split("[eE]", found)
+        written = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent):+d}"
+        if "whole" in _allowed(node):
+            written = "in digits alone"
+        return f" YAML reads this as text; as a number it is written {written}."
+    if isinstance(found, float) and not math.isfinite(found):
+        return " It must be finite."
+    if found is None and path[0] == "variants" and len(path) == 2:
+        return f" For one device, fp32 and no technique write {path[1]}: {{}}"
+    if found is None and _allowed(node).startswith("a mapping"):
+        return " Leave the key out to take its defaults."
+    return ""
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else repr(value)
+    """``value`` as a person wrote it, shortened."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _keys_beside(location: list[Any]) -> list[str]:
-    """The keys allowed where ``location`` ends."""
-    model: type[BaseModel] = Config
-    for part in location[:-1]:
-        field = model.model_fields.get(str(part))
-        if field is None:  # a variant's name: the mapping's values are all of one model
-            continue
-        inner = _model_in(field.annotation)
-        if inner is not None:
-            model = inner
-    return list(model.model_fields)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType, dict, Annotated):
-        return next(filter(None, map(_model_in, get_args(annotation))), None)
-    return None

@@ -1,0 +1,60 @@
+# `make repro` and `make test` work on a fresh machine with python3 (3.11 to 3.13, with venv), make and git.
+# Another interpreter: make PYTHON=python3.12 repro
+
+PYTHON ?= python3
+PORT ?= 5000
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)  # for what the tools start: dvc.yaml says `python`
+
+.PHONY: repro test lint ui bench lock clean
+.DELETE_ON_ERROR:
+
+repro: .venv/installed
+	$(BIN)/dvc repro
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pipeline schema --check
+	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
+
+ui: .venv/installed
+	$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks
+
+LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11 pyproject.toml
+lock:  # the newest versions that pyproject.toml allows, for every platform; needs uv
+	$(LOCK) -o requirements.lock
+	$(LOCK) --extra dev -c requirements.lock -o requirements-dev.lock
+
+clean:  # what the tools keep; data, results and models stay
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps are written last, so an interrupted installation is taken up again.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
+IDENTITY := import sys; print(sys.base_prefix, sys.version)
+.venv/installed: requirements.lock
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "error: there is no $(PYTHON); install Python 3.11 to 3.13, or name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 to 3.13 is needed: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "error: $(PYTHON) lacks the venv module; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@rm -f .venv/installed .venv/installed-dev
+	@test "$$($(BIN)/python -c 'import pip; $(IDENTITY)' 2>/dev/null)" = "$$($(PYTHON) -c '$(IDENTITY)')" || \
+		$(PYTHON) -m venv --clear .venv
+	@echo "Installing into .venv; the first time takes some minutes."
+	$(PIP) -r requirements.lock
+	@touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.lock
+	@rm -f $@
+	$(PIP) -r requirements-dev.lock
+	@touch $@

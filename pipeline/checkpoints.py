@@ -1,0 +1,69 @@
+"""Resume points: written whole or not at all, and exact."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHECKPOINTS = Path("checkpoints")
+"""Not an output of any stage: DVC deletes outputs before it runs a stage, and a resume point must survive that."""
+
+
+def checkpoint_file(variant: str, seed: int, root: Path = CHECKPOINTS) -> Path:
+    return root / variant / f"seed-{seed}.pt"
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write ``state`` (tensors and plain values) to ``path``, whole or not at all, also when the power fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load(path: Path, identity: str) -> dict[str, Any] | None:
+    """The state at ``path``, on the CPU, if there is one and it was saved by the very same job.
+
+    ``identity`` stands for all that the run depends on; a checkpoint of another job, or one that cannot
+    be read, is no resume point: None.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, ImportError) as error:
+        print(f"{path} cannot be read and is ignored; the run starts from the beginning. ({error})", flush=True)
+        return None
+    return state if state.get("identity") == identity else None
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """This process's generators: the CPU's and, where one is in use, the current GPU's."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Undo of ``random_state``."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def state_sha256(state: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of a model's state dict, in its order."""
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
+        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return digest.hexdigest()

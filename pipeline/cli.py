@@ -1,0 +1,124 @@
+"""The command line: arguments in, one call out.
+
+A command imports what it runs when it runs, so that ``--help`` and the light commands stay quick. dvc.yaml lists, as a
+stage's dependencies, what the stage's command imports below; tests/test_dvc.py compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+RAW = Path("data/raw")
+PREPARED = Path("data/prepared")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the process's exit code: 2 for a mistake that the person can put right."""
+    parsed = _parser().parse_args(arguments)
+    from pipeline.config import PipelineError
+
+    command: Callable[[argparse.Namespace], None] = parsed.command
+    try:
+        command(parsed)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline",
+        description="The stages of dvc.yaml, one by one. `dvc repro` runs them in order; params.yaml configures them.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=about, description=about)
+        added.set_defaults(command=command)
+        return added
+
+    add("environment", _environment, "Check params.yaml against this machine and write environment.json.")
+    add("fetch", _fetch, "Bring the raw files and check their SHA-256.")
+    add("prepare", _prepare, "Decode the raw files once, into packed arrays.")
+    train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
+    train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
+    add("compare", _compare, "Compare the variants' results; write reports/.")
+    add("publish", _publish, "Make MLflow agree with the result files.")
+    schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
+    schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
+    # Training starts this one itself, so it has no line in the list.
+    follow = commands.add_parser("follow", description="Mirror a running training to MLflow. Started by train.")
+    follow.add_argument("variant", metavar="VARIANT")
+    follow.set_defaults(command=_follow)
+    return parser
+
+
+def _environment(_: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params = config.load()
+    plans = config.plans(params, environment.machine())
+    print(f"environment {environment.write()[:12]}")
+    for name, plan in plans.items():
+        for technique, reason in plan.left_out.items():
+            print(f"variants.{name}: {technique} is left out: {reason}")
+
+
+def _fetch(_: argparse.Namespace) -> None:
+    from pipeline import config
+    from pipeline.data import sources
+
+    sources.fetch(config.load().fetch, RAW)
+
+
+def _prepare(_: argparse.Namespace) -> None:
+    from pipeline import config
+    from pipeline.data import prepared
+
+    prepared.prepare(config.load(), RAW, PREPARED)
+
+
+def _train(parsed: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()  # a mistake shows before torch is imported
+    from pipeline import job
+
+    job.run(params, parsed.variant, machine, PREPARED)
+
+
+def _compare(_: argparse.Namespace) -> None:
+    from pipeline import comparison, config, report
+
+    params = config.load()
+    measured, histories = comparison.read_all(params.variants)
+    report.write(comparison.compare(measured, histories, params.compare, comparison.read_environment()), histories)
+
+
+def _publish(_: argparse.Namespace) -> None:
+    from pipeline import config, tracking
+
+    tracking.publish(config.load())
+
+
+def _follow(parsed: argparse.Namespace) -> None:
+    from pipeline import config, tracking
+
+    tracking.follow(config.load(), parsed.variant)
+
+
+def _schema(parsed: argparse.Namespace) -> None:
+    from pipeline import config, results
+
+    text = config.schema()
+    if not parsed.check:
+        results.write_text(config.SCHEMA_FILE, text)
+    elif not config.SCHEMA_FILE.exists() or config.SCHEMA_FILE.read_text(encoding="utf-8") != text:
+        raise config.ConfigError(f"{config.SCHEMA_FILE} is out of step: run `python -m pipeline schema`.")

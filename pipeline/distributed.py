@@ -1,0 +1,173 @@
+"""Processes that train together. The only module that knows ranks, launcher variables and torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.config import PipelineError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=5)
+"""How long a collective waits for a rank that does not come. Covers one rank's slow disk, not a dead rank."""
+
+
+class WorkerError(PipelineError):
+    """A worker process failed. The message is that of the rank that failed first."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, as one of them sees it."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str | None
+    """nccl, gloo, or None for a single process, which needs no process group."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """The main rank's ``value`` (picklable) on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum ``tensor`` over ranks, in place, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        return tensor
+
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum of ``tensor`` over ranks, in place, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def broadcast_buffers_(self, model: nn.Module) -> None:
+        """Give every rank the main rank's buffers (BatchNorm's running statistics differ by rank in training)."""
+        if self.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def synchronise(self) -> None:
+        """Wait until this rank's device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def launched_size() -> int | None:
+    """World size if a launcher (torchrun, Slurm's or Kubernetes' wrapper of it) started this process, else None."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+@contextmanager
+def world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
+    """This process's world; the process group lives as long as the block.
+
+    A process that no launcher started is a world of its own, without a process group. On CUDA the
+    backend is NCCL and the local rank chooses the GPU; on CPU it is gloo, and the cores are shared
+    out evenly unless OMP_NUM_THREADS says otherwise.
+    """
+    size = launched_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+        here = torch.device("cuda", local_rank)
+    else:
+        here = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, _cores() // local_size))
+    if size is None:
+        yield World(rank=0, size=1, device=here, backend=None)
+        return
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device == "cuda" else None)
+    yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
+    # Not after an error: ending a group whose ranks are out of step can wait for the others, and the launcher ends them.
+    dist.destroy_process_group()
+
+
+def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
+    """Run ``worker(*arguments)`` in ``processes`` processes of this host; return when all have.
+
+    One process is this one. A process that a launcher started is a worker already and runs it once.
+    Raises WorkerError with the message of the rank that failed first; the other ranks are ended.
+    """
+    if processes == 1 or launched_size() is not None:
+        worker(*arguments)
+        return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    with tempfile.TemporaryDirectory() as failures:
+        try:
+            elastic_launch(settings, _reporting)(failures, worker, arguments)
+        except ChildFailedError as error:
+            raise WorkerError(_first_failure(Path(failures)) or str(error)) from None
+
+
+def _reporting(failures: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """A launched process. If it fails it says so at once: a lost peer fails the other ranks a moment later, and what
+    the launcher sees first is chance."""
+    failed_at = None
+    try:
+        worker(*arguments)
+    except PipelineError as error:
+        failed_at, message = time.time_ns(), str(error)
+    except Exception:
+        failed_at, message = time.time_ns(), traceback.format_exc()
+    if failed_at is not None:
+        rank = os.environ["RANK"]
+        Path(failures, f"{failed_at:020}").write_text(f"rank {rank}: {message}", encoding="utf-8")
+        sys.exit(1)
+
+
+def _first_failure(failures: Path) -> str | None:
+    reports = sorted(failures.iterdir())
+    return reports[0].read_text(encoding="utf-8") if reports else None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,338 @@
+"""One variant's job: launch its processes, train every seed, write the result's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from pipeline import checkpoints, models, results
+from pipeline.config import Config, Machine, PipelineError, Plan
+from pipeline.config import plan as plan_of
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from pipeline.data.prepared import read as read_dataset
+from pipeline.distributed import World, launch, launched_size
+from pipeline.distributed import world as joined_world
+from pipeline.environment import ENVIRONMENT_FILE
+from pipeline.measurement import Memory, SystemSampler, percentile_ms
+from pipeline.results import HistoryRow, Result, Run, summarise
+from pipeline.training import Training
+
+FOLLOWER_PATIENCE_SECONDS = 20.0
+"""How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
+
+
+def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
+    """Train ``variants.<name>`` on the data set in ``prepared`` with every seed and write its result, history, system samples and models.
+
+    Starts the processes that the variant needs; where a launcher started this one, it is one of them.
+    An interrupted job goes on from its checkpoints. Raises PipelineError.
+    """
+    plan = plan_of(config, name, machine, launched_size())
+    started = psutil.Process().create_time()
+    launch(_work, (config, plan, prepared, _environment(), started), plan.processes)
+
+
+def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], started: float) -> None:
+    """What each process does."""
+    Memory.note_imports()
+    dataset = read_dataset(prepared)
+    with joined_world(plan.device) as world:
+        device_name = _device_name(world, environment)
+        if world.is_main:
+            _announce(plan, world, device_name)
+        following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
+        sampler = SystemSampler(results.system_file(plan.name), world.device) if world.is_main else None
+        with following, sampler or nullcontext():
+            job = Job(config, plan, dataset, world, environment["hash"], device_name, started, sampler)
+            runs = [job.train(seed) for seed in config.train.seeds]
+            if world.is_main:
+                job.write_result(runs)
+
+
+class Job:
+    """All seeds of one variant, on one rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        dataset: Dataset,
+        world: World,
+        environment_hash: str,
+        device_name: str,
+        started: float,
+        sampler: SystemSampler | None,
+    ) -> None:
+        self.config, self.plan, self.dataset, self.world = config, plan, dataset, world
+        self.environment_hash, self.device_name, self.started = environment_hash, device_name, started
+        self.sampler = sampler
+        self.history: list[HistoryRow] = []
+        """Of all seeds so far; on the main rank alone."""
+        self.parameter_count = 0
+        self.placement = ""
+
+    def train(self, seed: int) -> Run:
+        """One seed, from the start or from its checkpoint; returns the same record on every rank."""
+        if self.sampler:
+            self.sampler.seed = seed
+        checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
+        identity = self._identity(seed)
+        saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
+        torch.manual_seed(seed)
+        channels, height, width = self.dataset.shape
+        train = self.config.train
+        model = models.build(
+            train.model,
+            train.model_options,
+            channels=channels,
+            height=height,
+            width=width,
+            classes=len(self.dataset.classes),
+        )
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        _seed_algorithms(self.world, deterministic=train.deterministic)
+        with TrainBatches(
+            self.dataset,
+            batch_size=train.batch_size,
+            micro_batches=self.plan.micro_batches,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            seed=seed,
+            augment=train.augment,
+            placement=train.placement,
+            device=self.world.device,
+        ) as batches:
+            self.placement = batches.placement
+            training = Training(self.plan, train, model, self.dataset, batches, self.world, seed)
+            resumes, earlier = 0, list(self.history)
+            if saved:
+                training.restore(saved)
+                resumes = saved["resumes"]
+                self.history = earlier + [HistoryRow.model_validate(row) for row in saved["history"]]
+            if saved and saved["run"]:
+                self._say(f"seed {seed}: complete in {checkpoint}")
+                run = Run.model_validate(saved["run"])
+            else:
+                if saved:
+                    resumes += 1
+                    self._say(f"seed {seed}: resuming after step {training.steps} from {checkpoint}")
+                startup_seconds = time.time() - self.started
+                for row in self._shown(training, seed):
+                    if row:
+                        self.history.append(row)
+                        self._write_history()
+                    if self._checkpoint_is_due(training):
+                        with training.paused():
+                            self._save(training, checkpoint, identity, seed, resumes, None)
+                run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
+                self._save(training, checkpoint, identity, seed, resumes, run)
+        if self.world.is_main:
+            self._write_history()
+            checkpoints.save(training.model.state_dict(), results.model_file(self.plan.name, seed))
+        return run
+
+    def write_result(self, runs: list[Run]) -> None:
+        """Write the result, now that every seed is done, and drop the checkpoints."""
+        config, plan = self.config, self.plan
+        result = Result(
+            variant=plan.name,
+            environment=self.environment_hash,
+            config={"train": config.train.model_dump(mode="json"), "variant": plan.asked.model_dump(mode="json")},
+            applied=plan.applied.model_dump(mode="json"),
+            left_out=plan.left_out,
+            device=self.device_name,
+            backend=self.world.backend,
+            world_size=self.world.size,
+            threads_per_process=torch.get_num_threads(),
+            placement=self.placement,
+            dataset=results.Dataset(
+                name=self.dataset.name,
+                sha256=self.dataset.sha256,
+                train_count=len(self.dataset.train),
+                test_count=len(self.dataset.test),
+            ),
+            parameter_count=self.parameter_count,
+            summary=summarise(runs),
+            runs=tuple(runs),
+        )
+        results.write(result, results.result_file(plan.name))
+        for seed in config.train.seeds:
+            checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
+
+    def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
+        """The training's steps, with a progress bar for a person and a line an epoch for a log."""
+        label = f"{self.plan.name} seed {seed}"
+        bar = tqdm(
+            total=training.total_steps,
+            initial=training.steps,
+            desc=label,
+            unit="step",
+            disable=None if self.world.is_main else True,  # None: shown on a terminal alone
+        )
+        with bar:
+            for row in training.run():
+                bar.update()
+                if row and row.test_accuracy is not None:
+                    text = (
+                        f"{label}: epoch {row.epoch:.0f}/{self.config.train.epochs}, loss {row.train_loss:.4f}, "
+                        f"test accuracy {row.test_accuracy:.2%}, {row.samples_per_second:,.0f} samples/s"
+                    )
+                    if self.world.is_main:
+                        bar.write(text)
+                yield row
+
+    def _checkpoint_is_due(self, training: Training) -> bool:
+        every = self.config.train.checkpoint_every_steps
+        done = training.steps
+        return done < training.total_steps and (
+            done % training.batches.steps_per_epoch == 0 or (every is not None and done % every == 0)
+        )
+
+    def _save(
+        self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None
+    ) -> None:
+        state = training.state()
+        if self.world.is_main:
+            rows = [row.model_dump() for row in self.history if row.seed == seed]
+            facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
+            checkpoints.save(state | facts, path)
+
+    def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
+        """The record of a finished run, from what every rank measured."""
+        clock, memory, score = training.clock, training.memory, training.score
+        assert score is not None  # the last epoch ends with an evaluation
+        ranks = self.world.gather((clock.state(), memory.state()))
+        clocks, memories = [rank[0] for rank in ranks], [rank[1] for rank in ranks]
+        slowest = max(clocks, key=lambda clock: clock["measured_seconds"])
+        peaks = tuple(memory["peak_bytes"] for memory in memories)
+        steps = {len(clock["step_seconds"]) for clock in clocks}
+        measured_steps = min(steps)
+        retries = None if memory.retries is None else sum(memory["retries"] for memory in memories)
+
+        refusals = []
+        if not measured_steps:
+            refusals.append(
+                f"no step was measured: the run has {training.total_steps} steps and its warm-up takes "
+                f"{self.config.train.warmup_steps}; raise train.epochs or lower train.warmup_steps"
+            )
+        if len(steps) > 1:
+            refusals.append(f"the ranks measured different numbers of steps: {sorted(steps)}")
+        if disagreement := clock.disagreement():
+            refusals.append(disagreement)
+        if retries:
+            refusals.append(f"the allocator ran out of memory and flushed its cache {retries} time(s)")
+        trusted = not refusals
+        return Run(
+            seed=seed,
+            test_accuracy=score.accuracy,
+            test_correct=score.correct,
+            test_count=score.count,
+            test_loss=score.loss,
+            train_loss=training.epoch_loss,
+            steps=training.steps,
+            measured_steps=measured_steps,
+            samples_per_second=(
+                measured_steps * self.config.train.batch_size / slowest["measured_seconds"] if trusted else None
+            ),
+            step_p50_ms=percentile_ms(slowest["step_seconds"], 50) if trusted else None,
+            step_p90_ms=percentile_ms(slowest["step_seconds"], 90) if trusted else None,
+            step_p99_ms=percentile_ms(slowest["step_seconds"], 99) if trusted else None,
+            input_wait_fraction=(
+                max(clock["input_seconds"] / clock["measured_seconds"] for clock in clocks) if trusted else None
+            ),
+            startup_seconds=startup_seconds,
+            first_step_seconds=None if startup_seconds is None else clock.first_step_seconds,
+            train_seconds=max(clock["train_seconds"] for clock in clocks),
+            evaluate_seconds=training.evaluate_seconds,
+            peak_memory_bytes=max(peaks) if all(peak is not None for peak in peaks) else None,
+            peak_memory_rank_bytes=peaks,
+            peak_reserved_bytes=(
+                None if memory.reserved_bytes is None else max(memory["reserved_bytes"] for memory in memories)
+            ),
+            allocator_retries=retries,
+            resumes=resumes,
+            refusals=tuple(refusals),
+            model_sha256=checkpoints.state_sha256(training.model.state_dict()),
+        )
+
+    def _write_history(self) -> None:
+        if self.world.is_main:
+            results.write_history(self.history, results.history_file(self.plan.name))
+
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            print(f"{self.plan.name} {text}", flush=True)
+
+    def _identity(self, seed: int) -> str:
+        """Stands for all that a run depends on: a checkpoint with another identity is not its own."""
+        content = {
+            "seed": seed,
+            "train": self.config.train.model_dump(mode="json", exclude={"seeds", "checkpoint_every_steps"}),
+            "plan": self.plan.model_dump(mode="json"),
+            "dataset": self.dataset.sha256,
+            "environment": self.environment_hash,
+            "code": [
+                hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.rglob("*.py"))
+            ],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _followed(variant: str) -> Iterator[None]:
+    """Mirror the job's files live, in a process of its own that cannot slow or stop the training."""
+    follower = subprocess.Popen([sys.executable, "-m", "pipeline", "follow", variant], stdin=subprocess.PIPE)
+    assert follower.stdin is not None
+    last_words = b""
+    try:
+        yield
+        last_words = b"finished\n"
+    finally:
+        try:
+            follower.communicate(last_words, timeout=FOLLOWER_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            follower.kill()
+            follower.wait()
+            print("The live mirror is still behind; `publish` completes it.", file=sys.stderr, flush=True)
+
+
+def _announce(plan: Plan, world: World, device_name: str) -> None:
+    place = f"{world.size} processes over {world.backend}" if world.backend else "one process"
+    print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
+    for technique, reason in plan.left_out.items():
+        print(f"{plan.name}: {technique} is left out: {reason}", flush=True)
+
+
+def _device_name(world: World, environment: dict[str, Any]) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return str(environment["hardware"]["cpu"]["model"])
+
+
+def _environment() -> dict[str, Any]:
+    """The fingerprint that the environment stage wrote."""
+    try:
+        values: dict[str, Any] = json.loads(ENVIRONMENT_FILE.read_text(encoding="utf-8"))
+        if isinstance(values["hash"], str) and isinstance(values["hardware"]["cpu"]["model"], str):
+            return values
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise PipelineError(f"{ENVIRONMENT_FILE} is missing or broken; run `python -m pipeline environment` first.")
+
+
+def _seed_algorithms(world: World, *, deterministic: bool) -> None:
+    if world.device.type == "cuda":
+        torch.backends.cudnn.deterministic = deterministic
+        torch.backends.cudnn.benchmark = False

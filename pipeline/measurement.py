@@ -1,0 +1,292 @@
+"""Time, memory and FLOPs: each number that a result holds is defined here, once."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+T = TypeVar("T")
+
+CLOCK_TOLERANCE_FRACTION = 0.05
+"""Largest difference between the sum of step times by CUDA events and the wall clock around them."""
+
+
+class Clock:
+    """Times a run's steps without ever waiting inside one.
+
+    A *window* is a stretch of steps between two synchronised moments (``open``, ``close``), so its wall
+    time is exact. Inside, each step is timed from mark to mark: CUDA events on a GPU, which neither wait
+    for the device nor are blurred by its queue; the host's clock on a CPU, where work is synchronous.
+    ``watch`` times the wait for input the same way.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: list[Any] = []
+        self._inputs: list[Any] = []
+        """Marks in pairs: the wait begins, the input is there."""
+        self._opened = 0.0
+        self.train_seconds = 0.0
+        """Wall time of all closed windows, warm-up included."""
+        self.measured_seconds = 0.0
+        """Wall time of the closed windows that are measured."""
+        self.step_seconds: list[float] = []
+        """One a step of the measured windows."""
+        self.input_seconds = 0.0
+        """Waited for input in the measured windows."""
+        self.first_step_seconds: float | None = None
+        """Wall time of the first window, which holds the first step alone."""
+
+    def now(self) -> float:
+        """Seconds on a steady clock, once the device has done all it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def open(self) -> None:
+        """Start a window now."""
+        self._opened = self.now()
+        self._steps, self._inputs = [self._mark()], []
+
+    def step(self) -> None:
+        """A step of the window ends here."""
+        self._steps.append(self._mark())
+
+    def close(self, *, measured: bool) -> None:
+        """End the window. A measured one counts for the speeds, every one for the time spent in training."""
+        seconds = self.now() - self._opened
+        self.train_seconds += seconds
+        if self.first_step_seconds is None:
+            self.first_step_seconds = seconds
+        if measured:
+            self.measured_seconds += seconds
+            self.step_seconds += [self._seconds(a, b) for a, b in pairwise(self._steps)]
+            self.input_seconds += sum(map(self._seconds, self._inputs[::2], self._inputs[1::2]))
+
+    def train_seconds_now(self) -> float:
+        """Time spent in training so far, the open window included. Waits for the device."""
+        return self.train_seconds + self.now() - self._opened
+
+    def watch(self, items: Iterator[T]) -> Iterator[T]:
+        """The same items; the time until each arrives counts as waiting for input."""
+        while True:
+            start = self._mark()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self._inputs += (start, self._mark())
+            yield item
+
+    def disagreement(self) -> str | None:
+        """Why the step times are not to be trusted: their sum and the wall clock differ. None if they agree."""
+        total = sum(self.step_seconds)
+        if abs(total - self.measured_seconds) <= CLOCK_TOLERANCE_FRACTION * self.measured_seconds:
+            return None
+        return (
+            f"step times add up to {total:.3f} s, but the wall clock around them shows {self.measured_seconds:.3f} s "
+            f"(more than {CLOCK_TOLERANCE_FRACTION:.0%} apart)"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on counting."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo of ``state``."""
+        vars(self).update(state)
+
+    def _mark(self) -> Any:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        seconds: float = start.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - start
+        return seconds
+
+
+def percentile_ms(seconds: list[float], percent: float) -> float | None:
+    """Percentile of step times, in milliseconds, linearly interpolated. None without a step."""
+    return float(np.percentile(seconds, percent)) * 1e3 if seconds else None
+
+
+class Memory:
+    """Peak memory of a run's measured windows.
+
+    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``). On CPU: the process's
+    highest resident set above that of the same process after its imports and before any work. Only
+    Linux lets a process reset its high-water mark; elsewhere the CPU figure is unknown.
+    """
+
+    imported_bytes: ClassVar[int | None] = None
+    """The process's highest resident set after its imports; ``note_imports`` sets it for the whole process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._retries = 0
+        self._resets = True
+        self.peak_bytes: int | None = None
+        """None before a measured window has ended, and where this machine cannot tell."""
+        self.reserved_bytes: int | None = None
+        """CUDA: the highest ``max_memory_reserved``."""
+        self.retries: int | None = None
+        """CUDA: how often the allocator had to flush its cache and try again."""
+
+    @classmethod
+    def note_imports(cls) -> None:
+        """Call once, when all is imported and no work is done."""
+        cls.imported_bytes = resident_peak_bytes()
+
+    def open(self) -> None:
+        """Forget the peak so far: a window starts."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        else:
+            self._resets = _reset_resident_peak()
+
+    def close(self, *, measured: bool) -> None:
+        """End the window; of the measured ones the highest peak is kept."""
+        if not measured:
+            return
+        if self._device.type == "cuda":
+            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
+            self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
+            retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"] - self._retries
+            self.retries = (self.retries or 0) + retries
+        elif self._resets and self.imported_bytes is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, (resident_peak_bytes() or 0) - self.imported_bytes)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on counting."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo of ``state``."""
+        vars(self).update(state)
+
+
+def resident_peak_bytes() -> int | None:
+    """This process's highest resident set since it began or was reset; None where the system does not tell."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def forward_backward_flops(model: nn.Module, images: torch.Tensor) -> int:
+    """FLOPs of one forward and backward pass of ``model`` over ``images``, counted operator by operator."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(images).sum().backward()
+    return int(counter.get_total_flops())
+
+
+class SystemSampler(AbstractContextManager["SystemSampler"]):
+    """Samples the processor, the memory and the GPU in use, once a second, into a CSV file.
+
+    The columns carry MLflow's names for system metrics. A sample costs well under a millisecond, in a
+    thread of its own.
+    """
+
+    def __init__(self, path: Path, device: torch.device, interval_seconds: float = 1.0) -> None:
+        self._path = path
+        self._interval = interval_seconds
+        self._process = psutil.Process()
+        self._gpu = _Gpu(device) if device.type == "cuda" else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
+        self.seed = 0
+        """The seed in training; written beside each sample."""
+
+    def __enter__(self) -> SystemSampler:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        psutil.cpu_percent()  # the first call has nothing to compare with
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._path.open("w", newline="", encoding="utf-8") as file:
+            writer: csv.DictWriter[str] | None = None
+            more = True
+            while more:
+                more = not self._stop.wait(self._interval)
+                sample = self._sample()
+                if writer is None:
+                    writer = csv.DictWriter(file, list(sample))
+                    writer.writeheader()
+                writer.writerow(sample)
+                file.flush()
+
+    def _sample(self) -> dict[str, float]:
+        memory = psutil.virtual_memory()
+        sample = {
+            "seed": self.seed,
+            "seconds": round(time.time(), 3),
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": round(memory.used / 1e6, 1),
+            "process_resident_megabytes": round(self._process.memory_info().rss / 1e6, 1),
+        }
+        return sample | (self._gpu.sample() if self._gpu else {})
+
+
+class _Gpu:
+    """One GPU's figures by NVML, addressed by what torch calls it, whatever CUDA_VISIBLE_DEVICES says."""
+
+    def __init__(self, device: torch.device) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        self._index = device.index or 0
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    def sample(self) -> dict[str, float]:
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        name = f"gpu_{self._index}"
+        return {
+            f"{name}_utilization_percentage": float(rates.gpu),
+            f"{name}_memory_usage_megabytes": round(int(memory.used) / 1e6, 1),
+            f"{name}_power_usage_watts": self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
+        }
+
+
+def on_terminal() -> bool:
+    """Whether progress is shown to a person rather than written to a log."""
+    return sys.stderr.isatty()

@@ -1,0 +1,44 @@
+"""DistributedDataParallel: every rank has the model and a share of the batch; gradients are averaged while they arise."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.config import Plan
+from pipeline.techniques.base import HoldSync, Technique
+
+
+_NO_BROADCAST = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"  # its name before torch 2.15
+)
+
+
+class DDP(Technique):
+    """``torch.nn.parallel.DistributedDataParallel`` around the model.
+
+    Buffers are not broadcast before each forward pass: training does not read BatchNorm's running
+    statistics, and evaluation takes the main rank's (``World.broadcast_buffers_``) either way.
+    """
+
+    name = "ddp"
+
+    @classmethod
+    def is_asked(cls, plan: Plan) -> bool:
+        return plan.applied.parallelism == "ddp"
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self.model = DistributedDataParallel(
+            model,
+            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **{_NO_BROADCAST: False},
+        )
+        return self.model
+
+    def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002
+        return self.model.no_sync

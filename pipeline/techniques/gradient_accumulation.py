@@ -1,0 +1,27 @@
+"""Gradient accumulation: one optimizer step over several micro-batches, so that only one is in memory at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.config import Plan
+from pipeline.techniques.base import Forward, Technique
+
+
+class GradientAccumulation(Technique):
+    """Each of N micro-batches counts 1/N, so the sum of their gradients is the whole batch's mean gradient.
+
+    BatchNorm still normalises each micro-batch by its own statistics.
+    """
+
+    name = "gradient_accumulation"
+
+    @classmethod
+    def is_asked(cls, plan: Plan) -> bool:
+        return plan.micro_batches > 1
+
+    def wrap_forward(self, forward: Forward) -> Forward:
+        def share(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return forward(images, labels) / self.plan.micro_batches
+
+        return share

@@ -1,0 +1,63 @@
+"""Mixed precision: matrix products and convolutions in 16 bits, parameters and sums in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipeline.config import Plan
+from pipeline.distributed import World
+from pipeline.techniques.base import Backward, Forward, Technique, Update
+
+
+class BFloat16(Technique):
+    """Autocast to bfloat16: float32's range, so gradients need no scaling."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+    @classmethod
+    def is_asked(cls, plan: Plan) -> bool:
+        return plan.applied.precision == "bf16"
+
+    def wrap_forward(self, forward: Forward) -> Forward:
+        def autocast(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(self.world.device.type, dtype=self.dtype):
+                return forward(images, labels)
+
+        return autocast
+
+
+class Float16(BFloat16):
+    """Autocast to float16 with a gradient scaler: the loss is scaled up so that small gradients do not vanish.
+
+    The scaler leaves out the update of a step whose scaled gradients overflow, and halves its scale.
+    """
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        self.scaler = torch.amp.GradScaler(world.device.type)
+
+    @classmethod
+    def is_asked(cls, plan: Plan) -> bool:
+        return plan.applied.precision == "fp16"
+
+    def wrap_backward(self, backward: Backward) -> Backward:
+        return lambda loss: backward(self.scaler.scale(loss))
+
+    def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
+        def scaled() -> None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+        return scaled
+
+    def state(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)

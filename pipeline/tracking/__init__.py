@@ -1,0 +1,10 @@
+"""The only package that knows MLflow. Files are the truth, MLflow is the mirror: it can be lost, late or down.
+
+``follow`` mirrors a running training from a process of its own; ``publish`` makes the store agree with the files.
+Neither raises what MLflow raises: that costs one warning. Nothing imports mlflow until there is something to log.
+"""
+
+from pipeline.tracking.following import follow
+from pipeline.tracking.publishing import Published, publish
+
+__all__ = ["Published", "follow", "publish"]

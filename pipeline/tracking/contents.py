@@ -1,0 +1,343 @@
+"""What the files ask a store to hold: runs and their keys, metrics, parameters and tags. No MLflow here."""
+
+from __future__ import annotations
+
+import csv
+import getpass
+import hashlib
+import json
+import math
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline import results
+from pipeline.config import Config
+from pipeline.results import HistoryRow, Result, Run
+
+LAYOUT = 1
+"""Raise it when runs are to be logged differently: every run is then written again."""
+
+PREPARED = Path("data/prepared")
+REPORTS = Path("reports")
+ENVIRONMENT_FILE = Path("environment.json")
+
+COMPARISON = "pipeline.comparison"
+"""Tag of a comparison's parent run and of its children: the key of the comparison."""
+RUN = "pipeline.run"
+"""Tag of a child: the key of the run. The parent has none."""
+REPORT = "pipeline.report"
+"""Tag of a parent: the digest of the report it holds."""
+COMPLETE = "pipeline.complete"
+"""Tag set as the last act of writing a run; a run without it does not count."""
+LIVE = "pipeline.live"
+"""Tag of a run that a follower writes: the checkout that trains."""
+MIRRORED = "pipeline.mirrored"
+"""Tag set as the follower's last act: the key of the run whose whole history it has logged."""
+PARENT = "mlflow.parentRunId"
+NOTE = "mlflow.note.content"
+
+NOTE_LIMIT = 7900
+"""Characters; MLflow's tags end at 8000."""
+
+
+class Point(NamedTuple):
+    """One value of one metric."""
+
+    key: str
+    value: float
+    timestamp_ms: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Child:
+    """One run that the store must hold: one seed of one variant."""
+
+    key: str
+    result: Result
+    run: Run
+    root: Path
+    model_file: Path | None
+    """The weights to log as a model; None: none to log."""
+
+    @property
+    def variant(self) -> str:
+        return self.result.variant
+
+    @property
+    def name(self) -> str:
+        return f"{self.result.variant}-seed{self.run.seed}"
+
+    @property
+    def result_file(self) -> Path:
+        return results.result_file(self.variant, self.root / results.RESULTS)
+
+    @property
+    def history_file(self) -> Path:
+        return results.history_file(self.variant, self.root / results.RESULTS)
+
+    @property
+    def system_file(self) -> Path:
+        return results.system_file(self.variant, self.root / results.RESULTS)
+
+    @property
+    def written_ms(self) -> int:
+        """When this checkout got the result."""
+        return round(self.result_file.stat().st_mtime * 1000)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One comparison that the store must hold."""
+
+    key: str
+    report: str
+    """Digest of the report's files."""
+    children: Mapping[str, Child]
+    """By key, in the order of params.yaml and of the seeds."""
+
+    @property
+    def name(self) -> str:
+        return f"comparison-{self.key[:8]}"
+
+
+def wanted(config: Config, root: Path) -> Wanted | None:
+    """The comparison of the results that are there; None if there is none.
+
+    Raises ValueError, naming the file, for one that is no result.
+    """
+    found = []
+    for variant in config.variants:
+        path = results.result_file(variant, root / results.RESULTS)
+        if path.exists():
+            found.append(results.read(path))
+    if not found:
+        return None
+    children = [child_of(config, root, result, run) for result in found for run in result.runs]
+    return Wanted(
+        key=_digest([LAYOUT, *sorted(results.digest(result) for result in found)]),
+        report=_digest([[file.name, _sha256(file)] for file in report_files(root)]),
+        children={child.key: child for child in children},
+    )
+
+
+def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
+    """The run that the store must hold for one seed of ``result``."""
+    weights = results.model_file(result.variant, run.seed, root / results.MODELS)
+    has_model = config.publish.models and weights.exists() and (root / PREPARED / "dataset.json").exists()
+    about = result.model_dump(mode="json", exclude={"runs", "summary"})
+    return Child(
+        key=_digest([LAYOUT, about, results.digest(run), has_model]),
+        result=result,
+        run=run,
+        root=root,
+        model_file=weights if has_model else None,
+    )
+
+
+def report_files(root: Path) -> list[Path]:
+    """The comparison, as data, for a pull request and for a person."""
+    return [file for file in sorted((root / REPORTS).glob("comparison.*")) if file.suffix != ".partial"]
+
+
+def context_files(root: Path) -> list[Path]:
+    """What a comparison rests on beside its results. No change of these alone makes a parent run out of date."""
+    return [file for file in (root / ENVIRONMENT_FILE, root / "params.yaml", root / "dvc.lock") if file.exists()]
+
+
+def history_points(row: HistoryRow, started: float) -> Iterator[Point]:
+    """Metrics of one row. Their clock is training time after ``started`` (unix seconds): rows carry no other."""
+    for name, value in row.model_dump(exclude={"seed", "step"}).items():
+        if value is not None:
+            yield Point(f"history/{name}", value, round((started + row.train_seconds) * 1000), row.step)
+
+
+def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
+    """Metrics of one sample of the machine, the ``step``-th of its run. MLflow's page shows system/ by itself."""
+    timestamp = round(float(row["seconds"]) * 1000)
+    for column, text in row.items():
+        value = _number(text)
+        if column not in ("seed", "seconds") and value is not None:
+            yield Point(f"system/{_metric_name(column)}", value, timestamp, step)
+
+
+def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
+    """The result's figures; what is unknown is left out."""
+    for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
+        if isinstance(value, int | float):
+            yield Point(name, value, timestamp_ms, run.steps)
+    ranks = run.peak_memory_rank_bytes
+    for rank, peak in enumerate(ranks):
+        if peak is not None and len(ranks) > 1:
+            yield Point(f"peak_memory_rank_bytes/{rank}", peak, timestamp_ms, run.steps)
+
+
+def recorded_points(child: Child, times: tuple[float, float]) -> list[Point]:
+    """History and system metrics of one seed, from its files."""
+    history = results.read_history(child.history_file) if child.history_file.exists() else []
+    rows = [row for row in history if row.seed == child.run.seed]
+    points = [point for row in rows for point in history_points(row, times[0])]
+    for step, sample in enumerate(_samples(child)):
+        points += system_points(sample, step)
+    return points
+
+
+def run_times(child: Child) -> tuple[float, float]:
+    """When a run started and ended, in unix seconds: as sampled, else counted back from the result's file."""
+    sampled = [float(sample["seconds"]) for sample in _samples(child)]
+    durations = {run.seed: run.train_seconds + run.evaluate_seconds for run in child.result.runs}
+    if sampled:
+        return sampled[0], max(sampled[-1], sampled[0] + child.run.train_seconds)
+    seeds = list(durations)
+    after = sum(durations[seed] for seed in seeds[seeds.index(child.run.seed) + 1 :])
+    ended = child.written_ms / 1000 - after
+    return ended - durations[child.run.seed], ended
+
+
+def child_params(result: Result) -> dict[str, str]:
+    """The configuration asked for and what became of it on the machine."""
+    values = result.model_dump(mode="json", exclude={"schema_", "variant", "environment", "summary", "runs"})
+    return flatten(values.pop("config") | values)
+
+
+def child_tags(child: Child) -> dict[str, str]:
+    """What people look for, and the run's key."""
+    tags = {
+        RUN: child.key,
+        "variant": child.variant,
+        "seed": str(child.run.seed),
+        "environment": child.result.environment,
+        "model_sha256": child.run.model_sha256,
+    }
+    if child.run.refusals:
+        tags["refusals"] = "\n".join(child.run.refusals)
+    return tags
+
+
+def parent_params(wanted: Wanted) -> dict[str, str]:
+    """The job, which all variants share."""
+    by_variant = {child.variant: child.result for child in wanted.children.values()}
+    first = next(iter(by_variant.values()))
+    return flatten(
+        {
+            "train": first.config.get("train", {}),
+            "dataset": first.dataset.model_dump(mode="json"),
+            "device": first.device,
+            "parameter_count": first.parameter_count,
+            "variants": sorted(by_variant),
+        }
+    )
+
+
+def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
+    """What can change while the results stay: how they are compared, the report, the locked state of the data."""
+    tags = {"environment": " ".join(sorted({child.result.environment for child in wanted.children.values()}))}
+    tags |= flatten({"compare": config.compare.model_dump(mode="json")})
+    lock, note = root / "dvc.lock", parent_note(root)
+    if lock.exists():
+        tags["dvc_lock_sha256"] = _sha256(lock)
+    if note:
+        tags[NOTE] = note
+    return tags
+
+
+def parent_points(wanted: Wanted, root: Path, timestamp_ms: int) -> Iterator[Point]:
+    """The comparison's figures, as ``<variant>/<figure>``: those that ``dvc metrics show`` prints."""
+    for variant in dict.fromkeys(child.variant for child in wanted.children.values()):
+        path = root / REPORTS / "metrics" / f"{variant}.json"
+        if path.exists():
+            for name, value in json.loads(path.read_text(encoding="utf-8")).items():
+                if value is not None:
+                    yield Point(f"{variant}/{name}", float(value), timestamp_ms, 0)
+
+
+def parent_note(root: Path) -> str | None:
+    """The comparison in Markdown, which MLflow shows as the run's description."""
+    path = root / REPORTS / "comparison.md"
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8")
+    if len(text) <= NOTE_LIMIT:
+        return text
+    beginning = text[:NOTE_LIMIT]
+    whole_lines = beginning.rpartition("\n")[0] or beginning
+    return whole_lines + "\n\n*Cut short: the artifact comparison.md has all of it.*"
+
+
+def origin_tags(root: Path, command: str) -> dict[str, str]:
+    """Where a run came from, in the tags that MLflow's page shows; the commit is the one checked out now."""
+    tags = {"mlflow.source.name": f"python -m pipeline {command}", "mlflow.source.type": "LOCAL"}
+    with suppress(OSError, KeyError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    git = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    with suppress(OSError, subprocess.CalledProcessError):  # no git here, or no commit yet
+        answer = subprocess.run(git, capture_output=True, text=True, check=True)
+        tags["mlflow.source.git.commit"] = answer.stdout.strip()
+    return tags
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, str]:
+    """Nested values as ``a.b.c`` -> text; what is not text is JSON.
+
+    >>> flatten({"train": {"seeds": [0, 1], "augment": {"flip": False}, "model": "small_cnn"}})
+    {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
+    """
+    return {
+        _metric_name(name): value if isinstance(value, str) else json.dumps(value)
+        for name, value in _leaves(values, ".")
+    }
+
+
+def batches(points: Iterable[Point], size: int) -> Iterator[list[Point]]:
+    """``points`` in lists of at most ``size``."""
+    pending: list[Point] = []
+    for point in points:
+        pending.append(point)
+        if len(pending) == size:
+            yield pending
+            pending = []
+    if pending:
+        yield pending
+
+
+def _samples(child: Child) -> list[dict[str, str]]:
+    """The rows of system.csv that belong to this seed; none without the file."""
+    if not child.system_file.exists():
+        return []
+    with child.system_file.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["seed"] == str(child.run.seed) and _number(row["seconds"])]
+
+
+def _leaves(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            for inner, leaf in _leaves(value, separator):
+                yield f"{key}{separator}{inner}", leaf
+        else:
+            yield key, value
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _metric_name(text: str) -> str:
+    """``text`` in the characters that MLflow allows."""
+    return re.sub(r"[^A-Za-z0-9_\-. /]", "_", text)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

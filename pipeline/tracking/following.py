@@ -1,0 +1,233 @@
+"""Mirror a running training to MLflow from a process of its own, which yields to the training in everything."""
+
+from __future__ import annotations
+
+import csv
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline import results
+from pipeline.config import Config
+from pipeline.results import HistoryRow
+from pipeline.tracking import contents, stores
+from pipeline.tracking.contents import LIVE, MIRRORED, Point
+from pipeline.tracking.stores import Store
+
+POLL_SECONDS = 1.0
+FIRST_PAUSE_SECONDS = 10.0
+LONGEST_PAUSE_SECONDS = 300.0
+FINISHED = b"finished"
+
+
+def follow(config: Config, variant: str, root: Path = Path()) -> int:
+    """Mirror ``variant``'s history and system samples into one live run a seed, until standard input ends.
+
+    The line ``finished`` before the end says that the files are final: the live runs are then marked as complete, for
+    ``publish`` to take over. An end without it says that the training died: its runs are marked as killed.
+
+    Returns 0, or 1 if MLflow failed in the end; it never raises for that, and warns once.
+    """
+    _yield_to_training()
+    mirror = _Mirror(config, variant, root)
+    heard = b""
+    warned = False
+    pause, next_try = FIRST_PAUSE_SECONDS, 0.0
+    more = True
+    while more:
+        more, heard = _listen(heard)
+        finished = FINISHED in heard.split(b"\n")
+        more = more and not finished
+        if more and time.monotonic() < next_try:
+            continue
+        try:
+            if more:
+                mirror.update()
+            elif finished:
+                mirror.finish()
+            else:
+                mirror.abandon()
+        except Exception as error:  # whatever MLflow, its database, its server or a broken row raises
+            if not warned:
+                consequence = "Training goes on without a live view; `publish` completes it from the files."
+                stores.warn(f"{stores.describe(mirror.uri, error)} {consequence}")
+            warned = True
+            if not more:
+                return 1
+            next_try, pause = time.monotonic() + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
+    return 0
+
+
+class _Mirror:
+    """The live runs of one training. After a failure every method can be called again: nothing is lost or doubled."""
+
+    def __init__(self, config: Config, variant: str, root: Path) -> None:
+        self.uri = stores.address(root)
+        self._config, self._variant, self._root = config, variant, root
+        self._store: Store | None = None
+        self._history = _Tail(results.history_file(variant, root / results.RESULTS))
+        self._system = _Tail(results.system_file(variant, root / results.RESULTS))
+        self._live: dict[int, _LiveRun] = {}
+
+    def update(self, final: bool = False) -> None:
+        """Log what the files have gained. Until ``final``, files from before we began are of an earlier training."""
+        try:
+            samples = [(int(row["seed"]), row) for row in self._system.read(final)]
+            rows = [
+                HistoryRow.model_validate({key: value if value != "" else None for key, value in row.items()})
+                for row in self._history.read(final)
+            ]
+        except Rewritten:
+            self._start_again()
+            self.update(final)
+            return
+        for seed, sample in samples:
+            live = self._live.setdefault(seed, _LiveRun(float(sample["seconds"])))
+            live.pending += contents.system_points(sample, live.samples)
+            live.samples += 1
+        for row in rows:
+            live = self._live.setdefault(row.seed, _LiveRun(time.time() - row.train_seconds))
+            live.pending += contents.history_points(row, live.started)
+        self._system.take()
+        self._history.take()
+        for seed, live in self._live.items():
+            if live.pending:
+                self._log(seed, live)
+
+    def finish(self) -> None:
+        """The files are final: log the rest and mark as complete what is."""
+        if self._store is None:
+            return  # a training so short that nothing is live yet; publish writes it from the files
+        self.update(final=True)
+        result = results.read(results.result_file(self._variant, self._root / results.RESULTS))
+        for run in result.runs:
+            live = self._live.get(run.seed)
+            if live is None or live.run_id is None:
+                continue
+            child = contents.child_of(self._config, self._root, result, run)
+            self._store.client.set_terminated(live.run_id, "FINISHED", round(contents.run_times(child)[1] * 1000))
+            self._store.client.set_tag(live.run_id, MIRRORED, child.key)
+
+    def abandon(self) -> None:
+        """The training died: say so on the runs it leaves."""
+        if self._store is None:
+            return
+        with suppress(KeyError, TypeError, ValueError):  # a last look, at files that may be half-written
+            self.update(final=True)
+        for live in self._live.values():
+            if live.run_id is not None:
+                self._store.client.set_terminated(live.run_id, "KILLED")
+
+    def _log(self, seed: int, live: _LiveRun) -> None:
+        store = self._opened()
+        if live.run_id is None:
+            tags = contents.origin_tags(self._root, f"train {self._variant}")
+            tags |= {LIVE: stores.checkout(self._root), "variant": self._variant, "seed": str(seed)}
+            run = store.client.create_run(
+                store.experiment_id,
+                start_time=round(live.started * 1000),
+                run_name=f"{self._variant}-seed{seed}",
+                tags=tags,
+            )
+            live.run_id = run.info.run_id
+        store.log_points(live.run_id, live.pending)
+        live.pending = []
+
+    def _opened(self) -> Store:
+        """The store; on first use, live runs that an earlier follower of this variant could not end are ended."""
+        if self._store is None:
+            with stores.locked(self.uri):
+                self._store = stores.open_store(self.uri, self._root, self._config.publish.experiment)
+            for run in self._store.runs(comparison=""):
+                if run.status == "RUNNING" and run.tags.get("variant") == self._variant:
+                    self._store.client.set_terminated(run.run_id, "KILLED")
+        return self._store
+
+    def _start_again(self) -> None:
+        """A file no longer begins with what was mirrored: forget all of it."""
+        for live in self._live.values():
+            if live.run_id is not None:
+                self._opened().delete(live.run_id)
+                live.run_id = None
+        self._live = {}
+        self._history.rewind()
+        self._system.rewind()
+
+
+class _LiveRun:
+    """One seed's run in the making."""
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        """Unix seconds; the zero of the history's clock."""
+        self.run_id: str | None = None
+        self.samples = 0
+        self.pending: list[Point] = []
+        """Read from the files, not yet logged."""
+
+
+class Rewritten(Exception):
+    """A file does not begin with what was read of it before."""
+
+
+class _Tail:
+    """The rows that a CSV file gains, whether it is appended to or replaced by a longer one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._began_ns = time.time_ns()
+        self._taken = self._read = b""
+        self._stamp: tuple[int, int] | None = None
+
+    def read(self, final: bool) -> list[dict[str, str]]:
+        """Complete rows that were not taken yet. Raises Rewritten.
+
+        Unless ``final``, a file that was last written before this object was made is not looked at.
+        """
+        try:
+            status = self._path.stat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if stamp == self._stamp or (status.st_mtime_ns < self._began_ns and not final):
+                return []
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            stamp, content = None, b""
+        if not content.startswith(self._taken):
+            raise Rewritten
+        self._stamp, self._read = stamp, content[: content.rfind(b"\n") + 1]
+        header = self._read[: self._read.find(b"\n") + 1] if self._taken else b""
+        added = header + self._read[len(self._taken) :]
+        return list(csv.DictReader(added.decode().splitlines()))
+
+    def take(self) -> None:
+        """Count what was read as taken."""
+        self._taken = self._read
+
+    def rewind(self) -> None:
+        """Take the file from its beginning again."""
+        self._taken = self._read = b""
+        self._stamp = None
+
+
+def _listen(heard: bytes) -> tuple[bool, bytes]:
+    """Wait for news on standard input, at most one poll. Whether there may be more, and all that was heard."""
+    source = sys.stdin.fileno()
+    if not select.select([source], [], [], POLL_SECONDS)[0]:
+        return True, heard
+    chunk = os.read(source, 4096)
+    return bool(chunk), heard + chunk
+
+
+def _yield_to_training() -> None:
+    """Run only on what the training leaves, on one thread; and live through a Ctrl-C, to say how the training ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        os.nice(19)

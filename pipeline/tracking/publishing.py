@@ -1,0 +1,165 @@
+"""Make the store agree with the files: always safe to repeat, near free when nothing is new."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.tracking import contents, stores
+from pipeline.tracking.contents import COMPARISON, COMPLETE, PARENT, REPORT, Child, Wanted
+from pipeline.tracking.reconciliation import Changes, reconcile
+from pipeline.tracking.stores import Store
+
+NO_HARM = (
+    "The result files are complete and nothing is lost. Once MLflow answers, run `python -m pipeline publish` "
+    "(or `dvc repro`); MLFLOW_TRACKING_URI says where it is, and without it a local store is used."
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What ``publish`` did; all zero if the store agreed already."""
+
+    children: int = 0
+    """Runs that the comparison holds now, one for each variant and seed."""
+    written: int = 0
+    """Of these, written from the files."""
+    adopted: int = 0
+    """Of these, live runs that were complete and became part of it."""
+    deleted: int = 0
+    """Half-written, doubled or superseded runs taken away."""
+    failed: bool = False
+    """MLflow failed, and a warning said so; the store may lack runs."""
+
+
+def publish(config: Config, root: Path = Path()) -> Published:
+    """Make the MLflow store hold the comparison of the results under ``root`` exactly once.
+
+    One parent run for the comparison, with one complete child run for each variant and seed; other comparisons stay
+    as history. It prints one line. A failure of MLflow is a warning on stderr. Raises ValueError for a result file
+    that cannot be read.
+    """
+    wanted = contents.wanted(config, root)
+    if wanted is None:
+        print("MLflow: no results yet, nothing to publish.")
+        return Published()
+    stores.set_defaults()
+    uri, experiment, checkout = stores.address(root), config.publish.experiment, stores.checkout(root)
+    children = len(wanted.children)
+    try:
+        seen = stores.glance(uri, root, experiment, wanted.key)
+        if seen is not None and not reconcile(wanted, seen, checkout):
+            print(f"MLflow: {wanted.name} is up to date with {children} runs.")
+            return Published(children=children)
+        print(f"MLflow: writing {wanted.name} ...", flush=True)
+        with stores.locked(uri):
+            store = stores.open_store(uri, root, experiment)
+            changes = reconcile(wanted, store.runs(wanted.key), checkout)
+            _apply(changes, wanted, store, config)
+    except Exception as error:  # whatever MLflow, its database or its server raises
+        stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
+        return Published(failed=True)
+    acts = {
+        "written from files": len(changes.create),
+        "taken over from live runs": len(changes.adopt),
+        "stale ones deleted": len(changes.delete),
+    }
+    done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
+    print(f"MLflow: {wanted.name} holds {children} runs ({done}).")
+    return Published(children, len(changes.create), len(changes.adopt), len(changes.delete))
+
+
+def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> None:
+    """Do it, in an order in which stopping anywhere leaves something that the next call puts right."""
+    for run_id in changes.delete:
+        store.delete(run_id)
+    parent_id = changes.parent.run_id if changes.parent else _create_parent(wanted, store)
+    for key, child in wanted.children.items():
+        if key in changes.adopt:
+            store.delete_models(changes.adopt[key])  # of an adoption that was interrupted
+            _complete_child(child, changes.adopt[key], wanted, parent_id, store)
+        elif key in changes.create:
+            _complete_child(child, _record_child(child, wanted, parent_id, store), wanted, parent_id, store)
+    if changes.finish_parent:
+        _complete_parent(parent_id, wanted, store, config)
+
+
+def _record_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> str:
+    """Create a run with what a follower would have logged; returns its id."""
+    times = contents.run_times(child)
+    run = store.client.create_run(
+        store.experiment_id,
+        start_time=round(times[0] * 1000),
+        run_name=child.name,
+        # Tagged from the start, so that a half-written run is found and deleted.
+        tags={PARENT: parent_id, COMPARISON: wanted.key, **contents.child_tags(child)},
+    )
+    store.log_points(run.info.run_id, contents.recorded_points(child, times))
+    return str(run.info.run_id)
+
+
+def _complete_child(child: Child, run_id: str, wanted: Wanted, parent_id: str, store: Store) -> None:
+    """Add what only the result knows, and mark the run complete as the last act."""
+    client = store.client
+    ended_ms = round(contents.run_times(child)[1] * 1000)
+    tags = contents.origin_tags(store.root, f"train {child.variant}") | contents.child_tags(child)
+    store.set_tags(run_id, tags | {PARENT: parent_id, COMPARISON: wanted.key})
+    store.log_params(run_id, contents.child_params(child.result))
+    store.log_points(run_id, contents.final_points(child.run, ended_ms))
+    client.log_inputs(run_id, [_dataset(child)])
+    for file in (child.result_file, child.history_file):
+        if file.exists():
+            client.log_artifact(run_id, str(file))
+    if child.model_file:
+        _log_model(child, run_id, store)
+    client.set_terminated(run_id, "FINISHED", ended_ms)
+    client.set_tag(run_id, COMPLETE, "true")
+
+
+def _log_model(child: Child, run_id: str, store: Store) -> None:
+    from pipeline.tracking import logged_models
+
+    try:
+        store.client.set_tag(run_id, "model", logged_models.log(store, run_id, child))
+    except logged_models.NotLoggable as error:
+        store.client.set_tag(run_id, "model", f"not logged: {error}")
+        stores.warn(f"the model of {child.name} is not in MLflow: {error}")
+
+
+def _dataset(child: Child) -> Any:
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    about = child.result.dataset
+    dataset = Dataset(
+        name=about.name,
+        digest=about.sha256[:16],
+        source_type="local",
+        source=json.dumps({"uri": contents.PREPARED.as_posix()}),
+        profile=json.dumps({"train_count": about.train_count, "test_count": about.test_count, "sha256": about.sha256}),
+    )
+    return DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])
+
+
+def _create_parent(wanted: Wanted, store: Store) -> str:
+    start = min(contents.run_times(child)[0] for child in wanted.children.values())
+    run = store.client.create_run(
+        store.experiment_id, start_time=round(start * 1000), run_name=wanted.name, tags={COMPARISON: wanted.key}
+    )
+    return str(run.info.run_id)
+
+
+def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:
+    client, root = store.client, store.root
+    ended_ms = round(max(contents.run_times(child)[1] for child in wanted.children.values()) * 1000)
+    store.set_tags(run_id, contents.origin_tags(root, "publish") | contents.parent_tags(config, wanted, root))
+    store.log_params(run_id, contents.parent_params(wanted))
+    store.log_points(run_id, contents.parent_points(wanted, root, ended_ms))
+    for file in contents.report_files(root) + contents.context_files(root):
+        client.log_artifact(run_id, str(file))
+    for file in sorted({child.result_file for child in wanted.children.values()}):
+        client.log_artifact(run_id, str(file), "results")
+    client.set_terminated(run_id, "FINISHED", ended_ms)
+    store.set_tags(run_id, {REPORT: wanted.report, COMPLETE: "true"})

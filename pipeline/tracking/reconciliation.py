@@ -1,0 +1,92 @@
+"""What must change in a store so that it holds one comparison exactly once. A pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.tracking.contents import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, REPORT, RUN, Wanted
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """What reconciling needs to know of a run in the store; deleted runs are not in the store."""
+
+    run_id: str
+    status: str
+    start_ms: int
+    tags: Mapping[str, str]
+    intact: bool = True
+    """False where the run's artifacts should be on this machine and are gone."""
+
+    @property
+    def is_complete(self) -> bool:
+        return COMPLETE in self.tags and self.intact
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The way from the store's state to the wanted one; every act can be repeated."""
+
+    parent: StoredRun | None
+    """The run to use as parent; None: it must be created."""
+    finish_parent: bool
+    """Whether the parent itself is to be written (again): it is new, half-written, or its report is another."""
+    create: list[str] = field(default_factory=list)
+    """Keys of children to write from the files."""
+    adopt: dict[str, str] = field(default_factory=dict)
+    """Key of a child -> id of the live run that becomes it."""
+    delete: list[str] = field(default_factory=list)
+    """Ids of runs that are half-written, twice there or superseded."""
+
+    def __bool__(self) -> bool:
+        return self.finish_parent or bool(self.create or self.adopt or self.delete)
+
+
+def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
+    """Compare. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
+
+    Runs of other comparisons are history and stay. Of live runs only this checkout's are touched, and of those only
+    the seeds whose result is here: the one that mirrored it completely is adopted, others have been superseded if they
+    have ended, or started before the result was written. One that still runs, after that, belongs to a training that
+    goes on. A live run whose seed has no result yet stays, as the record of an interrupted training.
+    """
+    ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)
+    parents = [run for run in ours if RUN not in run.tags]
+    parent = parents[0] if parents else None
+    delete = [run.run_id for run in parents[1:]]
+
+    held: set[str] = set()
+    for run in ours:
+        key = run.tags.get(RUN)
+        if key is None or (LIVE in run.tags and COMPLETE not in run.tags):  # a parent; a live run: see below
+            continue
+        here = parent is not None and run.tags.get(PARENT) == parent.run_id
+        if here and run.is_complete and key in wanted.children and key not in held:
+            held.add(key)
+        else:
+            delete.append(run.run_id)
+
+    adopt: dict[str, str] = {}
+    seeds = {(child.variant, str(child.run.seed)): child for child in wanted.children.values()}
+    for run in sorted(stored, key=_precedence):
+        child = seeds.get((run.tags.get("variant", ""), run.tags.get("seed", "")))
+        if run.tags.get(LIVE) != checkout or COMPLETE in run.tags or child is None:
+            continue
+        if run.tags.get(MIRRORED) == child.key and child.key not in held | adopt.keys():
+            adopt[child.key] = run.run_id
+        elif run.status != "RUNNING" or run.start_ms < child.written_ms:
+            delete.append(run.run_id)
+
+    return Changes(
+        parent=parent,
+        finish_parent=parent is None or not parent.is_complete or parent.tags.get(REPORT) != wanted.report,
+        create=[key for key in wanted.children if key not in held | adopt.keys()],
+        adopt=adopt,
+        delete=delete,
+    )
+
+
+def _precedence(run: StoredRun) -> tuple[bool, int, str]:
+    """Complete before half-written, then oldest first: two publishers choose the same run."""
+    return not run.is_complete, run.start_ms, run.run_id

@@ -1,0 +1,321 @@
+"""The loop. Variants differ by what their techniques made of the step, never by code in here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline import checkpoints
+from pipeline.config import PipelineError, Plan, Train
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.evaluation import Score, evaluate
+from pipeline.measurement import Clock, Memory
+from pipeline.results import HistoryRow
+from pipeline.techniques import Backward, Forward, HoldSync, Technique, Update, chosen
+
+MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+class NonFiniteLoss(PipelineError):
+    """The training loss became infinite or NaN; the optimizer has not taken that step."""
+
+
+class TrainingStep:
+    """One optimizer update from one global batch: what ``techniques`` made of forward, backward and update."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        losses: HostLosses | DeviceLosses,
+        techniques: list[Technique],
+        label_smoothing: float,
+        micro_batches: int,
+    ) -> None:
+        def forward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+
+        self.optimizer, self.losses = optimizer, losses
+        self.forward: Forward = forward
+        self.backward: Backward = torch.Tensor.backward
+        self.update: Update = optimizer.step
+        hold_sync: HoldSync = nullcontext
+        for technique in techniques:
+            self.forward = technique.wrap_forward(self.forward)
+            self.backward = technique.wrap_backward(self.backward)
+            self.update = technique.wrap_update(self.update, optimizer)
+            hold_sync = technique.wrap_hold_sync(hold_sync)
+        self.syncs: list[HoldSync] = [hold_sync] * (micro_batches - 1) + [nullcontext]
+
+    def __call__(self, micro_batches: MicroBatches) -> None:
+        self.optimizer.zero_grad()
+        for sync in self.syncs:
+            images, labels = next(micro_batches)
+            with sync():
+                loss = self.forward(images, labels)
+                self.losses.add(loss)
+                self.backward(loss)
+        self.losses.before_update(self.optimizer)
+        self.update()
+
+
+class HostLosses:
+    """Adds up the losses of steps on a CPU, where reading one waits for nothing, and stops at the first bad one.
+
+    It stops before the backward pass, so no rank gets this rank's gradients and none takes the step.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.total = 0.0
+
+    def add(self, loss: torch.Tensor) -> None:
+        value = loss.item()
+        if not math.isfinite(value):
+            raise NonFiniteLoss(f"the loss became {value}")
+        self.total += value
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing to do: a bad loss did not come this far."""
+
+    def take(self) -> float:
+        """The sum over steps since the last call, averaged over ranks."""
+        total = self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
+        self.total = 0.0
+        return total
+
+
+class DeviceLosses:
+    """Adds up the losses of steps on the device, without waiting for it.
+
+    NaN and infinity stay in a sum for good. So from the first bad loss on, ``found_inf`` is 1 on every
+    rank, the fused optimizers leave the parameters as they are, and ``take`` raises when the sum is read.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.total = torch.zeros((), device=world.device)
+
+    def add(self, loss: torch.Tensor) -> None:
+        self.total += loss.detach()
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        found_inf = torch.nan_to_num(self.total * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
+        optimizer.found_inf = self.world.max_(found_inf)  # type: ignore[attr-defined]
+
+    def take(self) -> float:
+        """The sum over steps since the last call, averaged over ranks. Waits for the device."""
+        total = self.world.sum_(self.total).item() / self.world.size
+        self.total.zero_()
+        if not math.isfinite(total):
+            raise NonFiniteLoss(f"the loss became {total} since the last row of history")
+        return total
+
+
+def learning_rate(train: Train, step: int, total_steps: int) -> float:
+    """The rate of ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
+    warmup = round(train.warmup_fraction * total_steps)
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    match train.schedule:
+        case "one_cycle":
+            return train.learning_rate * (1 - progress)
+        case "cosine":
+            return train.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+        case "constant":
+            return train.learning_rate
+
+
+def make_optimizer(train: Train, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of params.yaml, fused: one kernel for all parameters, on CPU and CUDA."""
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(
+            model.parameters(),
+            lr=train.learning_rate,
+            betas=(train.momentum, 0.999),
+            weight_decay=train.weight_decay,
+            fused=True,
+        )
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=train.learning_rate,
+        momentum=train.momentum,
+        nesterov=train.momentum > 0,
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+
+
+class Training:
+    """One seed's run of one variant, on one rank.
+
+    ``model`` is a single-device module with this seed's initial weights, the same on every rank; it is
+    moved to the rank's device. All ranks do everything in step; what is random after the initialisation
+    (dropout, say) differs by rank.
+    """
+
+    def __init__(
+        self, plan: Plan, train: Train, model: nn.Module, dataset: Dataset, batches: TrainBatches, world: World, seed: int
+    ) -> None:
+        self.plan, self.train, self.dataset, self.batches, self.world, self.seed = (
+            plan, train, dataset, batches, world, seed,
+        )  # fmt: skip
+        self.model = model.to(world.device)
+        self.techniques = chosen(plan, world)
+        wrapped = self.model
+        for technique in self.techniques:
+            wrapped = technique.wrap_model(wrapped)
+        self.optimizer = make_optimizer(train, wrapped)
+        self.losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
+        self.take_step = TrainingStep(
+            wrapped, self.optimizer, self.losses, self.techniques, train.label_smoothing, plan.micro_batches
+        )
+        torch.manual_seed(seed + 1_000_003 * (world.rank + 1))
+
+        self.clock, self.memory = Clock(world.device), Memory(world.device)
+        self.total_steps = train.epochs * batches.steps_per_epoch
+        self.steps = 0
+        """Optimizer steps taken."""
+        self.settled = train.warmup_steps
+        """The step after which this process is warm and windows are measured."""
+        self.score: Score | None = None
+        self.evaluate_seconds = 0.0
+        self.epoch_loss = 0.0
+        self._last_row = (0, 0.0)
+
+    def run(self) -> Iterator[HistoryRow | None]:
+        """Train to the end, or on from where ``restore`` left off. Yields once a step: a row where one is due.
+
+        Raises NonFiniteLoss, which says where, on the rank that saw it; the parameters are those of the
+        step before.
+        """
+        per_epoch = self.batches.steps_per_epoch
+        settling = {1, self.settled}
+        while self.steps < self.total_steps:
+            epoch, start = divmod(self.steps, per_epoch)
+            batches = self.clock.watch(self.batches.epoch(epoch, start))
+            self._open()
+            for _ in range(start, per_epoch):
+                self._set_learning_rate()
+                with self._located():
+                    self.take_step(batches)
+                self.steps += 1
+                self.clock.step()
+                if self.steps in settling:
+                    self._close()
+                    self._open()
+                if self.steps % per_epoch == 0:
+                    yield self._end_epoch()
+                elif self.steps % self.train.history_every_steps == 0:
+                    yield self._row()
+                else:
+                    yield None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside, between two steps, does not count as training."""
+        open_window = self.steps % self.batches.steps_per_epoch != 0
+        if open_window:
+            self._close()
+        yield
+        if open_window:
+            self._open()
+
+    def state(self) -> dict[str, Any]:
+        """Everything the rest of the run depends on, as tensors and plain values. Call it while paused, on all ranks."""
+        ranks = self.world.gather(
+            {
+                "random": checkpoints.random_state(),
+                "clock": self.clock.state(),
+                "memory": self.memory.state(),
+                "techniques": [technique.state() for technique in self.techniques],
+            }
+        )
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ranks": ranks,
+            "steps": self.steps,
+            "evaluate_seconds": self.evaluate_seconds,
+            "epoch_loss": self.epoch_loss,
+            "last_row": self._last_row,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo of ``state``, before ``run``."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        mine = state["ranks"][self.world.rank]
+        self.clock.restore(mine["clock"])
+        self.memory.restore(mine["memory"])
+        for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
+            technique.restore(remembered)
+        self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
+        self.settled = self.steps + self.train.warmup_steps
+        self.epoch_loss, self._last_row = state["epoch_loss"], tuple(state["last_row"])
+        checkpoints.restore_random_state(mine["random"])
+
+    def _open(self) -> None:
+        self.memory.open()
+        self.clock.open()
+
+    def _close(self) -> None:
+        """End the window; it counts as measured once the warm-up is over."""
+        measured = self.steps > self.settled
+        self.clock.close(measured=measured)
+        self.memory.close(measured=measured)
+
+    def _end_epoch(self) -> HistoryRow:
+        row = self._row()
+        self._close()
+        started = self.clock.now()
+        self.score = evaluate(self.model, self.dataset, self.world, self.plan.micro_batch_size)
+        self.evaluate_seconds += self.clock.now() - started
+        return row.model_copy(update={"test_loss": self.score.loss, "test_accuracy": self.score.accuracy})
+
+    def _row(self) -> HistoryRow:
+        per_epoch = self.batches.steps_per_epoch
+        with self._located():
+            loss = self.losses.take()
+        seconds = self.clock.train_seconds_now()
+        last_steps, last_seconds = self._last_row
+        self._last_row = (self.steps, seconds)
+        new_steps = self.steps - last_steps
+        if last_steps % per_epoch == 0:
+            self.epoch_loss = 0.0
+        self.epoch_loss += loss / per_epoch
+        return HistoryRow(
+            seed=self.seed,
+            epoch=self.steps / per_epoch,
+            step=self.steps,
+            train_seconds=seconds,
+            learning_rate=learning_rate(self.train, self.steps - 1, self.total_steps),
+            train_loss=loss / new_steps,
+            samples_per_second=new_steps * self.train.batch_size / (seconds - last_seconds),
+        )
+
+    def _set_learning_rate(self) -> None:
+        rate = learning_rate(self.train, self.steps, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        try:
+            yield
+        except NonFiniteLoss as error:
+            epoch, step = divmod(self.steps, self.batches.steps_per_epoch)
+            raise NonFiniteLoss(
+                f"variant {self.plan.name}, seed {self.seed}, epoch {epoch + 1}, step {step + 1}: {error}; the "
+                "optimizer has not taken that step. Lower train.learning_rate, lengthen train.warmup_fraction, or "
+                "look at the data and at the variant's precision."
+            ) from None

@@ -1,0 +1,138 @@
+"""What every test can count on: one thread, nothing leaked, and clones of the working tree to try things in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import environment
+
+ROOT = Path(__file__).parent.parent
+
+for _variable in (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+):  # before a test imports torch: more threads thrash shared cores
+    os.environ[_variable] = "1"
+
+SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Variables that pytest, torch and scikit-learn set for good, whichever test is the first to import them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and environment.machine().gpus == 0:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU; this machine shows none"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    """Fail a test that leaves environment variables or a process group behind, and clean up after it."""
+    before = dict(os.environ)
+    yield
+    leaked = {name for name, _ in before.items() ^ os.environ.items()} - SET_BY_LIBRARIES
+    for name in leaked:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    group = False
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        group = dist.is_available() and dist.is_initialized()
+        if group:
+            dist.destroy_process_group()
+    if leaked:
+        pytest.fail(f"the test leaked environment variables: {', '.join(sorted(leaked))}")
+    if group:
+        pytest.fail("the test leaked a process group")
+
+
+class Clone:
+    """A git repository with the working tree's files, uncommitted ones included, and DVC's caches to itself."""
+
+    def __init__(self, path: Path, params: dict[str, Any]) -> None:
+        self.path = path
+        source = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(source, check=True, capture_output=True, text=True).stdout.split("\0")
+        for name in filter(None, listed):
+            if (ROOT / name).is_file():  # and not deleted since
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, path / name)
+        if params:
+            self.edit(params)
+        self.run("git", "init", "--quiet")
+        self.commit()
+
+    def edit(self, params: dict[str, Any]) -> None:
+        """Set keys of params.yaml, given as dotted paths; None as the value of a variant's path removes it."""
+        file = self.path / "params.yaml"
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for dotted, value in params.items():
+            *parents, last = dotted.split(".")
+            section = values
+            for parent in parents:
+                section = section[parent]
+            if value is None and parents == ["variants"]:
+                del section[last]
+            else:
+                section[last] = value
+        file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+    def commit(self) -> None:
+        self.run("git", "add", "--all")
+        self.run("git", "commit", "--quiet", "--allow-empty", "--message", "state")
+
+    def run(self, *command: str, fails: bool = False, **variables: str) -> str:
+        """Run a command there; return its output, stderr included. Fails the test unless it ends as expected."""
+        private = self.path.parent / f"{self.path.name}.private"
+        isolated = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_CONFIG_NOSYSTEM": "1",
+            **{
+                f"GIT_{role}_{what}": "test@example.org"
+                for role in ("AUTHOR", "COMMITTER")
+                for what in ("NAME", "EMAIL")
+            },
+            "DVC_NO_ANALYTICS": "1",
+            "DVC_GLOBAL_CONFIG_DIR": str(private),
+            "DVC_SYSTEM_CONFIG_DIR": str(private),
+            "DVC_SITE_CACHE_DIR": str(private),
+        }
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "DVC_"))}
+        done = subprocess.run(
+            command,
+            cwd=self.path,
+            env=outside | isolated | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if (done.returncode != 0) is not fails:
+            pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Callable[..., Clone]:
+    """``clone(params)``: a committed clone of the working tree, with keys of params.yaml changed (dotted paths)."""
+
+    def make(params: dict[str, Any] | None = None) -> Clone:
+        path = tmp_path / f"clone-{len(list(tmp_path.iterdir()))}"
+        path.mkdir()
+        return Clone(path, params or {})
+
+    return make

@@ -1,0 +1,218 @@
+"""Packing and reading, on real digits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.config import Config, parse
+from pipeline.data import DataError, prepared
+from pipeline.data.datasets import decode
+from pipeline.data.prepared import pixel_statistics, prepare, read, verify
+from pipeline.data.sources import fetch
+
+NAMES = ["dataset.json", "test_images.npy", "test_labels.npy", "train_images.npy", "train_labels.npy"]
+
+
+def config(**prepare: Any) -> Config:
+    return parse({"fetch": {"dataset": "digits"}, "prepare": prepare, "variants": {"baseline": {}}})
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("raw")
+    fetch(config().fetch, folder)
+    return folder
+
+
+@pytest.fixture
+def digits(raw: Path, tmp_path: Path) -> Path:
+    prepare(config(), raw, tmp_path / "prepared")
+    return tmp_path / "prepared"
+
+
+def test_the_packed_arrays_are_the_decoded_ones(raw: Path, digits: Path) -> None:
+    assert sorted(path.name for path in digits.iterdir()) == NAMES
+    dataset = read(digits)
+    decoded = decode(config(), raw)
+    for split, chunks in ((dataset.train, decoded.train), (dataset.test, decoded.test)):
+        ((images, labels),) = chunks
+        np.testing.assert_array_equal(split.images, images)
+        np.testing.assert_array_equal(split.labels, labels)
+        assert len(split) == len(images)
+        assert split.images.dtype == torch.uint8
+        assert split.images.is_contiguous()
+        assert split.labels.dtype == torch.int64
+    assert (dataset.name, dataset.shape, dataset.classes) == ("digits", (1, 8, 8), tuple("0123456789"))
+
+
+def test_the_description_agrees_with_the_arrays(digits: Path) -> None:
+    description = json.loads((digits / "dataset.json").read_text())
+    images, labels = np.load(digits / "train_images.npy"), np.load(digits / "train_labels.npy")
+    assert description["train_count"] == len(images)
+    assert description["train_class_counts"] == np.bincount(labels).tolist()
+    assert description["test_count"] == sum(description["test_class_counts"]) == 1797 - len(images)
+    np.testing.assert_allclose(description["mean"], [(images / 255).mean()], rtol=1e-12)
+    np.testing.assert_allclose(description["std"], [(images / 255).std()], rtol=1e-12)
+    assert (description["channels"], description["height"], description["width"]) == (1, 8, 8)
+    assert len(description["files"]) == 4
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
+def test_statistics_are_per_channel_and_do_not_depend_on_the_chunks(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "STATISTICS_CHUNK_BYTES", chunk_bytes)
+    images = np.random.default_rng(0).integers(0, 256, (50, 3, 5, 7), dtype=np.uint8)
+    images[:, 1] //= 2
+    mean, std = pixel_statistics(images)
+    np.testing.assert_allclose(mean, (images / 255).mean(axis=(0, 2, 3)), rtol=1e-12)
+    np.testing.assert_allclose(std, (images / 255).std(axis=(0, 2, 3)), rtol=1e-12)
+
+
+def test_statistics_are_exact() -> None:
+    halves = np.array([0, 255], dtype=np.uint8).repeat(5_000).reshape(100, 1, 10, 10)
+    assert pixel_statistics(halves) == ((0.5,), (0.5,))
+
+
+def test_a_constant_channel_is_refused() -> None:
+    images = np.random.default_rng(0).integers(0, 256, (4, 3, 2, 2), dtype=np.uint8)
+    images[:, 2] = 7
+    with pytest.raises(DataError, match="channel 2 of the training images is 7 everywhere"):
+        pixel_statistics(images)
+
+
+def test_preparing_twice_gives_the_same_bytes_and_limits_other_ones(raw: Path, digits: Path, tmp_path: Path) -> None:
+    prepare(config(), raw, tmp_path / "again")
+    for name in NAMES:
+        assert (tmp_path / "again" / name).read_bytes() == (digits / name).read_bytes()
+    prepare(config(train_limit=100, test_limit=30), raw, tmp_path / "limited")
+    limited = read(tmp_path / "limited")
+    assert (len(limited.train), len(limited.test)) == (100, 30)
+    assert limited.sha256 != read(digits).sha256
+    np.testing.assert_array_equal(limited.train.images, read(digits).train.images[:100])
+
+
+def test_any_difference_changes_the_overall_checksum(raw: Path, tmp_path: Path, digits: Path) -> None:
+    (tmp_path / "raw" / "digits").mkdir(parents=True)
+    labels = np.load(raw / "digits" / "labels.npy")
+    first_of_the_training_set = int(np.flatnonzero(labels == read(digits).train.labels[0].item())[0])
+    labels[first_of_the_training_set] = (labels[first_of_the_training_set] + 1) % 10
+    np.save(tmp_path / "raw" / "digits" / "labels.npy", labels)
+    (tmp_path / "raw" / "digits" / "images.npy").symlink_to(raw / "digits" / "images.npy")
+    prepare(config(), tmp_path / "raw", tmp_path / "other")
+    assert read(tmp_path / "other").sha256 != read(digits).sha256
+
+
+def test_a_failure_leaves_the_old_content_whole(
+    raw: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_bytes() for path in digits.iterdir()}
+
+    def fails(_: npt.NDArray[np.uint8]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepared, "pixel_statistics", fails)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(train_limit=50), raw, digits)
+    assert {path.name: path.read_bytes() for path in digits.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
+
+
+def test_new_content_replaces_all_of_the_old(raw: Path, digits: Path, tmp_path: Path) -> None:
+    (digits / "left over").write_text("")
+    prepare(config(train_limit=50), raw, digits)
+    assert sorted(path.name for path in digits.iterdir()) == NAMES
+    assert len(read(digits).train) == 50
+    assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
+
+
+def test_an_image_folder_is_packed_in_chunks_and_without_its_broken_images(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for label in ("a", "b"):
+        (tmp_path / "pictures" / "train" / label).mkdir(parents=True)
+        for index in range(70):
+            picture = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+            picture.save(tmp_path / "pictures" / "train" / label / f"{index}.png")
+    (tmp_path / "pictures" / "train" / "a" / "0.png").write_bytes(b"broken")
+    made = parse(
+        {
+            "fetch": {"dataset": "image_folder", "image_folder": str(tmp_path / "pictures")},
+            "prepare": {"image_size": [6, 6], "workers": 1, "broken_images": "skip", "test_fraction": 0.1},
+            "variants": {"baseline": {}},
+        }
+    )
+    fetch(made.fetch, tmp_path / "raw")
+    prepare(made, tmp_path / "raw", tmp_path / "prepared")
+    dataset = read(tmp_path / "prepared")
+    assert (len(dataset.train) + len(dataset.test), dataset.shape, dataset.classes) == (139, (3, 6, 6), ("a", "b"))
+    found = {image.numpy().transpose(1, 2, 0).tobytes() for image in (*dataset.train.images, *dataset.test.images)}
+    whole = [path for path in (tmp_path / "pictures" / "train").rglob("*.png") if path.read_bytes() != b"broken"]
+    assert found == {np.asarray(Image.open(path)).tobytes() for path in whole}
+    verify(tmp_path / "prepared")
+
+
+def test_labels_outside_the_classes_and_empty_splits_are_refused(raw: Path, tmp_path: Path) -> None:
+    images, labels = (np.load(raw / "digits" / f"{name}.npy") for name in ("images", "labels"))
+    (tmp_path / "raw" / "digits").mkdir(parents=True)
+    for kept, named, message in (
+        (1797, labels + 1, "labels are 1 to 10, but there are 10 classes"),
+        (0, labels[:0], "the train split is empty"),
+    ):
+        np.save(tmp_path / "raw" / "digits" / "images.npy", images[:kept])
+        np.save(tmp_path / "raw" / "digits" / "labels.npy", named)
+        with pytest.raises(DataError, match=message):
+            prepare(config(), tmp_path / "raw", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_reading_does_not_load_and_writing_does_not_reach_the_file(digits: Path) -> None:
+    before = (digits / "train_images.npy").read_bytes()
+    dataset = read(digits)
+    dataset.train.images.fill_(255)
+    assert (digits / "train_images.npy").read_bytes() == before
+    assert read(digits).train.images.float().mean() < 255
+
+
+def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> None:
+    images = np.load(digits / "train_images.npy")
+    for wrong in (images[:-1], images.astype(np.int16), images[:, :, :4], np.asfortranarray(images)):
+        np.save(digits / "train_images.npy", wrong)
+        with pytest.raises(
+            DataError, match=r"train_images\.npy holds .* but dataset\.json says uint8 \(1438, 1, 8, 8\)"
+        ):
+            read(digits)
+    (digits / "train_images.npy").write_bytes(b"junk")
+    with pytest.raises(DataError, match=r"train_images\.npy cannot be read"):
+        read(digits)
+    (digits / "train_images.npy").unlink()
+    with pytest.raises(DataError, match=r"train_images\.npy cannot be read .* run `dvc repro --force prepare`"):
+        read(digits)
+
+
+def test_a_description_that_is_missing_or_foreign_is_refused(digits: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere/dataset\.json is missing: run the stage prepare first"):
+        read(tmp_path / "nowhere")
+    values = json.loads((digits / "dataset.json").read_text())
+    (digits / "dataset.json").write_text(json.dumps(values | {"schema_version": 2}))
+    with pytest.raises(DataError, match=r"dataset\.json is not a description this version can read"):
+        read(digits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verification_finds_a_single_changed_byte(name: str, digits: Path) -> None:
+    verify(digits)
+    content = bytearray((digits / name).read_bytes())
+    position = content.index(b'"mean": [\n    0.') + 20 if name == "dataset.json" else len(content) - 5
+    content[position] ^= 1
+    (digits / name).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(name)):
+        verify(digits)

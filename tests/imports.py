@@ -1,0 +1,63 @@
+"""The package's imports, read from its source: of each module, wherever in it they stand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "pipeline"
+
+
+def modules() -> dict[str, Path]:
+    """Every module's dotted name and file; a package's file is its __init__.py."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text(encoding="utf-8"))
+
+
+def imported(node: ast.AST, module: str) -> set[str]:
+    """Dotted names that ``node``, of ``module``, imports, its own package's modules resolved as far as they exist."""
+    known = modules()
+    found = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Import):
+            found |= {alias.name for alias in inner.names}
+        elif isinstance(inner, ast.ImportFrom):
+            base = inner.module or ""
+            if inner.level:
+                package = module if known[module].name == "__init__.py" else module.rpartition(".")[0]
+                up = package.split(".")[: len(package.split(".")) - inner.level + 1]
+                base = ".".join([*up, *filter(None, [inner.module])])
+            names = {f"{base}.{alias.name}" for alias in inner.names}
+            found |= {name if name in known else base for name in names} if base.startswith("pipeline") else {base}
+    return found
+
+
+def own(names: Iterable[str]) -> set[str]:
+    """Those of ``names`` that are the package's, with the packages inside it that importing them runs."""
+    found = {name for name in names if name in modules() and name != "pipeline"}
+    return found | {parent for name in found for parent in _parents(name)}
+
+
+def closure(names: Iterable[str]) -> set[str]:
+    """``names`` and all of the package's modules that they import, directly or not."""
+    reached: set[str] = set()
+    waiting = own(names)
+    while waiting:
+        module = waiting.pop()
+        reached.add(module)
+        waiting |= own(imported(tree(module), module)) - reached
+    return reached
+
+
+def _parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    for length in range(2, len(parts)):
+        yield ".".join(parts[:length])

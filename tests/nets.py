@@ -1,0 +1,53 @@
+"""Small nets and plans for tests of techniques and training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config import Plan, Variant
+from pipeline.distributed import World
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+
+
+def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, **applied: Any) -> Plan:
+    """The plan of a variant whose techniques all apply, on the CPU."""
+    variant = Variant(**applied)
+    return Plan(
+        name=name,
+        asked=variant,
+        applied=variant,
+        left_out={},
+        device="cpu",
+        processes=processes,
+        micro_batches=variant.gradient_accumulation,
+        micro_batch_size=batch_size // processes // variant.gradient_accumulation,
+    )
+
+
+def conv_net(*, norm: bool = False, dropout: bool = False, seed: int = 0) -> nn.Sequential:
+    """Two convolutional blocks and a classifier for [N, 1, 8, 8] images of 10 classes."""
+    torch.manual_seed(seed)
+
+    def block(before: int, after: int) -> nn.Sequential:
+        layers: list[nn.Module] = [nn.Conv2d(before, after, 3, padding=1)]
+        layers += [nn.BatchNorm2d(after)] * norm
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Dropout(0.3)] * dropout
+        return nn.Sequential(*layers)
+
+    return nn.Sequential(block(1, 8), block(8, 16), nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+
+
+def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images float32 [size, 1, 8, 8] and labels int64 [size]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of all gradients, in parameter order."""
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]

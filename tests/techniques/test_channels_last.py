@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pipeline.techniques.channels_last import ChannelsLast
+from tests.nets import ALONE, batch, conv_net, make_plan
+
+
+def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
+    images, labels = batch()
+    images = torch.cat([images, images], 1)  # with a single channel both formats are the same
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 1, 1), conv_net())
+    expected = F.cross_entropy(model(images), labels)
+
+    technique = ChannelsLast(make_plan(channels_last=True), ALONE)
+    changed = technique.wrap_model(model)
+    seen = []
+    changed[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[index,union-attr]
+    forward = technique.wrap_forward(lambda images, labels: F.cross_entropy(changed(images), labels))
+    loss = forward(images, labels)
+
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in changed.parameters() if p.dim() == 4)
+    assert not changed[1][1][0].weight.is_contiguous()  # type: ignore[index]
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    assert not seen[0].is_contiguous()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_it_applies_only_when_asked() -> None:
+    assert ChannelsLast.is_asked(make_plan(channels_last=True))
+    assert not ChannelsLast.is_asked(make_plan())

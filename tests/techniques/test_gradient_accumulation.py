@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.techniques import Technique, chosen
+from pipeline.training import HostLosses, TrainingStep
+from tests.nets import ALONE, batch, conv_net, gradients, make_plan
+
+
+def _gradients(micro_batches: int) -> tuple[list[torch.Tensor], float]:
+    """The gradients of one step over the same 32 samples, and its loss."""
+    plan = make_plan(gradient_accumulation=micro_batches)
+    model, (images, labels) = conv_net(), batch(32)
+    techniques: list[Technique] = chosen(plan, ALONE)
+    losses = HostLosses(ALONE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = TrainingStep(model, optimizer, losses, techniques, 0.0, micro_batches)
+    step(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
+    return gradients(model), losses.take()
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_micro_batches_add_up_to_the_whole_batch(micro_batches: int) -> None:
+    whole, whole_loss = _gradients(1)
+    parts, parts_loss = _gradients(micro_batches)
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+    assert parts_loss == pytest.approx(whole_loss, rel=1e-5)
+
+
+def test_only_one_micro_batch_is_asked_for_at_a_time() -> None:
+    plan = make_plan(gradient_accumulation=4)
+    order: list[str] = []
+
+    def micro_batches():  # type: ignore[no-untyped-def]
+        for images, labels in zip(*(part.chunk(4) for part in batch(32)), strict=True):
+            order.append("input")
+            yield images, labels
+
+    model = conv_net()
+    model.register_forward_hook(lambda *_: order.append("forward"))
+    step = TrainingStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), HostLosses(ALONE), chosen(plan, ALONE), 0.0, 4
+    )
+    step(micro_batches())
+    assert order == ["input", "forward"] * 4

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline import cli, environment
+from pipeline.config import ConfigError, Machine, PipelineError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the shipped params.yaml, in which the command runs."""
+    (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_help_lists_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    words = capsys.readouterr().out.split("COMMAND\n")[1].split()
+    listed = [word for word in words if word in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]]
+    assert listed == ["environment", "fetch", "prepare", "train", "compare", "publish"]
+    assert "follow" not in words, "it is internal"
+
+
+@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["train"], ["fetch", "x"]])
+def test_wrong_arguments_end_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m pipeline" in capsys.readouterr().err
+
+
+def test_environment_writes_the_fingerprint_and_says_what_is_left_out(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_cpu = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+    monkeypatch.setattr(environment, "machine", lambda: plain_cpu)
+    assert cli.main(["environment"]) == 0
+    assert (checkout / "environment.json").exists()
+    out = capsys.readouterr().out
+    assert f"environment {environment.fingerprint()['hash'][:12]}" in out
+    assert "variants.memory: bf16 is left out: this CPU has no native bf16" in out
+
+
+def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    params = (checkout / "params.yaml").read_text(encoding="utf-8")
+    (checkout / "params.yaml").write_text(params.replace("batch_size: 256", "batch_size: 255"), encoding="utf-8")
+    assert cli.main(["environment"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: train.batch_size: found 255, which variants.ddp cannot divide")
+    assert "variants.memory cannot divide into 1 process(es) x 4" in captured.err, "all of them at once"
+    assert captured.out == ""
+    assert not (checkout / "environment.json").exists()
+
+
+def test_schema_writes_and_checks(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema", "--check"]) == 2
+    assert capsys.readouterr().err == "error: params.schema.json is out of step: run `python -m pipeline schema`.\n"
+    assert not (checkout / "params.schema.json").exists(), "--check writes nothing"
+    assert cli.main(["schema"]) == 0
+    assert cli.main(["schema", "--check"]) == 0
+    (checkout / "params.schema.json").write_text("{}", encoding="utf-8")
+    assert cli.main(["schema", "--check"]) == 2
+
+
+def test_an_expected_error_is_a_message_without_a_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "fetch"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: params.yaml is missing: run from the top of the checkout.\n"
+
+
+@pytest.mark.parametrize("error", [PipelineError("it broke"), ConfigError("it broke")])
+def test_every_expected_error_ends_with_two(
+    error: PipelineError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.config.load", raising(error))
+    assert cli.main(["publish"]) == 2
+    assert capsys.readouterr().err == "error: it broke\n"
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.config.load", raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli.main(["fetch"])
+
+
+def raising(error: Exception) -> object:
+    def load() -> None:
+        raise error
+
+    return load
+
+
+def test_an_interruption_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "params.yaml")  # reading it waits
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "environment"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with waiting, (tmp_path / "params.yaml").open("w"):  # opens once the command has begun to read
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.stderr is not None
+        assert waiting.stderr.read() == "interrupted\n"
+    assert waiting.returncode == 130

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import config
+from pipeline.config import Config, ConfigError, Machine, PipelineError, load, parse, plan, plans
+
+ROOT = Path(__file__).parent.parent
+SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+
+PLAIN_CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+NEW_CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+OLD_GPUS = Machine(gpus=2, gpu_native_bf16=False, cpu_native_bf16=True)
+NEW_GPUS = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=False)
+
+
+def with_key(dotted: str, value: Any) -> dict[str, Any]:
+    """The shipped params with one key changed."""
+    values = copy.deepcopy(SHIPPED)
+    *parents, last = dotted.split(".")
+    section = values
+    for parent in parents:
+        section = section[parent]
+    section[last] = value
+    return values
+
+
+def complaint(values: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(values)
+    return str(caught.value)
+
+
+def test_the_shipped_params_say_what_the_defaults_are() -> None:
+    """params.yaml shows the defaults; only variants has none."""
+    assert parse(SHIPPED) == parse({"variants": SHIPPED["variants"]})
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse(SHIPPED).train.epochs = 5  # type: ignore[misc]
+
+
+MISTAKES = [
+    ("trian", {}, "unknown key; allowed: fetch, prepare, train, compare, publish, variants. Did you mean 'train'?"),
+    ("train.augment.flp", True, "unknown key; allowed: crop_padding, flip, cutout. Did you mean 'flip'?"),
+    ("train.augment.xyz", True, "unknown key; allowed: crop_padding, flip, cutout."),
+    (
+        "variants.memory.activation_checkpoint",
+        True,
+        "unknown key; allowed: parallelism, processes, precision, channels_last, activation_checkpointing, "
+        "gradient_accumulation. Did you mean 'activation_checkpointing'?",
+    ),
+    ("train.epochs", "three", "found 'three'; expected a whole number above 0."),
+    ("train.epochs", 2.5, "found 2.5; expected a whole number above 0."),
+    ("train.epochs", True, "found true; expected a whole number above 0."),
+    ("train.epochs", 0, "found 0; expected a whole number above 0."),
+    ("train.epochs", None, "found null; expected a whole number above 0."),
+    ("train.warmup_fraction", 2, "found 2; expected a number from 0 to 1."),
+    ("compare.target_accuracy", 1, "found 1; expected a number above 0 below 1."),
+    ("train.learning_rate", float("inf"), "found inf; expected a number above 0. It must be finite."),
+    ("train.augment.flip", "yes", "found 'yes'; expected true or false."),
+    ("train.optimizer", "adam", "found 'adam'; expected 'sgd' or 'adamw'."),
+    ("train.seeds", [], "found []; expected a list of 1 or more, each a whole number from 0 to 4294967295."),
+    ("train.seeds", [0, 0], "found [0, 0]; each seed may stand there once."),
+    ("train", None, "found null; expected a mapping. Leave the key out to take its defaults."),
+    ("fetch.mirror", False, "found false; expected null or text."),
+    ("publish.experiment", "", "found ''; expected text that is not empty."),
+    ("prepare.image_size", [8], "found [8]; expected null or a list of 2, each a whole number above 0."),
+    ("compare.baseline", "base", "found 'base', which is not under variants; allowed: baseline, ddp, memory."),
+    ("variants", {}, "found {}; expected a mapping that is not empty."),
+    (
+        "variants.new",
+        None,
+        "found null; expected a mapping. For one device, fp32 and no technique write new: {}",
+    ),
+    (
+        "variants.Big Name",
+        {},
+        "not a variant's name; allowed: text of lower-case letters, digits, '-' and '_', "
+        "which begins with a letter or digit.",
+    ),
+    (
+        "variants.memory.processes",
+        2,
+        "found 2 without a parallelism; set parallelism: ddp, or take processes out.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), MISTAKES)
+def test_a_mistake_is_named_with_what_was_found_and_what_is_allowed(key: str, value: Any, message: str) -> None:
+    assert complaint(with_key(key, value)) == f"params.yaml: {key}: {message}"
+
+
+def test_a_mistake_inside_a_list_is_named_with_its_place() -> None:
+    assert complaint(with_key("train.seeds", [0, -1])) == (
+        "params.yaml: train.seeds.1: found -1; expected a whole number from 0 to 4294967295."
+    )
+    assert complaint(with_key("prepare.image_size", [8, "9"])) == (
+        "params.yaml: prepare.image_size.1: found '9'; expected a whole number above 0."
+    )
+
+
+def test_a_key_that_is_not_text() -> None:
+    assert complaint(with_key("variants.ddp", {7: 1})) == (
+        "params.yaml: variants.ddp.7: found the key 7; expected text: quote it."
+    )
+
+
+def test_an_image_folder_needs_its_directory_and_a_size() -> None:
+    assert complaint(with_key("fetch.dataset", "image_folder")).splitlines() == [
+        "params.yaml: fetch.image_folder: found null; dataset image_folder needs the directory's path.",
+        "params.yaml: prepare.image_size: found null; dataset image_folder needs [height, width].",
+    ]
+
+
+@pytest.mark.parametrize("value", [0, -2, "all", 1.5, None])
+def test_a_union_gets_one_message_that_lists_all_it_allows(value: Any) -> None:
+    lines = complaint(with_key("variants.ddp.processes", value)).splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("params.yaml: variants.ddp.processes: found ")
+    assert lines[0].endswith("expected 'auto' or a whole number above 0.")
+
+
+def test_every_mistake_is_listed() -> None:
+    values = with_key("train.epochs", 0)
+    values["variants"]["ddp"]["proceses"] = 2
+    values["fetch"]["dataset"] = "mnits"
+    assert len(complaint(values).splitlines()) == 3
+
+
+@pytest.mark.parametrize(("text", "written"), [("1e-3", "1.0e-3"), ("5E4", "5.0e+4"), ("1.5e3", "1.5e+3")])
+def test_a_number_that_yaml_reads_as_text_is_explained(text: str, written: str) -> None:
+    message = complaint(with_key("train.learning_rate", yaml.safe_load(text)))
+    assert f"found {text!r}" in message
+    assert message.endswith(f"as a number it is written {written}.")
+    assert isinstance(yaml.safe_load(written), float), "the advice must work"
+
+
+def test_a_whole_number_written_with_an_exponent_is_explained() -> None:
+    assert complaint(with_key("train.epochs", "1e2")).endswith("as a number it is written in digits alone.")
+
+
+def test_no_variants_at_all() -> None:
+    assert complaint({"train": {}}) == "params.yaml: variants: missing; it is required."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "found null; expected a mapping of sections."),
+        ("- a\n- b", "found ['a', 'b']; expected a mapping of sections."),
+        ("train: [", "is not YAML"),
+        ("when: 2024-13-01", "is not YAML: month must be in 1..12"),
+        ("variants:\n  ddp: {}\n  ddp: {}\n", "the key 'ddp' stands twice"),
+        ("\0", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_params_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+
+
+def test_a_key_that_stands_twice_is_shown_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text("variants:\n  a: {}\n  b: {}\n  a: {precision: bf16}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 4, column 3"):
+        load(path)
+
+
+def test_merge_keys_and_anchors_still_work(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(
+        "variants:\n  baseline: {}\n  ddp: &ddp {parallelism: ddp}\n  both: {<<: *ddp, channels_last: true}\n",
+        encoding="utf-8",
+    )
+    both = load(path).variants["both"]
+    assert (both.parallelism, both.channels_last) == ("ddp", True)
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"params\.yaml is missing: run from the top of the checkout"):
+        load(tmp_path / "params.yaml")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load(tmp_path / "binary")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load(tmp_path)
+
+
+def test_a_config_error_is_an_expected_error() -> None:
+    assert issubclass(ConfigError, PipelineError)
+    assert issubclass(ConfigError, ValueError)
+
+
+# What a machine makes of it
+
+
+def changed(**keys: Any) -> Config:
+    """The shipped params with keys of ``train`` or, under ``variants``, variants changed."""
+    values = copy.deepcopy(SHIPPED)
+    values["variants"] |= keys.pop("variants", {})
+    values["train"] |= keys
+    return parse(values)
+
+
+def test_a_plan_shares_the_batch_out() -> None:
+    made = plan(changed(variants={"both": {"parallelism": "ddp", "gradient_accumulation": 4}}), "both", NEW_GPUS)
+    assert (made.device, made.processes, made.micro_batches, made.micro_batch_size) == ("cuda", 8, 4, 8)
+    assert made.left_out == {}
+
+
+@pytest.mark.parametrize(("machine", "processes"), [(PLAIN_CPU, 2), (OLD_GPUS, 2), (NEW_GPUS, 8)])
+def test_auto_processes_are_one_a_gpu_and_two_without(machine: Machine, processes: int) -> None:
+    assert plan(changed(), "ddp", machine).processes == processes
+    assert plan(changed(), "baseline", machine).processes == 1
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    three = changed(variants={"three": {"parallelism": "ddp", "processes": 3, "gradient_accumulation": 2}})
+    with pytest.raises(ConfigError) as caught:
+        plan(three, "three", PLAIN_CPU)
+    assert str(caught.value) == (
+        "train.batch_size: found 256, which variants.three cannot divide into 3 process(es) x 2 micro-batch(es); "
+        "allowed: a multiple of 6, such as 258."
+    )
+
+
+def test_fp16_needs_a_gpu() -> None:
+    half = changed(variants={"half": {"precision": "fp16"}})
+    with pytest.raises(
+        ConfigError, match=r"variants.half.precision: found 'fp16', which needs a GPU, .* 'fp32', 'bf16'"
+    ):
+        plan(half, "half", NEW_CPU)
+    assert plan(half, "half", OLD_GPUS).applied.precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "applied", "reason"),
+    [
+        (PLAIN_CPU, "auto", "fp32", "this CPU has no native bf16"),
+        (NEW_CPU, "auto", "bf16", None),
+        (OLD_GPUS, "auto", "fp32", "this GPU has no native bf16"),
+        (OLD_GPUS, "cpu", "bf16", None),
+        (NEW_GPUS, "auto", "bf16", None),
+        (NEW_GPUS, "cpu", "fp32", "this CPU has no native bf16"),
+    ],
+)
+def test_bf16_where_the_machine_only_emulates_it(
+    machine: Machine, device: str, applied: str, reason: str | None
+) -> None:
+    made = plan(changed(device=device), "memory", machine)
+    assert made.asked.precision == "bf16"
+    assert made.applied == made.asked.model_copy(update={"precision": applied})
+    assert list(made.left_out) == (["bf16"] if reason else [])
+    assert reason is None or made.left_out["bf16"].startswith(reason)
+
+
+def test_bf16_run_or_refused_all_the_same() -> None:
+    made = plan(changed(without_native="run"), "memory", PLAIN_CPU)
+    assert (made.applied.precision, made.left_out) == ("bf16", {})
+    with pytest.raises(ConfigError, match=r"set train.without_native to 'leave_out' or 'run'"):
+        plan(changed(without_native="refuse"), "memory", PLAIN_CPU)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"train.device: found 'cuda', but this machine shows no GPU"):
+        plan(changed(device="cuda"), "baseline", PLAIN_CPU)
+
+
+def test_more_processes_than_gpus() -> None:
+    four = changed(variants={"four": {"parallelism": "ddp", "processes": 4}})
+    with pytest.raises(
+        ConfigError, match=r"variants.four.processes: found 4, .* 2 GPU\(s\); allowed: 1 to 2, or 'auto'"
+    ):
+        plan(four, "four", OLD_GPUS)
+    assert plan(four, "four", PLAIN_CPU).processes == 4, "processes may share a CPU"
+
+
+def test_an_unknown_variant() -> None:
+    with pytest.raises(ConfigError, match=r"variants.dpd: no such variant; there are: baseline, ddp, memory"):
+        plan(changed(), "dpd", PLAIN_CPU)
+
+
+def test_a_launcher_decides_the_processes() -> None:
+    made = plan(changed(), "ddp", OLD_GPUS, launched=16)
+    assert (made.processes, made.micro_batch_size) == (16, 16)
+    with pytest.raises(ConfigError, match=r"variants.baseline: .* launcher started 16 process\(es\)"):
+        plan(changed(), "baseline", OLD_GPUS, launched=16)
+
+
+def test_plans_list_every_variant_that_cannot_run() -> None:
+    wrong = changed(variants={"half": {"precision": "fp16"}, "three": {"parallelism": "ddp", "processes": 3}})
+    with pytest.raises(ConfigError) as caught:
+        plans(wrong, PLAIN_CPU)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["variants.half.precision", "train.batch_size"]
+    assert list(plans(changed(), PLAIN_CPU)) == ["baseline", "ddp", "memory"]
+
+
+# The schema for editors
+
+
+def test_the_schema_file_is_in_step() -> None:
+    written = (ROOT / config.SCHEMA_FILE).read_text(encoding="utf-8")
+    assert written == config.schema(), "run `python -m pipeline schema`"
+
+
+def test_the_schema_takes_the_shipped_params_and_refuses_mistakes() -> None:
+    checked = jsonschema.Draft202012Validator(json.loads(config.schema()))
+    checked.check_schema(checked.schema)
+    checked.validate(SHIPPED)
+    for key, value in [("trian", {}), ("train.epochs", "3"), ("variants.ddp.x", 1), ("variants.A b", {})]:
+        assert not checked.is_valid(with_key(key, value)), key
+
+
+def test_params_yaml_names_its_schema() -> None:
+    first = (ROOT / "params.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert first == f"# yaml-language-server: $schema={config.SCHEMA_FILE}"
+
+
+# Junk
+
+
+def places(values: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text() | st.integers() | st.booleans() | st.none(), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.sampled_from(places(SHIPPED)), junk=JUNK, key=st.none() | st.text() | st.integers() | st.booleans())
+def test_junk_anywhere_raises_nothing_but_config_errors(place: tuple[Any, ...], junk: Any, key: Any) -> None:
+    """Replace the value at a random place, or add a random key there."""
+    values: Any = {"root": copy.deepcopy(SHIPPED)}
+    parent, last = values, "root"
+    for part in place:
+        parent, last = parent[last], part
+    if isinstance(parent[last], dict) and key is not None:
+        parent[last][key] = junk
+    else:
+        parent[last] = junk
+    with contextlib.suppress(ConfigError):
+        plans(parse(values["root"]), PLAIN_CPU)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+def test_junk_text_raises_nothing_but_config_errors(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "junk.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(ConfigError):
+        load(path)

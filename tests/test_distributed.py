@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.config import PipelineError
+from pipeline.distributed import World, WorkerError, launch, launched_size, world
+from tests.ranks import RankFailed, run_ranks
+
+
+def test_a_process_without_a_launcher_is_a_world_of_its_own() -> None:
+    with world("cpu") as alone:
+        assert (alone.rank, alone.size, alone.backend, alone.is_main) == (0, 1, None, True)
+        assert not dist.is_initialized()
+        assert alone.gather("value") == ["value"]
+        assert alone.broadcast("value") == "value"
+        assert alone.sum_(torch.tensor(3.0)).item() == 3.0
+
+
+def test_launched_size_needs_both_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched_size() is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched_size() is None
+    monkeypatch.setenv("RANK", "3")
+    assert launched_size() == 4
+
+
+def _collectives(joined: World) -> tuple[object, ...]:
+    norm = nn.BatchNorm1d(2)
+    nn.init.constant_(norm.running_mean, joined.rank + 5.0)  # type: ignore[arg-type]
+    joined.broadcast_buffers_(norm)
+    return (
+        joined.backend,
+        joined.is_main,
+        joined.gather({"rank": joined.rank}),
+        joined.broadcast(f"from {joined.rank}"),
+        joined.sum_(torch.tensor([1.0, joined.rank])).tolist(),
+        joined.max_(torch.tensor([1.0, -joined.rank])).tolist(),
+        norm.running_mean.tolist(),  # type: ignore[union-attr]
+        torch.get_num_threads(),
+    )
+
+
+def test_collectives_give_every_rank_the_same() -> None:
+    ranks = run_ranks(_collectives, size=2)
+    gathered = [{"rank": 0}, {"rank": 1}]
+    shared = (gathered, "from 0", [2.0, 1.0], [1.0, 0.0], [5.0, 5.0], 1)
+    assert ranks == [("gloo", True, *shared), ("gloo", False, *shared)]
+
+
+def _fail_on_rank_one(joined: World) -> None:
+    if joined.rank == 1:
+        raise RuntimeError("a planted failure")
+
+
+def test_a_failing_rank_is_reported() -> None:
+    with pytest.raises(RankFailed, match="rank 1: (?s:.*)a planted failure"):
+        run_ranks(_fail_on_rank_one)
+
+
+def _record_rank(directory: str) -> None:
+    with world("cpu") as joined:
+        seen = joined.gather(os.getpid())
+        Path(directory, str(joined.rank)).write_text(str(len(set(seen))), encoding="utf-8")
+
+
+def test_launch_starts_the_processes_and_waits_for_them(tmp_path: Path) -> None:
+    launch(_record_rank, (str(tmp_path),), processes=2)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2", "1": "2"}
+
+
+def _fail_after_joining() -> None:
+    with world("cpu") as joined:
+        if joined.rank == 1:
+            raise PipelineError("the data is not what it was")
+        joined.gather(0)  # would wait for rank 1 for minutes if nobody ended it
+
+
+def test_launch_ends_all_ranks_and_names_the_first_failure() -> None:
+    with pytest.raises(WorkerError, match="^rank 1: the data is not what it was$"):
+        launch(_fail_after_joining, (), processes=2)
+
+
+def test_one_process_is_this_one() -> None:
+    seen = []
+    launch(seen.append, (os.getpid(),), processes=1)
+    assert seen == [os.getpid()]

@@ -1,0 +1,168 @@
+"""dvc.yaml: its stages, that their deps are their imports, and how DVC reads it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import Clone
+from tests.imports import PACKAGE, closure, imported, modules, tree
+
+ROOT = PACKAGE.parent
+PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
+STAGES: dict[str, dict[str, Any]] = {name: stage.get("do", stage) for name, stage in PIPELINE["stages"].items()}
+KEPT_IN_GIT = {"reports/accuracy.csv", "reports/loss.csv", "reports/metrics"}
+MAKES = {
+    "environment": {"environment.json"},
+    "fetch": {"data/raw"},
+    "prepare": {"data/prepared"},
+    "train": {"results/${key}.json", "results/${key}/history.csv", "results/${key}/system.csv", "models/${key}"},
+    "compare": {"reports/comparison.html", "reports/comparison.json", "reports/comparison.md", *KEPT_IN_GIT},
+    "publish": set(),
+}
+
+
+def paths(entries: list[str | dict[str, Any]], cache: bool | None = None) -> Iterator[str]:
+    """The paths of outs or plots; with ``cache``, those whose own ``cache`` is that."""
+    for entry in entries:
+        path, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
+        if cache is None or options.get("cache") is cache:
+            yield path
+
+
+def test_stages_run_the_command_of_their_name() -> None:
+    assert {name: stage["cmd"] for name, stage in STAGES.items()} == {
+        name: f"python -m pipeline {name}" + (" ${key}" if name == "train" else "") for name in MAKES
+    }
+
+
+def test_stages_make_what_the_design_says() -> None:
+    assert {name: set(paths(stage.get("outs", []))) for name, stage in STAGES.items()} == MAKES
+    uncached = {path for stage in STAGES.values() for path in paths(stage.get("outs", []), cache=False)}
+    assert uncached == KEPT_IN_GIT == {*PIPELINE["metrics"], *paths(PIPELINE["plots"])}
+
+
+def test_what_notices_another_machine_and_what_mirrors_to_mlflow_always_run() -> None:
+    assert {name for name, stage in STAGES.items() if stage.get("always_changed")} == {"environment", "publish"}
+
+
+def test_what_is_measured_depends_on_the_environment_and_the_data() -> None:
+    assert {"environment.json", "data/prepared"} <= set(STAGES["train"]["deps"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_params_are_the_sections_of_params_yaml(stage: str) -> None:
+    values = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    for dotted in STAGES[stage].get("params", []):
+        section = values
+        for key in dotted.replace("${key}", "ddp").split("."):
+            section = section[key]
+
+
+def routed(command: str) -> set[str]:
+    """What cli.py imports to run ``command``: at its top, and in the command's function."""
+    cli = tree("pipeline.cli")
+    functions = {node.name: node for node in cli.body if isinstance(node, ast.FunctionDef)}
+    top = ast.Module([node for node in cli.body if not isinstance(node, ast.FunctionDef)], type_ignores=[])
+    return imported(top, "pipeline.cli") | imported(functions[f"_{command}"], "pipeline.cli")
+
+
+def files(module: str) -> Iterator[str]:
+    """The module's file, and those beside it that share its stem: what it reads of its own, such as a template."""
+    path = modules()[module]
+    beside = [path] if path.name == "__init__.py" else path.parent.glob(f"{path.stem}.*")
+    for file in beside:
+        if file.is_file():
+            yield file.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_deps_are_the_imports(stage: str) -> None:
+    listed = {
+        file.relative_to(ROOT).as_posix()
+        for dep in STAGES[stage]["deps"]
+        if dep.startswith("pipeline/")
+        for file in (sorted((ROOT / dep).rglob("*.*")) if (ROOT / dep).is_dir() else [ROOT / dep])
+        if "__pycache__" not in file.parts
+    }
+    runs = {file for module in closure(routed(stage)) for file in files(module)}
+    assert listed == runs, f"dvc.yaml lists too much: {sorted(listed - runs)}, and lacks: {sorted(runs - listed)}"
+
+
+def test_a_fresh_clone_is_planned_whole_and_the_environment_first(clone: Callable[..., Clone]) -> None:
+    fresh = clone()
+    assert not (fresh.path / "dvc.lock").exists()
+    stages = fresh.run("dvc", "stage", "list", "--name-only").split()
+    assert stages == [
+        "environment",
+        "fetch",
+        "prepare",
+        "train@baseline",
+        "train@ddp",
+        "train@memory",
+        "compare",
+        "publish",
+    ]
+    planned = fresh.run("dvc", "repro", "--dry", fails=True)  # at the first file that is not there yet
+    assert planned.startswith("Running stage 'environment'")
+
+
+def test_a_new_variant_is_a_stage(clone: Callable[..., Clone]) -> None:
+    tried = clone({"variants.tried": {"channels_last": True}, "variants.memory": None})
+    stages = tried.run("dvc", "stage", "list", "--name-only").split()
+    assert [stage for stage in stages if stage.startswith("train@")] == ["train@baseline", "train@ddp", "train@tried"]
+
+
+def test_a_mistake_in_params_yaml_stops_repro_before_any_work(clone: Callable[..., Clone]) -> None:
+    wrong = clone({"variants.ddp.processes": 3})
+    output = wrong.run("dvc", "repro", fails=True)
+    assert "train.batch_size: found 256, which variants.ddp cannot divide into 3 process(es)" in output
+    assert "fetch" not in output
+
+
+def test_a_value_set_for_an_experiment_reaches_the_variant(clone: Callable[..., Clone]) -> None:
+    tried = clone()
+    before = (tried.path / "params.yaml").read_text(encoding="utf-8")
+    tried.run("dvc", "exp", "run", "--set-param", "variants.ddp.processes=4", "environment")
+    after = (tried.path / "params.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(after)["variants"]["ddp"]["processes"] == 4
+    assert after.count("#") == before.count("#"), "the comments are gone"
+
+
+def test_dvc_sees_another_environment_and_only_that(clone: Callable[..., Clone]) -> None:
+    again = clone()
+    again.run("dvc", "repro", "environment")
+    first = (again.path / "dvc.lock").read_text(encoding="utf-8")
+    again.run("dvc", "repro", "environment")
+    assert (again.path / "dvc.lock").read_text(encoding="utf-8") == first
+    again.run("dvc", "repro", "environment", OMP_NUM_THREADS="7")
+    assert (again.path / "dvc.lock").read_text(encoding="utf-8") != first
+
+
+def test_git_ignores_what_is_made_and_keeps_the_lock(clone: Callable[..., Clone]) -> None:
+    fresh = clone()
+    made = [path.replace("${key}", "ddp") for each in MAKES.values() for path in sorted(each)]
+    kept_here = ["checkpoints/x.pt", "mlflow.db", "mlartifacts/0/x", ".venv/x", ".dvc/cache/x", ".dvc/config.local"]
+    for path in {*made, *kept_here} - KEPT_IN_GIT:
+        fresh.run("git", "check-ignore", "--quiet", path)
+    committed = [dep for stage in STAGES.values() for dep in stage["deps"] if dep.startswith("pipeline/")]
+    for path in ["dvc.lock", "params.schema.json", *KEPT_IN_GIT, *committed]:
+        fresh.run("git", "check-ignore", "--quiet", path, fails=True)
+
+
+def test_dvc_reports_nothing_home_and_has_no_remote() -> None:
+    text = (ROOT / ".dvc" / "config").read_text(encoding="utf-8")
+    assert "analytics = false" in text
+    assert "autostage = true" in text
+    assert not [line for line in text.splitlines() if line.strip().startswith(("[remote", "['remote", "url"))]
+
+
+def test_dvcignore_leaves_out_what_running_leaves_behind(clone: Callable[..., Clone]) -> None:
+    fresh = clone()
+
+    fresh.run("dvc", "check-ignore", "pipeline/techniques/__pycache__/base.cpython-312.pyc")
+    fresh.run("dvc", "check-ignore", "pipeline/techniques/base.py", fails=True)

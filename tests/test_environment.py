@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+import pytest
+
+from pipeline import environment
+from pipeline.environment import fingerprint, machine, write
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Gpu:
+    """What the driver says of one GPU, or of one instance of a split GPU."""
+
+    uuid: str
+    name: str = "NVIDIA H100 80GB HBM3"
+    capability: tuple[int, int] | None = (9, 0)
+    memory_gib: float = 79.6
+    power_milliwatts: int | None = 700_000
+    instances: list[Gpu | None] | None = None
+    """Its instances by index, None where there is none; no list: the GPU is not split."""
+    parent: Gpu | None = field(default=None, repr=False)
+
+
+Plug = Callable[..., None]
+
+
+@pytest.fixture
+def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
+    """``plug(*gpus, shown=None)``: a driver that knows ``gpus``, with CUDA_VISIBLE_DEVICES=``shown``."""
+
+    def found(value: Any, error: type[pynvml.NVMLError] = pynvml.NVMLError_NotSupported) -> Any:
+        if value is None:
+            raise error
+        return value
+
+    def plug(*gpus: Gpu, shown: str | None = None, cuda: str | None = "13.0") -> None:
+        everything = [*gpus, *(each for gpu in gpus for each in gpu.instances or [] if each)]
+        by_uuid = {each.uuid: each for each in everything}
+        memory = pynvml.c_nvmlMemory_t
+        driver = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: "580.65.06",
+            "nvmlDeviceGetCount": lambda: len(gpus),
+            "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
+            "nvmlDeviceGetHandleByUUID": lambda uuid: found(by_uuid.get(uuid), pynvml.NVMLError_NotFound),
+            "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
+            "nvmlDeviceGetName": lambda gpu: gpu.name,
+            "nvmlDeviceGetCudaComputeCapability": lambda gpu: found(gpu.capability),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: memory(total=int(gpu.memory_gib * 2**30)),
+            "nvmlDeviceGetPowerManagementLimit": lambda gpu: found(gpu.power_milliwatts),
+            "nvmlDeviceGetMigMode": lambda gpu: found(None) if gpu.instances is None else [1, 1],
+            "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: len(gpu.instances),
+            "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: found(
+                gpu.instances[index], pynvml.NVMLError_NotFound
+            ),
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda gpu: gpu.parent,
+        }
+        for name, function in driver.items():
+            monkeypatch.setattr(pynvml, name, function)
+        monkeypatch.setattr(environment, "_torch", lambda: {"__version__": "2.11.0+cu130", "cuda": cuda})
+        if shown is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+
+    return plug
+
+
+def names() -> list[str]:
+    return [gpu["name"] for gpu in fingerprint()["hardware"]["gpus"]]
+
+
+A, B, C = Gpu("GPU-aaaa1111", "A"), Gpu("GPU-aaaa2222", "B"), Gpu("GPU-cccc", "C")
+
+
+def test_the_fingerprint_says_what_this_machine_is() -> None:
+    found = fingerprint()
+    assert list(found) == ["hash", "hardware", "software", "settings"]
+    assert found["hardware"]["memory_gib"] == round(psutil.virtual_memory().total / 2**30)
+    assert 0 < found["hardware"]["cpu"]["cores"] <= (os.cpu_count() or 1)
+    assert found["software"]["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_versions_are_those_that_import() -> None:
+    import numpy
+    import torch
+    import torchvision
+
+    software = fingerprint()["software"]
+    assert software["numpy"] == numpy.__version__
+    assert software["torch"] == torch.__version__
+    assert software["torchvision"].split("+")[0] == torchvision.__version__.split("+")[0]
+    assert environment._torch()["cuda"] == torch.version.cuda
+
+
+def test_two_calls_and_two_processes_agree() -> None:
+    program = "import json; from pipeline.environment import fingerprint; print(json.dumps(fingerprint()))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == fingerprint() == fingerprint()
+
+
+def test_nothing_of_it_belongs_to_one_machine_alone(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug(A)
+    monkeypatch.setenv("HOSTNAME", "node17")
+    monkeypatch.setenv("TORCH_HOME", "/home/somebody/.cache/torch")
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/home/somebody/topology.xml")
+    text = json.dumps(fingerprint())
+    for private in ("node17", os.uname().nodename, A.uuid, "somebody"):
+        assert private not in text
+
+
+def test_write_returns_the_hash_and_leaves_an_equal_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "environment.json"
+    written = write(path)
+    assert json.loads(path.read_text(encoding="utf-8")) == fingerprint()
+    assert written == fingerprint()["hash"]
+    os.utime(path, ns=(1, 1))
+    assert write(path) == written
+    assert path.stat().st_mtime_ns == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert write(path) != written
+    assert path.stat().st_mtime_ns != 1
+    assert json.loads(path.read_text(encoding="utf-8"))["settings"]["OMP_NUM_THREADS"] == "3"
+
+
+COUNT = (
+    "OMP_NUM_THREADS KMP_AFFINITY NCCL_ALGO CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS CUBLAS_WORKSPACE_CONFIG "
+    "TORCH_CUDNN_V8_API_DISABLED TORCHINDUCTOR_MAX_AUTOTUNE PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF LD_PRELOAD "
+    "NVIDIA_TF32_OVERRIDE PIPELINE_IMAGE"
+)
+DO_NOT_COUNT = (
+    "HOME HOSTNAME DVC_STAGE MLFLOW_TRACKING_URI NCCL_DEBUG NCCL_DEBUG_FILE NCCL_VERSION TORCH_LOGS CUDA_HOME "
+    "CUDA_CACHE_PATH TORCHINDUCTOR_CACHE_DIR TORCHELASTIC_RUN_ID"
+)
+
+
+@pytest.mark.parametrize("name", COUNT.split())
+def test_a_variable_that_changes_numbers_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = fingerprint()
+    monkeypatch.setenv(name, "2")
+    assert fingerprint()["hash"] != before["hash"]
+
+
+@pytest.mark.parametrize("name", DO_NOT_COUNT.split())
+def test_a_variable_that_changes_none_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint()
+    monkeypatch.setenv(name, "anything")
+    assert fingerprint() == before
+
+
+@pytest.mark.parametrize(
+    ("shown", "visible"),
+    [
+        (None, "ABC"),
+        ("0", "A"),
+        ("2,0", "CA"),
+        (" 1 , 2", "BC"),
+        ("", ""),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("0,-1,2", "A"),
+        ("0,7,2", "A"),
+        ("0,0", ""),
+        ("1gpu2,2x", "BC"),
+        ("GPU-cccc", "C"),
+        ("GPU-cc,GPU-aaaa1", "CA"),
+        ("GPU-aaaa", ""),
+        ("GPU-dddd,GPU-cccc", ""),
+        ("GPU-cccc,GPU-dddd,GPU-aaaa1", "C"),
+        ("GPU-cccc,GPU-cc", ""),
+    ],
+)
+def test_cuda_visible_devices_as_cuda_reads_it(plug: Plug, shown: str | None, visible: str) -> None:
+    plug(A, B, C, shown=shown)
+    assert names() == list(visible)
+    assert machine().gpus == len(visible)
+
+
+def test_what_is_said_of_a_gpu(plug: Plug) -> None:
+    plug(Gpu("GPU-1"), Gpu("GPU-2", "Small", (7, 5), 14.6, None))
+    found = fingerprint()
+    assert found["hardware"]["gpus"] == [
+        {
+            "name": "NVIDIA H100 80GB HBM3",
+            "compute_capability": "9.0",
+            "memory_gib": 80,
+            "power_limit_watts": 700,
+        },
+        {"name": "Small", "compute_capability": "7.5", "memory_gib": 15, "power_limit_watts": None},
+    ]
+    assert found["software"]["driver"] == "580.65.06"
+    assert found["software"]["cuda"] == "13.0"
+    assert {"cublas", "cudnn", "nccl"} < set(found["software"])
+
+
+def test_another_gpu_count_driver_or_power_limit_is_another_environment(
+    plug: Plug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plug(Gpu("GPU-1"))
+    hashes = [fingerprint()["hash"]]
+    plug(Gpu("GPU-9"))
+    assert fingerprint()["hash"] == hashes[0], "the same model in another machine is the same environment"
+    for gpus in ([Gpu("GPU-1"), Gpu("GPU-2")], [Gpu("GPU-1", "Other")], [Gpu("GPU-1", power_milliwatts=350_000)], []):
+        plug(*gpus)
+        hashes.append(fingerprint()["hash"])
+    plug(Gpu("GPU-1"))
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "590.1")
+    hashes.append(fingerprint()["hash"])
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_libraries_for_gpus_do_not_count_where_there_is_none(plug: Plug) -> None:
+    plug()
+    assert not {"driver", "cuda", "cudnn", "nccl"} & set(fingerprint()["software"])
+
+
+def test_a_torch_without_cuda_sees_no_gpu(plug: Plug) -> None:
+    plug(A, cuda=None)
+    assert names() == []
+    assert machine().gpus == 0
+
+
+def test_no_driver(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug(A)
+
+    def missing() -> None:
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert names() == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "visible"), [(None, ["1g"]), ("1", ["whole"]), ("1,0", ["1g"]), ("MIG-2", ["2g"]), ("MIG-9", [])]
+)
+def test_of_split_gpus_cuda_shows_one_instance(plug: Plug, shown: str | None, visible: list[str]) -> None:
+    split = Gpu("GPU-0", "split", instances=[])
+    split.instances = [
+        None,
+        Gpu("MIG-1", "1g", None, 9.9, None, parent=split),
+        Gpu("MIG-2", "2g", None, 19.8, None, parent=split),
+    ]
+    plug(split, Gpu("GPU-1", "whole"), shown=shown)
+    assert names() == visible
+    assert all(gpu["compute_capability"] == "9.0" for gpu in fingerprint()["hardware"]["gpus"])
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "native"), [([], False), ([(7, 5)], False), ([(8, 0)], True), ([(8, 9), (7, 0)], False)]
+)
+def test_native_bf16_needs_it_on_every_gpu(plug: Plug, capabilities: list[tuple[int, int]], native: bool) -> None:
+    plug(*(Gpu(f"GPU-{index}", capability=capability) for index, capability in enumerate(capabilities)))
+    assert machine().gpu_native_bf16 is native
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "model", "flags", "native"),
+    [
+        (
+            "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f\n\nmodel name\t: Other\n",
+            "Xeon",
+            ["avx2", "avx512f"],
+            False,
+        ),
+        ("model name\t: Xeon\nflags\t\t: avx2 avx512_bf16\n", "Xeon", ["avx2", "avx512_bf16"], True),
+        ("model name\t: Xeon\nflags\t\t: amx_tile amx_bf16\n", "Xeon", ["amx_bf16"], True),
+        (
+            "Features\t: fp asimd bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n",
+            "0x41 0xd40",
+            ["asimd", "bf16"],
+            True,
+        ),
+    ],
+)
+def test_what_is_said_of_a_cpu(
+    cpuinfo: str, model: str, flags: list[str], native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo, encoding="utf-8")
+    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
+    cpu = fingerprint()["hardware"]["cpu"]
+    assert (cpu["model"], cpu["flags"]) == (model, flags)
+    assert machine().cpu_native_bf16 is native
+
+
+def test_a_system_without_proc_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "missing")
+    assert fingerprint()["hardware"]["cpu"]["model"]
+    assert machine().cpu_native_bf16 is False
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/pod/box\n", {"pod/cpu.max": "50000 100000\n", "pod/box/cpu.max": "max 100000\n"}, 0.5),
+        ("0::/seen/only/outside\n", {"cpu.max": "100000 100000\n"}, 1),
+        (
+            "4:memory:/a\n3:cpu,cpuacct:/box\n0::/\n",
+            {"cpu,cpuacct/box/cpu.cfs_quota_us": "25000\n", "cpu,cpuacct/box/cpu.cfs_period_us": "100000\n"},
+            0.25,
+        ),
+        ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_cores_within_the_quota_of_control_groups(
+    membership: str, files: dict[str, str], cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "membership").write_text(membership, encoding="utf-8")
+    for name, content in files.items():
+        (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mount" / name).write_text(content, encoding="utf-8")
+    monkeypatch.setattr(environment, "CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(environment, "CGROUP_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert fingerprint()["hardware"]["cpu"]["cores"] == (2 if cores is None else cores)
+
+
+@pytest.mark.gpu
+def test_the_gpus_are_those_that_torch_sees() -> None:
+    import torch
+
+    assert machine().gpus == torch.cuda.device_count()
+    for index, gpu in enumerate(fingerprint()["hardware"]["gpus"]):
+        properties = torch.cuda.get_device_properties(index)
+        assert gpu["name"] == properties.name
+        assert gpu["compute_capability"] == f"{properties.major}.{properties.minor}"

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import measurement
+from pipeline.measurement import Clock, Memory, SystemSampler, forward_backward_flops, percentile_ms, resident_peak_bytes
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+class FakeTime:
+    """A clock that moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 100.0
+        monkeypatch.setattr(measurement.time, "perf_counter", lambda: self.seconds)
+
+    def pass_(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    return FakeTime(monkeypatch)
+
+
+def _run_window(clock: Clock, fake_time: FakeTime, steps: list[tuple[float, float]], *, measured: bool) -> None:
+    def inputs():  # type: ignore[no-untyped-def]
+        for wait, _ in steps:
+            fake_time.pass_(wait)
+            yield wait
+
+    clock.open()
+    watched = clock.watch(inputs())
+    for _, work in steps:
+        next(watched)
+        fake_time.pass_(work)
+        clock.step()
+    clock.close(measured=measured)
+
+
+def test_clock_adds_up_known_times(fake_time: FakeTime) -> None:
+    clock = Clock(CPU)
+    _run_window(clock, fake_time, [(1.0, 9.0)], measured=False)
+    fake_time.pass_(50.0)  # between windows: nobody's time
+    _run_window(clock, fake_time, [(0.5, 1.5), (0.25, 0.75)], measured=True)
+    assert clock.first_step_seconds == pytest.approx(10.0)
+    assert clock.train_seconds == pytest.approx(13.0)
+    assert clock.measured_seconds == pytest.approx(3.0)
+    assert clock.step_seconds == pytest.approx([2.0, 1.0])
+    assert clock.input_seconds == pytest.approx(0.75)
+    assert clock.disagreement() is None
+
+
+def test_clock_sees_time_that_no_step_accounts_for(fake_time: FakeTime) -> None:
+    clock = Clock(CPU)
+    clock.open()
+    fake_time.pass_(1.0)
+    clock.step()
+    fake_time.pass_(0.2)
+    clock.close(measured=True)
+    assert "step times add up to 1.000 s, but the wall clock around them shows 1.200 s" in str(clock.disagreement())
+
+
+def test_train_seconds_now_holds_the_open_window(fake_time: FakeTime) -> None:
+    clock = Clock(CPU)
+    _run_window(clock, fake_time, [(0.0, 2.0)], measured=True)
+    clock.open()
+    fake_time.pass_(3.0)
+    assert clock.train_seconds_now() == pytest.approx(5.0)
+
+
+def test_a_restored_clock_goes_on_counting(fake_time: FakeTime) -> None:
+    clock, resumed = Clock(CPU), Clock(CPU)
+    _run_window(clock, fake_time, [(0.5, 1.5)], measured=True)
+    resumed.restore(clock.state())
+    _run_window(resumed, fake_time, [(0.5, 0.5)], measured=True)
+    assert resumed.train_seconds == pytest.approx(3.0)
+    assert resumed.step_seconds == pytest.approx([2.0, 1.0])
+    assert resumed.first_step_seconds == pytest.approx(2.0)
+
+
+def test_percentiles_are_interpolated_milliseconds() -> None:
+    seconds = [0.001 * n for n in range(1, 102)]
+    assert percentile_ms(seconds, 50) == pytest.approx(51.0)
+    assert percentile_ms(seconds, 90) == pytest.approx(91.0)
+    assert percentile_ms(seconds, 99) == pytest.approx(100.0)
+    assert percentile_ms([], 50) is None
+
+
+needs_linux = pytest.mark.skipif(resident_peak_bytes() is None, reason="this system does not tell the resident peak")
+
+
+def _peak_of(mebibytes: int) -> int:
+    memory = Memory(CPU)
+    memory.open()
+    torch.ones(mebibytes * MIB, dtype=torch.uint8)
+    memory.close(measured=True)
+    assert memory.peak_bytes is not None
+    return memory.peak_bytes
+
+
+@needs_linux
+def test_memory_sees_a_peak_that_is_gone_again_and_forgets_it_in_the_next_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Memory, "imported_bytes", 0)
+    before, large, after = _peak_of(1), _peak_of(256), _peak_of(1)
+    assert large - before == pytest.approx(255 * MIB, rel=0.1)
+    assert after - before < 50 * MIB
+
+
+@needs_linux
+def test_memory_keeps_the_highest_measured_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memory, "imported_bytes", 0)
+    memory = Memory(CPU)
+    peaks = []
+    for mebibytes, measured in ((256, True), (1, True), (512, False)):
+        memory.open()
+        torch.ones(mebibytes * MIB, dtype=torch.uint8)
+        memory.close(measured=measured)
+        peaks.append(memory.peak_bytes)
+    assert peaks[0] == peaks[1] == peaks[2]
+
+
+def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memory, "imported_bytes", None)
+    memory = Memory(CPU)
+    memory.open()
+    memory.close(measured=True)
+    assert memory.peak_bytes is None
+
+
+def test_flops_of_a_linear_layer() -> None:
+    batch, wide, narrow = 7, 30, 5
+    model = nn.Linear(wide, narrow)
+    # Forward and the weights' gradient: one product of 2 * batch * wide * narrow each. The input needs none.
+    assert forward_backward_flops(model, torch.ones(batch, wide)) == 2 * (2 * batch * wide * narrow)
+
+
+def test_system_sampler_writes_samples_with_their_seed(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "system.csv"
+    with SystemSampler(path, CPU, interval_seconds=0.01) as sampler:
+        sampler.seed = 3
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and (not path.exists() or path.read_text().count("\n") < 4):
+            time.sleep(0.01)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) >= 3
+    assert rows[-1]["seed"] == "3"
+    assert abs(float(rows[-1]["seconds"]) - time.time()) < 60
+    assert float(rows[-1]["process_resident_megabytes"]) > 50

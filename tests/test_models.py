@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import inspect
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torchvision import models as torchvision_models
+from torchvision.models.regnet import BlockParams
+
+from pipeline.data.batches import evaluation_batches
+from pipeline.data.prepared import Dataset, Split
+from pipeline.models import Classifier, ModelError, build
+
+
+def build_for(name: str, shape: tuple[int, int, int], classes: int = 10, **options: Any) -> nn.Module:
+    channels, height, width = shape
+    return build(name, options, channels=channels, height=height, width=width, classes=classes)
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def weight_shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1]
+
+
+def test_small_cnn_is_the_textbooks_for_28x28x1() -> None:
+    model = build_for("small_cnn", (1, 28, 28))
+    assert weight_shapes(model) == [(20, 1, 5, 5), (20, 20, 5, 5), (50, 320), (10, 50)]
+    assert parameter_count(model) == (25 * 20 + 20) + (500 * 20 + 20) + (320 * 50 + 50) + (50 * 10 + 10) == 27_100
+
+
+def test_small_cnn_computes_what_the_textbook_does() -> None:
+    model = build_for("small_cnn", (1, 28, 28))
+    w1, b1, w2, b2, w3, b3, w4, b4 = model.parameters()
+    images = torch.randn(4, 1, 28, 28)
+    hidden = F.max_pool2d(F.relu(F.conv2d(images, w1, b1)), 2)
+    hidden = F.max_pool2d(F.relu(F.conv2d(hidden, w2, b2)), 2)
+    hidden = F.relu(F.linear(hidden.flatten(1), w3, b3))
+    torch.testing.assert_close(model(images), F.linear(hidden, w4, b4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "features"),
+    [
+        ((1, 8, 8), 20 * 2 * 2),
+        ((3, 15, 40), 20 * 3 * 10),
+        ((1, 16, 16), 20 * 1 * 1),
+        ((3, 32, 32), 20 * 5 * 5),
+        ((3, 20, 64), 20 * 2 * 13),
+    ],
+)
+def test_small_cnns_first_linear_layer_follows_the_image(shape: tuple[int, int, int], features: int) -> None:
+    assert weight_shapes(build_for("small_cnn", shape))[2] == (50, features)
+
+
+def test_resnet9_is_the_known_net() -> None:
+    assert parameter_count(build_for("resnet9", (3, 32, 32))) == 6_573_120
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 47, 33)])
+def test_resnet9_trains_on_any_size(shape: tuple[int, int, int]) -> None:
+    assert_trains(build_for("resnet9", shape, base_width=8), shape)
+
+
+def assert_trains(model: nn.Module, shape: tuple[int, int, int]) -> None:
+    """Every parameter gets a finite gradient from a batch of two."""
+    F.cross_entropy(model(torch.randn(2, *shape)), torch.tensor([1, 2])).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize(("name", "least"), [("small_cnn", 4), ("resnet9", 8)])
+def test_our_own_models_say_how_small_images_may_be(name: str, least: int) -> None:
+    build_for(name, (1, least, least))
+    with pytest.raises(ModelError, match=f"{name} needs images of at least {least}x{least} pixels; found {least}x3"):
+        build_for(name, (1, least, 3))
+
+
+def test_torchvision_models_are_unchanged_where_the_data_is_what_they_expect() -> None:
+    assert parameter_count(build_for("resnet18", (3, 224, 224), classes=1000)) == 11_689_512
+
+
+def test_small_images_get_the_resnet_stem_of_cifar() -> None:
+    model = build_for("resnet18", (1, 28, 28))
+    assert parameter_count(model) == 11_689_512 - 64 * (3 * 49 - 1 * 9) - 990 * 513
+    assert model.get_submodule("conv1")(torch.zeros(1, 1, 28, 28)).shape == (1, 64, 28, 28)
+    assert isinstance(model.get_submodule("maxpool"), nn.Identity)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (6, 64, 64)])
+def test_a_replaced_convolution_keeps_the_variance_of_its_outputs(shape: tuple[int, int, int]) -> None:
+    def spread(model: nn.Module, channels: int) -> float:
+        outputs: torch.Tensor = model.get_submodule("conv1")(torch.randn(8, channels, 64, 64))
+        return outputs.std().item()
+
+    original = torchvision_models.resnet18()
+    assert spread(build_for("resnet18", shape), shape[0]) == pytest.approx(spread(original, 3), rel=0.15)
+
+
+class Shapes(TorchFunctionMode):
+    """Leaves out initialisation and BatchNorm, which on the meta device are slow and change no shape."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if func is F.batch_norm or (name.endswith("_") and not name.endswith("__")):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def all_of_torchvision() -> Iterator[Any]:
+    """Every model; all but one of each family are marked slow."""
+    families = set()
+    for name in torchvision_models.list_models(module=torchvision_models):
+        family = inspect.signature(torchvision_models.get_model_builder(name)).return_annotation
+        yield pytest.param(name, marks=[pytest.mark.slow] if family in families else [])
+        families.add(family)
+
+
+@pytest.mark.parametrize("name", list(all_of_torchvision()))
+def test_every_torchvision_model_takes_small_grey_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = BlockParams.from_init_params
+
+    def on_cpu(**parameters: Any) -> BlockParams:  # RegNet computes its layers' widths with tensors
+        with torch.device("cpu"):
+            return widths(**parameters)
+
+    monkeypatch.setattr(BlockParams, "from_init_params", on_cpu)
+    with torch.device("meta"), Shapes():
+        model = build_for(name, (1, 20, 28), classes=7)  # which checks the output's shape
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert weight_shapes(model)[0][1] == 1
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "regnet_x_400mf", "shufflenet_v2_x0_5"])
+def test_torchvision_models_train_on_digits(name: str) -> None:
+    assert_trains(build_for(name, (1, 8, 8)), (1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("squeezenet1_1", (1, 8, 8), {}),
+        ("googlenet", (1, 8, 8), {}),
+        ("densenet121", (1, 8, 8), {"memory_efficient": False}),
+    ],
+)
+def test_models_with_a_smallest_size_train_on_smaller_images(
+    name: str, shape: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    assert_trains(build_for(name, shape, **options), shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape", "seen"),
+    [
+        ("squeezenet1_1", {}, (1, 8, 12), (17, 26)),  # 17x17 at least; proportions kept
+        ("squeezenet1_1", {}, (1, 30, 17), (30, 17)),
+        ("vit_b_32", {"image_size": 64}, (1, 28, 80), (64, 64)),
+    ],
+)
+def test_images_are_resized_to_what_the_model_needs(
+    name: str, options: dict[str, Any], shape: tuple[int, int, int], seen: tuple[int, int]
+) -> None:
+    sizes = []
+    with torch.device("meta"), Shapes():
+        model = build_for(name, shape, **options)
+        first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
+        first.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape[-2:])))
+        model(torch.zeros(2, *shape))
+    assert sizes == [seen]
+
+
+@pytest.mark.parametrize("name", ["small_cnn", "resnet9", "resnet18"])
+def test_a_seed_repeats_the_initial_weights_and_the_check_leaves_no_trace(name: str) -> None:
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model = build_for(name, (1, 28, 28))
+        states.append(model.state_dict())
+    first, again, other = states
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+    for key in first:
+        if key.endswith("num_batches_tracked") or key.endswith("running_mean"):
+            assert not first[key].any(), key
+
+
+def test_the_check_draws_no_random_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_nets(tmp_path, monkeypatch, "my_dropout_nets")
+    torch.manual_seed(5)
+    build_for("my_dropout_nets:with_dropout", (1, 4, 4))
+    after_build = torch.rand(3)
+    torch.manual_seed(5)
+    nn.Linear(16, 10)
+    assert torch.equal(after_build, torch.rand(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet81", r"train\.model: found 'resnet81'; did you mean resnet18 or "),
+        ("small_cn", r"did you mean small_cnn"),
+        ("qqqq", r"found 'qqqq'; Allowed: small_cnn, resnet9, a torchvision classification model, or module:factory"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_close_ones(name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_for(name, (1, 28, 28))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("small_cnn", {"width": 3}, r"train\.model_options: found width, which small_cnn does not take; allowed: none"),
+        ("resnet9", {"width": 3}, r"found width, which resnet9 does not take; allowed: base_width\."),
+        ("resnet18", {"dropuot": 0.1}, r"found dropuot, which resnet18 does not take; allowed: groups, norm_layer"),
+        ("resnet18", {"weights": "DEFAULT"}, r"found weights, which resnet18 does not take"),
+        ("inception_v3", {"aux_logits": True}, r"found aux_logits, which inception_v3 does not take; allowed: dropout"),
+        ("vit_b_16", {"image_size": 50}, r"train\.model_options: vit_b_16 does not take .*50.*: .*indivisible"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_known_ones(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_for(name, (1, 28, 28), **options)
+
+
+NETS = """
+from torch import nn
+
+def flat(*, channels, height, width, classes, hidden=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, hidden), nn.Linear(hidden, classes))
+
+def with_dropout(channels, height, width, classes):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(channels * height * width, classes), nn.Dropout())
+
+def one_class_too_many(channels, height, width, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes + 1))
+
+def for_other_images(**data):
+    return nn.Sequential(nn.Flatten(), nn.Linear(99, data["classes"]))
+
+class Pair(nn.Module):
+    def __init__(self, **data):
+        super().__init__()
+
+    def forward(self, images):
+        return images, images
+
+def no_model(**data):
+    return 42
+
+def too_few_arguments(channels):
+    return nn.Identity()
+
+def careless(**data):
+    raise RuntimeError("my own mistake")
+
+SIZE = 28
+"""
+
+
+def write_nets(directory: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """``module`` of the user's own in the current directory, and nowhere on the path yet."""
+    (directory / f"{module}.py").write_text(NETS)
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def test_a_factory_of_the_users_own_is_found_in_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nets(tmp_path, monkeypatch, "my_nets")
+    assert weight_shapes(build_for("my_nets:flat", (3, 5, 4))) == [(8, 60), (10, 8)]
+    assert weight_shapes(build_for("my_nets:flat", (1, 5, 4), hidden=2)) == [(2, 20), (10, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_nets_here:flat", r"train\.model: found 'no_nets_here:flat', but there is no module 'no_nets_here'"),
+        ("my_nets.sub:flat", r"there is no module 'my_nets\.sub'"),
+        ("my_nets:flatt", r"my_nets\.py has no 'flatt'\. Did you mean flat\?"),
+        ("my_nets:", r"found 'my_nets:'; expected module:factory"),
+        (":flat", r"found ':flat'; expected module:factory"),
+        (".my_nets:flat", r"found '\.my_nets:flat'; expected module:factory"),
+        ("my_nets:SIZE", r"which is 28; expected a function"),
+        ("my_nets:no_model", r"my_nets:no_model returned 42; expected a torch\.nn\.Module"),
+        (
+            "my_nets:too_few_arguments",
+            r"is called with channels, height, width, classes .*its signature is \(channels\)",
+        ),
+        (
+            "my_nets:one_class_too_many",
+            r"of shape \[2, 1, 4, 4\] returns torch\.float32 of shape \[2, 11\]; .*\[2, 10\]",
+        ),
+        ("my_nets:for_other_images", r"on a batch of shape \[2, 1, 4, 4\] fails: .*2x16 and 99x10"),
+        ("my_nets:Pair", r"returns a tuple; expected logits of shape \[2, 10\]"),
+    ],
+)
+def test_what_is_wrong_with_a_factory_is_said(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nets(tmp_path, monkeypatch, "my_nets")
+    with pytest.raises(ModelError, match=message):
+        build_for(name, (1, 4, 4))
+
+
+def test_a_factorys_own_exception_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_nets(tmp_path, monkeypatch, "my_nets")
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        build_for("my_nets:careless", (1, 4, 4))
+
+
+def test_a_module_that_cannot_import_what_it_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_nets(tmp_path, monkeypatch, "my_nets")
+    (tmp_path / "my_broken_nets.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(ModelError, match="importing my_broken_nets failed: No module named 'not_installed_anywhere'"):
+        build_for("my_broken_nets:net", (1, 4, 4))
+
+
+def test_torchvision_is_imported_only_for_its_models() -> None:
+    code = (
+        "import sys; from pipeline.models import build;"
+        "build('small_cnn', {}, channels=1, height=8, width=8, classes=10);"
+        "sys.exit('torchvision' in sys.modules or 'torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_classifier_normalises_raw_pixels(dtype: torch.dtype) -> None:
+    classifier = Classifier(nn.Identity(), mean=(0.5, 0.2), std=(0.25, 0.1))
+    images = torch.tensor([[[[255, 0]], [[51, 102]]]], dtype=dtype)
+    torch.testing.assert_close(classifier(images), torch.tensor([[[[2.0, -2.0]], [[0.0, 2.0]]]]))
+
+
+def test_a_classifier_sees_what_training_saw_to_the_last_bit() -> None:
+    every_value = torch.arange(256, dtype=torch.uint8).expand(3, 256).reshape(1, 3, 16, 16)
+    split = Split(every_value, torch.zeros(1, dtype=torch.int64))
+    mean, std = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
+    dataset = Dataset("grey", "0" * 64, ("a", "b"), mean, std, (3, 16, 16), split, split)
+    batches = evaluation_batches(split, dataset, rank=0, world_size=1, batch_size=1, device=torch.device("cpu"))
+    assert torch.equal(Classifier(nn.Identity(), mean, std)(every_value), next(batches)[0])
+
+
+def test_a_classifier_survives_pickling() -> None:
+    classifier = Classifier(build_for("squeezenet1_1", (3, 8, 8)), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3)).eval()
+    file = io.BytesIO()
+    torch.save(classifier, file)
+    file.seek(0)
+    images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    assert torch.equal(torch.load(file, weights_only=False)(images), classifier(images))
+
+
+def test_a_classifier_refuses_images_with_another_number_of_channels() -> None:
+    classifier = Classifier(nn.Identity(), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
+    with pytest.raises(ValueError, match=r"found shape \[2, 1, 8, 8\]; expected \[N, 3, H, W\]"):
+        classifier(torch.zeros(2, 1, 8, 8))

@@ -1,0 +1,711 @@
+"""MLflow holds exactly what the files say, whatever happened before; and never stands in the way."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mlflow.data import get_source
+from mlflow.entities import Run as MlflowRun
+from mlflow.tracking import MlflowClient
+
+from pipeline import models, results, tracking
+from pipeline.config import Config, parse
+from pipeline.tracking import contents, publishing, stores
+from pipeline.tracking.contents import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
+from pipeline.tracking.reconciliation import reconcile
+from pipeline.tracking.stores import Store
+from tests.factories import ENVIRONMENT, make_history, make_result, make_run
+
+# MLflow's own models use it; SQLAlchemy 2.1 says so.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+PROJECT = Path(__file__).parents[1]
+SEEDS = (0, 1)
+VARIANTS = ("baseline", "ddp")
+SIDE = 8
+
+
+def config_of(*, models: bool = False, variants: tuple[str, ...] = VARIANTS) -> Config:
+    return parse({"publish": {"models": models}, "variants": {name: {} for name in variants}})
+
+
+def write_result(root: Path, variant: str, speed: float = 20_000.0) -> None:
+    """What training leaves of one variant, with 3 epochs of history and 4 samples of the machine a seed."""
+    runs = [make_run(seed, samples_per_second=speed + seed) for seed in SEEDS]
+    results.write_history(make_history(SEEDS, rows_per_epoch=2), results.history_file(variant, root / "results"))
+    lines = ["seed,seconds,cpu_utilization_percentage,gpu_0_power_usage_watts"]
+    lines += [
+        f"{seed},{1_700_000_000 + 100 * seed + n}.5,{50 + n},{'' if n == 3 else 200 + n}"
+        for seed in SEEDS
+        for n in range(4)
+    ]
+    results.write_text(results.system_file(variant, root / "results"), "\n".join(lines) + "\n")
+    train = {"model": "small_cnn", "model_options": {}, "seeds": list(SEEDS)}
+    result = make_result(variant, runs)
+    result = result.model_copy(update={"config": {"train": train, "variant": {"precision": "fp32"}}})
+    results.write(result, results.result_file(variant, root / "results"))
+
+
+def write_report(root: Path, note: str = "# Compared") -> None:
+    results.write_text(root / "reports/comparison.md", note)
+    results.write_text(root / "reports/comparison.json", "{}")
+    results.write_text(root / "reports/comparison.html", "<h1>Compared</h1>")
+    results.write_text(root / "reports/metrics/ddp.json", '{"throughput_ratio": 1.5, "peak_memory_ratio": null}')
+
+
+def write_models(root: Path, sha256: str = "d" * 64) -> None:
+    """Weights of each run, and the prepared data that their shape and normalisation come from."""
+    for variant in VARIANTS:
+        for seed in SEEDS:
+            torch.manual_seed(seed)
+            model = models.build("small_cnn", {}, channels=1, height=SIDE, width=SIDE, classes=10)
+            path = results.model_file(variant, seed, root / "models")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(model.state_dict(), path)
+    images = np.random.default_rng(0).integers(0, 256, (5, 1, SIDE, SIDE), dtype=np.uint8)
+    (root / "data/prepared").mkdir(parents=True)
+    np.save(root / "data/prepared/test_images.npy", images)
+    about = {"sha256": sha256, "channels": 1, "height": SIDE, "width": SIDE, "mean": [0.3], "std": [0.4]}
+    about["classes"] = [str(label) for label in range(10)]
+    (root / "data/prepared/dataset.json").write_text(json.dumps(about))
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store without experiments: making one takes MLflow seconds."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name, value in stores.DEFAULTS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def root(tmp_path: Path, empty_database: Path) -> Path:
+    """A checkout with results of two variants and a fresh store."""
+    root = tmp_path / "a checkout"
+    for variant in VARIANTS:
+        write_result(root, variant)
+    write_report(root)
+    (root / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    shutil.copy(empty_database, root / "mlflow.db")
+    return root
+
+
+def client_of(root: Path) -> MlflowClient:
+    return MlflowClient(stores.address(root))
+
+
+def runs_of(root: Path) -> list[MlflowRun]:
+    client = client_of(root)
+    experiment = client.get_experiment_by_name("training-performance")
+    return list(client.search_runs([experiment.experiment_id], order_by=["start_time"])) if experiment else []
+
+
+def family(root: Path) -> tuple[MlflowRun, dict[str, MlflowRun]]:
+    """The one parent and its children by name. Fails if the store holds anything else, or anything half-written."""
+    runs = runs_of(root)
+    parents = [run for run in runs if PARENT not in run.data.tags]
+    children = [run for run in runs if PARENT in run.data.tags]
+    assert len(parents) == 1
+    assert {run.data.tags[PARENT] for run in children} == {parents[0].info.run_id}
+    assert sorted(run.info.run_name for run in children) == sorted(f"{v}-seed{s}" for v in VARIANTS for s in SEEDS)
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert all(COMPLETE in run.data.tags for run in runs)
+    return parents[0], {run.info.run_name: run for run in children}
+
+
+def agrees(root: Path, config: Config) -> bool:
+    """What the cheap look at the store says."""
+    wanted = contents.wanted(config, root)
+    assert wanted
+    seen = stores.glance(stores.address(root), root, config.publish.experiment, wanted.key)
+    return seen is not None and not reconcile(wanted, seen, stores.checkout(root))
+
+
+def start(root: Path, call: str, *arguments: Any, **keywords: Any) -> subprocess.Popen[str]:
+    """``pipeline.tracking.<call>`` in a process of its own, as the command line would call it."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom pipeline import config, tracking\n"
+        f"values = {config_of().model_dump(mode='json')!r}\n"
+        f"done = tracking.{call}(config.parse(values), *{arguments!r}, root=Path({str(root)!r}))\n"
+        "sys.exit(done if isinstance(done, int) else done.failed)"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, text=True, stderr=subprocess.PIPE, **keywords)
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """The first true value of ``condition``; the test's own time limit ends a hopeless wait."""
+    while not (value := condition()):
+        time.sleep(0.2)
+    return value
+
+
+# publish
+
+
+def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
+    done = tracking.publish(config_of(), root)
+    assert done == tracking.Published(children=4, written=4)
+    parent, children = family(root)
+    client, child = client_of(root), children["ddp-seed1"]
+    run_id, result = child.info.run_id, results.read(root / "results/ddp.json")
+
+    assert child.data.params["train.model"] == "small_cnn"
+    assert child.data.params["variant.precision"] == "fp32"
+    assert child.data.params["world_size"] == "1"
+    assert child.data.params["applied.gradient_accumulation"] == "1"
+    assert child.data.metrics["samples_per_second"] == 20_001.0
+    assert child.data.metrics["peak_memory_bytes"] == 200 * 2**20
+    assert "peak_reserved_bytes" not in child.data.metrics  # unknown, so not logged
+    assert child.data.tags["model_sha256"] == result.runs[1].model_sha256
+    assert child.data.tags["environment"] == ENVIRONMENT["hash"]
+    losses = client.get_metric_history(run_id, "history/train_loss")
+    rows = [row for row in make_history(SEEDS, rows_per_epoch=2) if row.seed == 1]
+    assert [(point.step, point.value) for point in losses] == [(row.step, row.train_loss) for row in rows]
+    assert [point.timestamp for point in losses] == [
+        round(1_700_000_100_500 + row.train_seconds * 1000) for row in rows
+    ]
+    assert len(client.get_metric_history(run_id, "history/test_accuracy")) == 3
+    power = client.get_metric_history(run_id, "system/gpu_0_power_usage_watts")
+    assert [(point.step, point.timestamp, point.value) for point in power] == [
+        (n, began_ms + 1000 * n, 200 + n) for n in range(3)
+    ]
+    [given] = child.inputs.dataset_inputs
+    assert (given.dataset.name, given.dataset.digest) == ("fashion_mnist", "d" * 16)
+    assert [(tag.key, tag.value) for tag in given.tags] == [("mlflow.data.context", "training")]
+    assert get_source(given.dataset).to_dict() == {"uri": "data/prepared"}
+    assert {file.path for file in client.list_artifacts(run_id)} == {"ddp.json", "history.csv"}
+
+    assert parent.info.run_name == f"comparison-{parent.data.tags[COMPARISON][:8]}"
+    assert parent.data.metrics == {"ddp/throughput_ratio": 1.5}
+    assert parent.data.tags[contents.NOTE] == "# Compared"
+    assert parent.data.params["train.model"] == "small_cnn"
+    files = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
+
+
+def test_publishing_again_changes_nothing_and_does_not_open_the_store(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking.publish(config_of(), root)
+    before = {run.info.run_id: run.to_dictionary() for run in runs_of(root)}
+    monkeypatch.setattr(stores, "open_store", lambda *_: pytest.fail("opened the store"))
+    assert tracking.publish(config_of(), root) == tracking.Published(children=4)
+    assert {run.info.run_id: run.to_dictionary() for run in runs_of(root)} == before
+
+
+def test_nothing_new_is_found_out_without_importing_mlflow(root: Path) -> None:
+    tracking.publish(config_of(), root)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom pipeline import config, tracking\n"
+        f"done = tracking.publish(config.parse({config_of().model_dump(mode='json')!r}), Path({str(root)!r}))\n"
+        "heavy = {'mlflow', 'sqlalchemy', 'torch', 'numpy', 'requests'} & set(sys.modules)\n"
+        "sys.exit(f'{done} {heavy}' if heavy or done.children != 4 else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
+
+
+def test_the_cheap_look_sees_what_mlflow_sees(root: Path) -> None:
+    tracking.publish(config_of(), root)
+    client = client_of(root)
+    [experiment] = {run.info.experiment_id for run in runs_of(root)}
+    live = client.create_run(experiment, tags={LIVE: stores.checkout(root), "variant": "x"}, run_name="x")
+    other = client.create_run(experiment, tags={COMPARISON: "other"})
+    deleted = runs_of(root)[1].info.run_id
+    client.delete_run(deleted)
+    key = next(iter(run.data.tags[COMPARISON] for run in runs_of(root) if RUN in run.data.tags))
+
+    seen = stores.glance(stores.address(root), root, "training-performance", key)
+    known = Store(client, stores.address(root), root, experiment).runs(key)
+    assert seen is not None
+    assert sorted(seen, key=lambda run: run.run_id) == sorted(known, key=lambda run: run.run_id)
+    assert live.info.run_id in {run.run_id for run in seen}
+    assert not {other.info.run_id, deleted} & {run.run_id for run in seen}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no database" * 1000])
+def test_the_cheap_look_is_unsure_of_anything_strange(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "mlflow.db").write_bytes(content)
+    assert stores.glance(stores.address(tmp_path), tmp_path, "training-performance", "key") is None
+
+
+@pytest.mark.slow
+def test_a_deleted_store_is_rebuilt_once_by_two_publishers_at_once(root: Path) -> None:
+    tracking.publish(config_of(), root)
+    shutil.rmtree(root / "mlartifacts")
+    (root / "mlflow.db").unlink()
+    publishers = [start(root, "publish", stdout=subprocess.PIPE) for _ in range(2)]
+    for publisher in publishers:
+        output, errors = publisher.communicate()
+        assert (publisher.returncode, errors) == (0, ""), output
+    assert agrees(root, config_of())
+    moved = root.with_name("moved")  # another address: MLflow keeps connections to the deleted file
+    moved.mkdir()
+    shutil.copy(root / "mlflow.db", moved)
+    family(moved)
+
+
+def test_deleted_artifacts_are_written_again(root: Path) -> None:
+    tracking.publish(config_of(), root)
+    shutil.rmtree(root / "mlartifacts")
+    assert tracking.publish(config_of(), root).written == 4
+    parent, children = family(root)
+    for run in (parent, *children.values()):
+        assert client_of(root).list_artifacts(run.info.run_id)
+
+
+@pytest.mark.parametrize("name", ["ddp-seed1", "comparison"])
+def test_a_run_deleted_by_hand_comes_back(root: Path, name: str) -> None:
+    tracking.publish(config_of(), root)
+    [victim] = [run.info.run_id for run in runs_of(root) if run.info.run_name.startswith(name)]
+    client_of(root).delete_run(victim)
+    tracking.publish(config_of(), root)
+    family(root)
+
+
+def test_a_deleted_experiment_comes_back(root: Path) -> None:
+    tracking.publish(config_of(), root)
+    [experiment] = {run.info.experiment_id for run in runs_of(root)}
+    client_of(root).delete_experiment(experiment)
+    tracking.publish(config_of(), root)
+    family(root)
+
+
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [
+        ("log_points", 1),  # a run without history
+        ("log_points", 4),  # the second run without figures
+        ("log_params", 3),
+        ("set_tags", 5),  # the parent, whose children are all there
+        ("set_tags", 6),  # the parent's last act
+    ],
+)
+def test_a_killed_publish_leaves_nothing_that_counts(
+    root: Path, monkeypatch: pytest.MonkeyPatch, where: str, call: int
+) -> None:
+    calls = 0
+    original = getattr(Store, where)
+
+    def killed(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, where, killed)
+        with pytest.raises(KeyboardInterrupt):
+            tracking.publish(config_of(), root)
+    assert not agrees(root, config_of())
+    tracking.publish(config_of(), root)
+    _, children = family(root)
+    for run in children.values():
+        assert len(client_of(root).get_metric_history(run.info.run_id, "history/train_loss")) == 6
+    assert agrees(root, config_of())
+
+
+def test_a_variant_trained_again_makes_a_new_comparison_and_keeps_the_old(root: Path) -> None:
+    tracking.publish(config_of(), root)
+    old, _ = family(root)
+    write_result(root, "ddp", speed=30_000.0)
+    assert tracking.publish(config_of(), root).written == 4
+    parents = [run for run in runs_of(root) if PARENT not in run.data.tags]
+    [new] = [run for run in parents if run.info.run_id != old.info.run_id]
+    assert len(parents) == 2
+    for parent, speed in ((old, 20_000.0), (new, 30_000.0)):
+        mine = [run for run in runs_of(root) if run.data.tags.get(PARENT) == parent.info.run_id]
+        assert len(mine) == 4
+        speeds = {run.info.run_name: run.data.metrics["samples_per_second"] for run in mine}
+        assert (speeds["baseline-seed0"], speeds["ddp-seed0"]) == (20_000.0, speed)
+    write_result(root, "ddp")  # the old result restored, as by `dvc checkout`
+    assert tracking.publish(config_of(), root) == tracking.Published(children=4)
+
+
+def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> None:
+    tracking.publish(config_of(), root)
+    old, _ = family(root)
+    write_report(root, note="# Better words " + "and many more " * 1000)
+    assert tracking.publish(config_of(), root) == tracking.Published(children=4)
+    parent, _ = family(root)
+    assert parent.info.run_id == old.info.run_id
+    assert parent.data.tags[contents.NOTE].startswith("# Better words")
+    assert len(parent.data.tags[contents.NOTE]) <= 8000
+    assert agrees(root, config_of())
+
+
+def test_without_results_there_is_nothing_to_publish(tmp_path: Path) -> None:
+    assert tracking.publish(config_of(), tmp_path) == tracking.Published()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_result_is_an_error_that_names_it(root: Path) -> None:
+    (root / "results/ddp.json").write_text("{")
+    with pytest.raises(ValueError, match=r"ddp\.json is not a result"):
+        tracking.publish(config_of(), root)
+
+
+def test_a_copied_checkout_does_not_write_into_the_original(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracking.publish(config_of(), root)
+    copy = root.with_name("copy")
+    shutil.copytree(root, copy)
+    assert tracking.publish(config_of(), copy).failed
+    assert "Delete mlflow.db and mlartifacts here" in capsys.readouterr().err
+
+
+# live runs
+
+
+def live_run(root: Path, variant: str = "ddp", seed: int = 0, *, status: str = "FINISHED", **tags: str) -> str:
+    """A live run as a follower of this checkout leaves it."""
+    store = stores.open_store(stores.address(root), root, "training-performance")
+    own = {LIVE: stores.checkout(root), "variant": variant, "seed": str(seed), **tags}
+    run_id: str = store.client.create_run(store.experiment_id, tags=own, run_name=f"{variant}-seed{seed}").info.run_id
+    if status != "RUNNING":
+        store.client.set_terminated(run_id, status)
+    return run_id
+
+
+def key_of(root: Path, variant: str, seed: int) -> str:
+    wanted = contents.wanted(config_of(), root)
+    assert wanted
+    return next(c.key for c in wanted.children.values() if (c.variant, c.run.seed) == (variant, seed))
+
+
+def test_a_completely_mirrored_live_run_is_adopted(root: Path) -> None:
+    live = live_run(root, **{MIRRORED: key_of(root, "ddp", 0)})
+    assert tracking.publish(config_of(), root) == tracking.Published(children=4, written=3, adopted=1)
+    _, children = family(root)
+    adopted = children["ddp-seed0"]
+    assert adopted.info.run_id == live
+    assert adopted.data.metrics["samples_per_second"] == 20_000.0
+    assert adopted.data.params["train.model"] == "small_cnn"
+
+
+def test_an_adoption_that_was_killed_is_taken_up_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = live_run(root, **{MIRRORED: key_of(root, "baseline", 0)})
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "log_points", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tracking.publish(config_of(), root)
+    assert tracking.publish(config_of(), root).adopted == 1
+    _, children = family(root)
+    assert children["baseline-seed0"].info.run_id == live
+
+
+@pytest.mark.parametrize("mirrored", [{}, {MIRRORED: "another result"}])
+@pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
+def test_an_incomplete_live_run_gives_way_to_the_files(root: Path, mirrored: dict[str, str], status: str) -> None:
+    live = live_run(root, status=status, **mirrored)
+    assert tracking.publish(config_of(), root) == tracking.Published(children=4, written=4, deleted=1)
+    _, children = family(root)
+    assert live not in {run.info.run_id for run in children.values()}
+
+
+def test_a_training_that_goes_on_and_one_without_a_result_keep_their_live_runs(root: Path) -> None:
+    running = live_run(root, status="RUNNING")  # started after the result at hand was written
+    interrupted = live_run(root, "memory", status="KILLED")
+    stale = live_run(root, "baseline", status="RUNNING")
+    tracking.publish(config_of(), root)
+    assert {running, interrupted, stale} <= {run.info.run_id for run in runs_of(root)}
+    os.utime(root / "results/baseline.json", (time.time() + 5, time.time() + 5))  # a result younger than its live run
+    tracking.publish(config_of(), root)
+    left = {run.info.run_id for run in runs_of(root)}
+    assert {running, interrupted} <= left
+    assert stale not in left
+
+
+def test_live_runs_of_another_checkout_are_left_alone(root: Path) -> None:
+    other = live_run(root, **{LIVE: "another checkout"})
+    assert tracking.publish(config_of(), root).deleted == 0
+    assert other in {run.info.run_id for run in runs_of(root)}
+
+
+# the follower
+
+
+def histories(root: Path, variant: str, count: int) -> None:
+    """The first ``count`` rows, as the trainer replaces the file."""
+    rows = make_history(SEEDS, rows_per_epoch=2)[:count]
+    results.write_history(rows, results.history_file(variant, root / "results"))
+
+
+def live_runs(root: Path) -> dict[str, MlflowRun]:
+    return {run.info.run_name: run for run in runs_of(root) if LIVE in run.data.tags}
+
+
+def logged(root: Path, name: str, metric: str) -> int:
+    run = live_runs(root).get(name)
+    return len(client_of(root).get_metric_history(run.info.run_id, metric)) if run else 0
+
+
+def test_a_followed_training_is_seen_live_and_adopted_whole(root: Path) -> None:
+    finished = (root / "results/ddp.json").read_text()
+    samples = (root / "results/ddp/system.csv").read_text().splitlines(keepends=True)
+    shutil.rmtree(root / "results/ddp")
+    (root / "results/ddp.json").unlink()
+    with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
+        assert follower.stdin
+        assert follower.stderr
+        time.sleep(1)  # the file is written by a training that the follower has seen begin
+        histories(root, "ddp", 2)
+        (root / "results/ddp/system.csv").write_text("".join(samples[:3]) + samples[3][:5])  # a line half-written
+        wait_for(lambda: logged(root, "ddp-seed0", "history/train_loss") == 2)
+        assert logged(root, "ddp-seed0", "system/cpu_utilization_percentage") == 2
+        histories(root, "ddp", 8)
+        wait_for(lambda: logged(root, "ddp-seed1", "history/train_loss") == 2)
+        assert live_runs(root)["ddp-seed0"].info.status == "RUNNING"
+        histories(root, "ddp", 12)
+        (root / "results/ddp/system.csv").write_text("".join(samples))
+        (root / "results/ddp.json").write_text(finished)
+        follower.stdin.write("finished\n")
+        follower.stdin.close()
+        assert follower.stderr.read() == ""
+    assert follower.returncode == 0
+    live = live_runs(root)
+
+    assert tracking.publish(config_of(), root) == tracking.Published(children=4, written=2, adopted=2)
+    _, children = family(root)
+    client = client_of(root)
+    for seed in SEEDS:  # what was seen live is what would have been written from the files
+        adopted, written = children[f"ddp-seed{seed}"], children[f"baseline-seed{seed}"]
+        assert adopted.info.run_id == live[f"ddp-seed{seed}"].info.run_id
+        assert adopted.data.metrics.keys() == written.data.metrics.keys()
+        for metric in adopted.data.metrics:
+            mine, theirs = (client.get_metric_history(run.info.run_id, metric) for run in (adopted, written))
+            assert [(p.step, p.value, p.timestamp) for p in mine if "system" in metric] == [
+                (p.step, p.value, p.timestamp) for p in theirs if "system" in metric
+            ]
+            assert [(p.step, p.value) for p in mine] == [(p.step, p.value) for p in theirs]
+
+
+def test_a_training_that_dies_leaves_killed_runs_that_its_successor_replaces(root: Path) -> None:
+    (root / "results/ddp.json").unlink()
+    with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
+        assert follower.stdin
+        assert follower.stderr
+        time.sleep(1)
+        histories(root, "ddp", 3)
+        wait_for(lambda: logged(root, "ddp-seed0", "history/train_loss") == 3)
+        follower.stdin.close()
+        assert follower.stderr.read() == ""
+    assert live_runs(root)["ddp-seed0"].info.status == "KILLED"
+    tracking.publish(config_of(), root)
+    assert "ddp-seed0" in live_runs(root)
+    write_result(root, "ddp")
+    tracking.publish(config_of(), root)
+    assert "ddp-seed0" not in live_runs(root)
+
+
+def test_a_history_that_is_rewritten_is_mirrored_anew(root: Path) -> None:
+    with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
+        assert follower.stdin
+        time.sleep(1)
+        histories(root, "ddp", 5)
+        first = wait_for(lambda: live_runs(root).get("ddp-seed0"))
+        wait_for(lambda: logged(root, "ddp-seed0", "history/train_loss") == 5)
+        rows = make_history(SEEDS, rows_per_epoch=1)[:2]  # resumed from a checkpoint before the last rows
+        results.write_history(rows, results.history_file("ddp", root / "results"))
+        wait_for(lambda: logged(root, "ddp-seed0", "history/train_loss") == 2)
+        assert live_runs(root)["ddp-seed0"].info.run_id != first.info.run_id
+        follower.stdin.close()
+
+
+def test_the_follower_of_an_unreachable_server_warns_once_and_ends_with_the_training(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
+        assert follower.stdin
+        assert follower.stderr
+        time.sleep(1)
+        histories(root, "ddp", 12)
+        warning = follower.stderr.readline()
+        follower.stdin.write("finished\n")
+        follower.stdin.close()
+        rest = follower.stderr.read()
+    assert "warning: MLflow at http://127.0.0.1" in warning
+    assert "Training goes on" in warning
+    assert rest == ""
+
+
+# servers that do not work
+
+
+def closed_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """Takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def junk_server() -> Iterator[str]:
+    """Answers everything with a page of something else."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>Welcome to the coffee machine</html>")
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def assert_one_warning(root: Path, uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tracking.publish(config_of(), root) == tracking.Published(failed=True)
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: MLflow at {uri}: ")
+    assert "run `python -m pipeline publish`" in warning
+
+
+def test_a_server_that_is_down_costs_one_warning(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = f"http://127.0.0.1:{closed_port()}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(stores, "open_store", lambda *_: pytest.fail("spent MLflow's retries"))
+    assert_one_warning(root, uri, capsys)
+
+
+def test_a_server_that_never_answers_costs_one_warning(
+    root: Path, silent_server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setattr(stores, "open_store", lambda *_: pytest.fail("spent MLflow's retries"))
+    assert_one_warning(root, silent_server, capsys)
+
+
+def test_a_server_of_something_else_costs_one_warning(
+    root: Path, junk_server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", junk_server)
+    assert_one_warning(root, junk_server, capsys)
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "secret" not in stores.describe("http://me:secret@host:5000", RuntimeError("no"))
+
+
+@pytest.mark.slow
+def test_a_server_is_a_store_like_any_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = closed_port()
+    uri = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", stores.address(root), "--artifacts-destination", str(root / "server")]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as server:
+        try:
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+            wait_for(lambda: server.poll() is not None or socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+            assert tracking.publish(config_of(), root).written == 4
+            parent, _ = family(root)
+            assert agrees(root, config_of())
+            store = stores.open_store(uri, root, "training-performance")
+            key = parent.data.tags[COMPARISON]
+            seen = stores.glance(uri, root, "training-performance", key)
+            assert seen is not None
+            assert sorted(seen, key=str) == sorted(store.runs(key), key=str)
+            assert (root / "server").is_dir()
+        finally:
+            os.killpg(server.pid, 15)
+
+
+# models
+
+
+def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_path: Path) -> None:
+    write_models(root)
+    assert tracking.publish(config_of(models=True), root).written == 4
+    _, children = family(root)
+    run = children["ddp-seed1"]
+    images = np.random.default_rng(1).integers(0, 256, (7, 1, SIDE, SIDE), dtype=np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    code = (
+        "import sys, numpy as np, torch, mlflow\n"
+        "sys.modules['pipeline'] = None\n"  # the model needs none of our code
+        f"mlflow.set_tracking_uri({stores.address(root)!r})\n"
+        "images = np.load('images.npy')\n"
+        f"np.save('pyfunc.npy', mlflow.pyfunc.load_model({run.data.tags['model']!r}).predict(images))\n"
+        f"module = mlflow.pytorch.load_model('runs:/{run.info.run_id}/model')\n"
+        "np.save('pytorch.npy', module(torch.from_numpy(images)).detach().numpy())\n"
+    )
+    environment = os.environ | {"MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+
+    model = models.build("small_cnn", {}, channels=1, height=SIDE, width=SIDE, classes=10)
+    model.load_state_dict(torch.load(root / "models/ddp/seed-1.pt", weights_only=True))
+    with torch.no_grad():
+        expected = model.eval()((torch.from_numpy(images) / 255 - 0.3) / 0.4).numpy()
+    for loaded in ("pyfunc.npy", "pytorch.npy"):
+        np.testing.assert_allclose(np.load(tmp_path / loaded), expected, rtol=1e-5, atol=1e-6)
+
+    client = client_of(root)
+    [output] = run.outputs.model_outputs
+    logged_model = client.get_logged_model(output.model_id)
+    assert str(logged_model.status) == "READY"
+    requirements = (Path(logged_model.artifact_location) / "requirements.txt").read_text()
+    assert f"torch=={torch.__version__.partition('+')[0]}" in requirements.splitlines()
+    assert agrees(root, config_of(models=True))
+
+    client.delete_run(run.info.run_id)  # a model whose run is gone does not stay behind when ours is deleted
+    stores.open_store(stores.address(root), root, "training-performance").delete(children["ddp-seed0"].info.run_id)
+    left = client.search_logged_models([run.info.experiment_id])
+    assert children["ddp-seed0"].info.run_id not in {model.source_run_id for model in left}
+
+
+def test_a_model_that_cannot_be_logged_is_named_and_the_run_stands(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_models(root, sha256="another data set")
+    tracking.publish(config_of(models=True), root)
+    _, children = family(root)
+    assert children["ddp-seed0"].data.tags["model"].startswith("not logged: data/prepared is not the data set")
+    assert "the model of ddp-seed0 is not in MLflow" in capsys.readouterr().err
+    assert agrees(root, config_of(models=True))
+
+
+def test_publishing_module_needs_no_mlflow_to_be_imported() -> None:
+    code = f"import sys, {publishing.__name__}; sys.exit('mlflow' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
