@@ -4,7 +4,8 @@
 PYTHON ?= python3
 PORT ?= 5000
 BIN := .venv/bin
-export PATH := $(CURDIR)/$(BIN):$(PATH)  # for what the tools start: dvc.yaml says `python`
+# For what the tools start: dvc.yaml says `python`.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: repro test lint ui bench lock clean
 .DELETE_ON_ERROR:

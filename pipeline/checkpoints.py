@@ -25,7 +25,7 @@ def save(state: dict[str, Any], path: Path) -> None:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def load(path: Path, identity: str) -> dict[str, Any] | None:

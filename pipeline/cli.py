@@ -100,6 +100,7 @@ def _compare(_: argparse.Namespace) -> None:
     params = config.load()
     measured, histories = comparison.read_all(params.variants)
     report.write(comparison.compare(measured, histories, params.compare, comparison.read_environment()), histories)
+    print(f"report: {report.REPORTS / 'comparison.html'}")
 
 
 def _publish(_: argparse.Namespace) -> None:

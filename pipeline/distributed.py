@@ -115,7 +115,7 @@ def world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device == "cuda" else None)
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
-    # Not after an error: ending a group whose ranks are out of step can wait for the others, and the launcher ends them.
+    # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends them.
     dist.destroy_process_group()
 
 

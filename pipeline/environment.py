@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from pipeline.config import Machine
 from pipeline.results import write_text
 
@@ -65,7 +63,7 @@ def fingerprint() -> dict[str, Any]:
                 "cores": _cores(),
                 "flags": [flag for flag in _CPU_FLAGS if flag in _flags()],
             },
-            "memory_gib": round(psutil.virtual_memory().total / 2**30),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "gpus": gpus,
         },
         "software": {

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -34,7 +34,7 @@ FOLLOWER_PATIENCE_SECONDS = 20.0
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
-    """Train ``variants.<name>`` on the data set in ``prepared`` with every seed and write its result, history, system samples and models.
+    """Train ``variants.<name>`` on the data set in ``prepared`` with every seed, and write all its files.
 
     Starts the processes that the variant needs; where a launcher started this one, it is one of them.
     An interrupted job goes on from its checkpoints. Raises PipelineError.
@@ -81,7 +81,7 @@ class Job:
         self.history: list[HistoryRow] = []
         """Of all seeds so far; on the main rank alone."""
         self.parameter_count = 0
-        self.placement = ""
+        self.placement: Literal["resident", "streamed"] = "resident"
 
     def train(self, seed: int) -> Run:
         """One seed, from the start or from its checkpoint; returns the same record on every rank."""
@@ -200,9 +200,7 @@ class Job:
             done % training.batches.steps_per_epoch == 0 or (every is not None and done % every == 0)
         )
 
-    def _save(
-        self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None
-    ) -> None:
+    def _save(self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None) -> None:
         state = training.state()
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]

@@ -646,7 +646,8 @@ def _draw_runs(
     ]
     axes.plot(
         *(zip(*means, strict=True) if means else ((), ())), color=colour, linewidth=2.2, linestyle=style.line,
-        marker=style.marker if marked else "", markersize=5, label=_short(each.variant),
+        marker=style.marker if marked else "", markersize=5, markevery=math.ceil((len(means) + 1) / 10),
+        label=_short(each.variant),
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -198,7 +197,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def read_history(path: Path) -> list[HistoryRow]:
@@ -218,7 +217,7 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
         writer = csv.DictWriter(file, list(HistoryRow.model_fields))
         writer.writeheader()
         writer.writerows(row.model_dump() for row in rows)
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def digest(record: Record) -> str:

@@ -164,7 +164,14 @@ class Training:
     """
 
     def __init__(
-        self, plan: Plan, train: Train, model: nn.Module, dataset: Dataset, batches: TrainBatches, world: World, seed: int
+        self,
+        plan: Plan,
+        train: Train,
+        model: nn.Module,
+        dataset: Dataset,
+        batches: TrainBatches,
+        world: World,
+        seed: int,
     ) -> None:
         self.plan, self.train, self.dataset, self.batches, self.world, self.seed = (
             plan, train, dataset, batches, world, seed,
@@ -231,10 +238,11 @@ class Training:
             self._open()
 
     def state(self) -> dict[str, Any]:
-        """Everything the rest of the run depends on, as tensors and plain values. Call it while paused, on all ranks."""
+        """Everything the rest of the run depends on: tensors and plain values. Call it while paused, on all ranks."""
         ranks = self.world.gather(
             {
                 "random": checkpoints.random_state(),
+                "losses": float(self.losses.total),
                 "clock": self.clock.state(),
                 "memory": self.memory.state(),
                 "techniques": [technique.state() for technique in self.techniques],
@@ -255,6 +263,7 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         mine = state["ranks"][self.world.rank]
+        self.losses.total += mine["losses"]
         self.clock.restore(mine["clock"])
         self.memory.restore(mine["memory"])
         for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):

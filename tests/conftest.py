@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from pipeline import environment
+from pipeline.config import parse
+from pipeline.data.prepared import Dataset
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,8 +25,14 @@ for _variable in (
 ):  # before a test imports torch: more threads thrash shared cores
     os.environ[_variable] = "1"
 
-SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
-"""Variables that pytest, torch and scikit-learn set for good, whichever test is the first to import them."""
+SET_BY_LIBRARIES = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
+"""Variables that pytest, torch and scikit-learn set for good, whichever test is the first to use them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +65,18 @@ def _nothing_leaks() -> Iterator[None]:
         pytest.fail(f"the test leaked environment variables: {', '.join(sorted(leaked))}")
     if group:
         pytest.fail("the test leaked a process group")
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """scikit-learn's 8x8 digits, prepared: real data for tests, from no network."""
+    from pipeline.data import prepared, sources
+
+    folder = tmp_path_factory.mktemp("digits")
+    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
+    sources.fetch(config.fetch, folder / "raw")
+    prepared.prepare(config, folder / "raw", folder / "prepared")
+    return prepared.read(folder / "prepared")
 
 
 class Clone:

@@ -10,7 +10,12 @@ import pytest
 import yaml
 
 from pipeline import cli, environment
+from pipeline.comparison import ComparisonError
 from pipeline.config import ConfigError, Machine, PipelineError
+from pipeline.data import DataError
+from pipeline.distributed import WorkerError
+from pipeline.models import ModelError
+from pipeline.training import NonFiniteLoss
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,6 +98,11 @@ def test_every_expected_error_ends_with_two(
     monkeypatch.setattr("pipeline.config.load", raising(error))
     assert cli.main(["publish"]) == 2
     assert capsys.readouterr().err == "error: it broke\n"
+
+
+@pytest.mark.parametrize("error", [DataError, ComparisonError, ModelError, NonFiniteLoss, WorkerError])
+def test_what_the_stages_raise_for_people_is_expected(error: type[Exception]) -> None:
+    assert issubclass(error, PipelineError)
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

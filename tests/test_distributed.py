@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.config import PipelineError
-from pipeline.distributed import World, WorkerError, launch, launched_size, world
+from pipeline.distributed import WorkerError, World, launch, launched_size, world
 from tests.ranks import RankFailed, run_ranks
 
 
@@ -59,7 +59,7 @@ def _fail_on_rank_one(joined: World) -> None:
 
 
 def test_a_failing_rank_is_reported() -> None:
-    with pytest.raises(RankFailed, match="rank 1: (?s:.*)a planted failure"):
+    with pytest.raises(RankFailed, match=r"rank 1: (?s:.*)a planted failure"):
         run_ranks(_fail_on_rank_one)
 
 
@@ -82,11 +82,11 @@ def _fail_after_joining() -> None:
 
 
 def test_launch_ends_all_ranks_and_names_the_first_failure() -> None:
-    with pytest.raises(WorkerError, match="^rank 1: the data is not what it was$"):
+    with pytest.raises(WorkerError, match=r"^rank 1: the data is not what it was$"):
         launch(_fail_after_joining, (), processes=2)
 
 
 def test_one_process_is_this_one() -> None:
-    seen = []
+    seen: list[int] = []
     launch(seen.append, (os.getpid(),), processes=1)
     assert seen == [os.getpid()]

@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import csv
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from pipeline import measurement
-from pipeline.measurement import Clock, Memory, SystemSampler, forward_backward_flops, percentile_ms, resident_peak_bytes
+from pipeline.measurement import (
+    Clock,
+    Memory,
+    SystemSampler,
+    forward_backward_flops,
+    percentile_ms,
+    resident_peak_bytes,
+)
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -20,7 +27,7 @@ class FakeTime:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 100.0
-        monkeypatch.setattr(measurement.time, "perf_counter", lambda: self.seconds)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
 
     def pass_(self, seconds: float) -> None:
         self.seconds += seconds
@@ -32,7 +39,7 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def _run_window(clock: Clock, fake_time: FakeTime, steps: list[tuple[float, float]], *, measured: bool) -> None:
-    def inputs():  # type: ignore[no-untyped-def]
+    def inputs() -> Iterator[float]:
         for wait, _ in steps:
             fake_time.pass_(wait)
             yield wait

@@ -68,6 +68,16 @@ def test_resnet9_is_the_known_net() -> None:
     assert parameter_count(build_for("resnet9", (3, 32, 32))) == 6_573_120
 
 
+def test_resnet9_adds_what_its_residual_pairs_compute_to_their_input() -> None:
+    model = build_for("resnet9", (1, 8, 8), base_width=4)
+    pairs = [part for name, part in model.named_children() if f"{name}.1.0.weight" in model.state_dict()]
+    assert len(pairs) == 2
+    images = torch.randn(2, 8, 4, 4)
+    assert not torch.equal(pairs[0](images), images)
+    nn.init.zeros_(pairs[0].get_parameter("1.1.weight"))
+    assert torch.equal(pairs[0](images), images)
+
+
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 47, 33)])
 def test_resnet9_trains_on_any_size(shape: tuple[int, int, int]) -> None:
     assert_trains(build_for("resnet9", shape, base_width=8), shape)

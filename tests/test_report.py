@@ -173,7 +173,7 @@ def test_markdown_tables_are_rectangular_with_the_baseline_first(usual: tuple[Co
     assert "| 30,000 samples/s<br>1.50\N{MULTIPLICATION SIGN} |" in tables[0].replace("\N{NO-BREAK SPACE}", " ")
 
 
-HOSTILE = "<img src=x onerror=alert(1)>|`$x_1$`*\"'&"
+HOSTILE = "$\\x_1$<img src=x onerror=alert(1)>|`*\"'&"
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +194,9 @@ def test_names_cannot_become_elements_of_the_page(hostile: tuple[Comparison, His
 def test_names_cannot_break_the_markdown(hostile: tuple[Comparison, Histories]) -> None:
     markdown = report.markdown(hostile[0])
     assert "<img" not in markdown
-    row = next(line for line in markdown.splitlines() if line.startswith("| **&lt;img"))
+    row = next(line for line in markdown.splitlines() if line.startswith("| **") and "&lt;img" in line)
     assert len(re.findall(r"(?<!\\)\|", row)) == 6
-    assert "\\`$x\\_1$\\`\\*" in row
+    assert "$\\\\x\\_1$" in row
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -477,7 +477,7 @@ def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFil
         with tarfile.open(fileobj=cast("IO[bytes]", tar), mode="r|") as members:
             for member in members:
                 file = wanted.get(member.name.removeprefix("./"))
-                content = members.extractfile(member) if file is not None and member.isreg() else None
+                content = members.extractfile(member) if member.isreg() else None
                 if file is None or content is None:
                     continue
                 store.place(gzip.GzipFile(fileobj=content) if suffix else content, file)

@@ -35,7 +35,7 @@ class ActivationCheckpointing(Technique):
         if not found:
             raise ConfigError(
                 f"variants.{self.plan.name}.activation_checkpointing: found true, but {type(model).__name__} has no "
-                "blocks to checkpoint; allowed: false, or a model whose parts stand in an nn.Sequential or nn.ModuleList."
+                "blocks to checkpoint; allowed: false, or a model with parts in an nn.Sequential or nn.ModuleList."
             )
         for block in found:
             block.forward = _recomputed(block)  # the instance's own: names in the state dict stay as they are

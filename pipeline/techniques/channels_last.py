@@ -19,7 +19,7 @@ class ChannelsLast(Technique):
         return plan.applied.channels_last
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        return model.to(memory_format=torch.channels_last)
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def channels_last(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

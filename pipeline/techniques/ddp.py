@@ -1,15 +1,15 @@
-"""DistributedDataParallel: every rank has the model and a share of the batch; gradients are averaged while they arise."""
+"""DistributedDataParallel: every rank has the model and a share of the batch; gradients are averaged as they arise."""
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import Plan
 from pipeline.techniques.base import HoldSync, Technique
-
 
 _NO_BROADCAST = (
     "forward_sync_buffers"
@@ -32,12 +32,9 @@ class DDP(Technique):
         return plan.applied.parallelism == "ddp"
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        self.model = DistributedDataParallel(
-            model,
-            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            **{_NO_BROADCAST: False},
-        )
+        options: dict[str, Any] = {_NO_BROADCAST: False, "gradient_as_bucket_view": True}
+        device_ids = [self.world.device] if self.world.device.type == "cuda" else None
+        self.model = DistributedDataParallel(model, device_ids, **options)
         return self.model
 
     def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002

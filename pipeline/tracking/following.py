@@ -8,8 +8,10 @@ import select
 import signal
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from pipeline import results
 from pipeline.config import Config
@@ -68,7 +70,7 @@ class _Mirror:
     def __init__(self, config: Config, variant: str, root: Path) -> None:
         self.uri = stores.address(root)
         self._config, self._variant, self._root = config, variant, root
-        self._store: Store | None = None
+        self._opening: Future[Store] | None = None
         self._history = _Tail(results.history_file(variant, root / results.RESULTS))
         self._system = _Tail(results.system_file(variant, root / results.RESULTS))
         self._live: dict[int, _LiveRun] = {}
@@ -94,14 +96,17 @@ class _Mirror:
             live.pending += contents.history_points(row, live.started)
         self._system.take()
         self._history.take()
-        for seed, live in self._live.items():
-            if live.pending:
-                self._log(seed, live)
+        pending = {seed: live for seed, live in self._live.items() if live.pending}
+        store = self._opened() if pending else None
+        if store:
+            for seed, live in pending.items():
+                self._log(store, seed, live)
 
     def finish(self) -> None:
         """The files are final: log the rest and mark as complete what is."""
-        if self._store is None:
-            return  # a training so short that nothing is live yet; publish writes it from the files
+        store = self._opened()
+        if store is None:
+            return
         self.update(final=True)
         result = results.read(results.result_file(self._variant, self._root / results.RESULTS))
         for run in result.runs:
@@ -109,21 +114,21 @@ class _Mirror:
             if live is None or live.run_id is None:
                 continue
             child = contents.child_of(self._config, self._root, result, run)
-            self._store.client.set_terminated(live.run_id, "FINISHED", round(contents.run_times(child)[1] * 1000))
-            self._store.client.set_tag(live.run_id, MIRRORED, child.key)
+            store.client.set_terminated(live.run_id, "FINISHED", round(contents.run_times(child)[1] * 1000))
+            store.client.set_tag(live.run_id, MIRRORED, child.key)
 
     def abandon(self) -> None:
         """The training died: say so on the runs it leaves."""
-        if self._store is None:
+        store = self._opened()
+        if store is None:
             return
         with suppress(KeyError, TypeError, ValueError):  # a last look, at files that may be half-written
             self.update(final=True)
         for live in self._live.values():
             if live.run_id is not None:
-                self._store.client.set_terminated(live.run_id, "KILLED")
+                store.client.set_terminated(live.run_id, "KILLED")
 
-    def _log(self, seed: int, live: _LiveRun) -> None:
-        store = self._opened()
+    def _log(self, store: Store, seed: int, live: _LiveRun) -> None:
         if live.run_id is None:
             tags = contents.origin_tags(self._root, f"train {self._variant}")
             tags |= {LIVE: stores.checkout(self._root), "variant": self._variant, "seed": str(seed)}
@@ -137,21 +142,41 @@ class _Mirror:
         store.log_points(live.run_id, live.pending)
         live.pending = []
 
-    def _opened(self) -> Store:
-        """The store; on first use, live runs that an earlier follower of this variant could not end are ended."""
-        if self._store is None:
+    def _opened(self) -> Store | None:
+        """The store, once it is open. Asked for with something to log, it begins to open.
+
+        That takes seconds of a processor that the training leaves us little of, so it happens beside: a training that
+        ends first does not wait for it.
+        """
+        if self._opening is None and any(live.pending for live in self._live.values()):
+            self._opening = Future()
+            Thread(target=self._open, args=(self._opening,), daemon=True).start()  # a daemon: it ends with the process
+        if self._opening is None or not self._opening.done():
+            return None
+        if self._opening.exception():
+            opening, self._opening = self._opening, None  # to be tried again
+            return opening.result()
+        return self._opening.result()
+
+    def _open(self, opening: Future[Store]) -> None:
+        try:
             with stores.locked(self.uri):
-                self._store = stores.open_store(self.uri, self._root, self._config.publish.experiment)
-            for run in self._store.runs(comparison=""):
+                store = stores.open_store(self.uri, self._root, self._config.publish.experiment)
+            # Live runs of this variant that an earlier follower could not end.
+            for run in store.runs(comparison=""):
                 if run.status == "RUNNING" and run.tags.get("variant") == self._variant:
-                    self._store.client.set_terminated(run.run_id, "KILLED")
-        return self._store
+                    store.client.set_terminated(run.run_id, "KILLED")
+        except BaseException as error:
+            opening.set_exception(error)
+        else:
+            opening.set_result(store)
 
     def _start_again(self) -> None:
         """A file no longer begins with what was mirrored: forget all of it."""
+        store = self._opened()
         for live in self._live.values():
-            if live.run_id is not None:
-                self._opened().delete(live.run_id)
+            if store and live.run_id is not None:
+                store.delete(live.run_id)
                 live.run_id = None
         self._live = {}
         self._history.rewind()

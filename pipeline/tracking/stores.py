@@ -36,9 +36,10 @@ DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 """A server that is down or hangs costs seconds, not MLflow's minutes; a user's own setting wins. Nothing is reported
-to MLflow's makers unless the user asks for it."""
+to MLflow's makers, and no address printed for every run, unless the user asks for it."""
 
 
 EXPERIMENT_TAGS = {
@@ -226,6 +227,12 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
 
     # It announces each migration of a new database, and prints the traceback of what it also raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    if uri.startswith(SQLITE) and not (database := Path(uri.removeprefix(SQLITE))).exists():
+        # Made beside and moved into place: MLflow cannot go on with migrations that were killed in the middle.
+        unborn = database.with_name(f"{database.name}.new")
+        unborn.unlink(missing_ok=True)
+        MlflowClient(SQLITE + str(unborn))
+        unborn.rename(database)
     client = MlflowClient(uri)
     return Store(client, uri, root, _experiment(client, uri, root, experiment))
 

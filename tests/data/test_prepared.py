@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipeline.data.datasets import decode
 from pipeline.data.prepared import pixel_statistics, prepare, read, verify
 from pipeline.data.sources import fetch
 
+ROOT = Path(__file__).parent.parent.parent
 NAMES = ["dataset.json", "test_images.npy", "test_labels.npy", "train_images.npy", "train_labels.npy"]
 
 
@@ -216,3 +219,13 @@ def test_verification_finds_a_single_changed_byte(name: str, digits: Path) -> No
     (digits / name).write_bytes(content)
     with pytest.raises(DataError, match=re.escape(name)):
         verify(digits)
+
+
+def test_neither_fetching_nor_packing_waits_for_torch() -> None:
+    """Importing torch costs more than these stages' own work."""
+    code = (
+        "import sys, pipeline.data.sources, pipeline.data.datasets, pipeline.data.prepared;"
+        "print(sorted({'torch', 'torchvision', 'sklearn', 'mlflow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

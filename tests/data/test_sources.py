@@ -44,6 +44,7 @@ class Server(ThreadingHTTPServer):
         """Each number ends one answer after so many bytes, first come first served."""
         self.statuses: list[int] = []
         """Each number is one answer's status, first come first served."""
+        self.says_length = True
         self.silent = threading.Event()
         """While set, requests are not answered."""
 
@@ -80,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         else:
             self.send_response(200)
-        self.send_header("Content-Length", str(len(content) - start))
+        if self.server.says_length:
+            self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         body = content[start:]
         self.wfile.write(body[: self.server.drop_after.pop(0)] if self.server.drop_after else body)
@@ -123,7 +125,8 @@ def config(**values: object) -> Fetch:
 
 
 def assert_complete(raw: Path) -> None:
-    """Both files are right, and there is nothing else anywhere."""
+    """Both files are right, and nothing is left of the way they came."""
+    assert not (raw.parent / "raw.partial").exists()
     found = {path.relative_to(raw.parent).as_posix(): path for path in raw.parent.rglob("*") if path.is_file()}
     assert {name: path.read_bytes() for name, path in found.items()} == {
         f"raw/mnist/{name}": data for name, data in CONTENTS.items()
@@ -195,6 +198,7 @@ def test_a_server_without_ranges_starts_over(server: Server, raw: Path, monkeypa
     server.drop_after = [100_000]
     fetch(config(), raw)
     assert_complete(raw)
+    assert [path for path, _ in server.requests] == ["/images.gz", "/images.gz", "/labels.gz"]
 
 
 def test_a_file_that_changed_on_the_server_between_two_transfers_is_fetched_whole(
@@ -258,6 +262,29 @@ def test_a_source_with_junk_is_passed_over(
     assert_complete(raw)
     assert reason in capsys.readouterr().err
     assert [path for path, _ in server.requests].count("/bad/images.gz") == 1  # junk is not asked for again
+
+
+def test_a_server_that_does_not_say_how_much_it_sends_is_cut_off_at_the_limit(
+    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, GzippedFiles(server.url))
+    server.says_length = False
+    fetch(config(), raw)
+    assert_complete(raw)
+    (raw / "mnist" / "images").unlink()
+    server.content["images.gz"] += bytes(2_000_000)  # gzip ignores trailing zeros
+    with pytest.raises(DataError, match="more than the expected 1,348,576 bytes"):
+        fetch(config(), raw)
+
+
+def test_what_an_unfinished_source_left_is_removed_once_another_delivered(
+    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, GzippedFiles(f"{server.url}/slow"), GzippedFiles(server.url))
+    server.content["slow/images.gz"] = server.content["images.gz"]
+    server.drop_after = [100_000]
+    fetch(config(attempts=1), raw)
+    assert_complete(raw)
 
 
 def test_a_wrong_file_is_never_left_under_its_final_name(

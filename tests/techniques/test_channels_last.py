@@ -16,7 +16,7 @@ def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
     technique = ChannelsLast(make_plan(channels_last=True), ALONE)
     changed = technique.wrap_model(model)
     seen = []
-    changed[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[index,union-attr]
+    changed[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[index]
     forward = technique.wrap_forward(lambda images, labels: F.cross_entropy(changed(images), labels))
     loss = forward(images, labels)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def test_only_one_micro_batch_is_asked_for_at_a_time() -> None:
     plan = make_plan(gradient_accumulation=4)
     order: list[str] = []
 
-    def micro_batches():  # type: ignore[no-untyped-def]
+    def micro_batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels in zip(*(part.chunk(4) for part in batch(32)), strict=True):
             order.append("input")
             yield images, labels

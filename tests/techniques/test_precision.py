@@ -14,7 +14,7 @@ def test_convolutions_run_in_16_bits_and_loss_and_gradients_stay_in_32(
 ) -> None:
     model, (images, labels) = conv_net(), batch()
     seen = []
-    model[0][0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))  # type: ignore[index,union-attr]
+    model[0][0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))  # type: ignore[index]
     applied = technique(make_plan(precision=technique.name), ALONE)
     loss = applied.wrap_forward(lambda images, labels: F.cross_entropy(model(images), labels))(images, labels)
     loss.backward()

@@ -1,0 +1,66 @@
+"""``python -m benchmarks [NAME ...]``: measure, print a table, and write ``benchmarks/figures/<machine>.json``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `python -m pipeline` does, for both arms of every pair
+
+from benchmarks import data_path, stages
+from pipeline import environment, results
+
+FIGURES = Path(__file__).parent / "figures"
+
+BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "data_path": lambda: data_path.run()["cases"]["plain"],
+    "data_path_augmented": lambda: data_path.run()["cases"]["augmented"],
+    "textbook": stages.textbook,
+    "bare_loop": stages.bare_loop,
+    "tracking": stages.tracking,
+    "nothing_to_do": stages.nothing_to_do,
+    "fixed_cost": stages.fixed_cost,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none: all")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    if unknown := set(names) - set(BENCHMARKS):
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+
+    fingerprint = environment.fingerprint()
+    hardware = fingerprint["hardware"]
+    machine = " ".join(
+        [*(gpu["name"] for gpu in hardware["gpus"]), hardware["cpu"]["model"], f"{stages.cores()} cores"]
+    )
+    path = FIGURES / f"{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
+    figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"benchmarks": {}}
+    figures = {"machine": machine, "environment": fingerprint, "benchmarks": figures["benchmarks"]}
+    for name in names:
+        started = time.perf_counter()
+        figure = BENCHMARKS[name]() | {"measured_on": time.strftime("%Y-%m-%d")}
+        figures["benchmarks"][name] = figure
+        results.write_text(path, json.dumps(figures, indent=1) + "\n")
+        lower = figure.get("lower_is_better", False)
+        met = (
+            (figure["median_ratio"] <= figure["target_ratio"])
+            if lower
+            else (figure["median_ratio"] >= figure["target_ratio"])
+        )
+        print(
+            f"{name:20} {figure['median_ratio']:8.3f}  target {'at most' if lower else 'at least'} "
+            f"{figure['target_ratio']:g}  {'met' if met else 'MISSED'}  ({time.perf_counter() - started:.0f} s)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

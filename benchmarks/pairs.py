@@ -1,0 +1,83 @@
+"""Ratios measured in pairs: both arms one right after the other, in turns, so that a busy machine hits both."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline import stats
+
+ROOT = Path(__file__).parent.parent
+
+
+def ratio(
+    numerator: Callable[[], float], denominator: Callable[[], float], pairs: int, *, warm_up: bool = False
+) -> dict[str, Any]:
+    """``pairs`` ratios of what the two arms return, A B B A ..., with their median and its 95% interval."""
+    if warm_up:
+        numerator(), denominator()
+    above: list[float] = []
+    below: list[float] = []
+    for pair in range(pairs):
+        order = ((numerator, above), (denominator, below))
+        for arm, values in order if pair % 2 == 0 else order[::-1]:
+            values.append(arm())
+    interval = stats.paired_ratio(above, below)
+    return {
+        "ratios": [a / b for a, b in zip(above, below, strict=True)],
+        "median_ratio": interval.estimate,
+        "interval": [interval.low, interval.high],
+        "numerators": above,
+        "denominators": below,
+    }
+
+
+class Checkout:
+    """A copy of the project's files in ``path``, with its own params.yaml, in which stages really run."""
+
+    def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
+        self.path = path
+        path.mkdir(parents=True)
+        for name in ("pipeline", "dvc.yaml", ".dvc/config", ".dvc/plots", ".dvcignore", ".gitignore"):
+            source, target = ROOT / name, path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy2(source, target)
+        (path / "params.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
+
+    def run(self, *command: str) -> float:
+        """Run a command here; return its wall seconds. Raises CalledProcessError with the output shown."""
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True)
+        seconds = time.perf_counter() - started
+        if done.returncode:
+            print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+            done.check_returncode()
+        return seconds
+
+    def stage(self, *arguments: str) -> float:
+        """Run one of the pipeline's commands; return its wall seconds."""
+        return self.run(sys.executable, "-m", "pipeline", *arguments)
+
+    def result(self, variant: str = "baseline") -> dict[str, Any]:
+        values: dict[str, Any] = json.loads((self.path / "results" / f"{variant}.json").read_text(encoding="utf-8"))
+        return values
+
+    def commit(self) -> None:
+        """Make it the repository that DVC wants."""
+        identity = ("-c", "user.name=bench", "-c", "user.email=bench@example.org")
+        self.run("git", "init", "--quiet")
+        self.run("git", "add", "--all")
+        self.run("git", *identity, "commit", "--quiet", "--message", "benchmark")

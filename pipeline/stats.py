@@ -1,0 +1,233 @@
+"""What measured pairs support: intervals of ratios, equivalence over seeds, decisions, and the Pareto front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import ndtr, stdtr, stdtrit
+
+Decision = Literal["better", "worse", "same", "undecided"]
+
+_FORESEEABLE = 1000
+"""More pairs or seeds than this are no plan."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio with its confidence interval. Too few pairs to bound it: ``low`` is 0 and ``high`` infinite."""
+
+    estimate: float
+    low: float
+    high: float
+    count: int
+    """Pairs it rests on."""
+
+    @property
+    def spread(self) -> float:
+        """Relative width: 0.02 where ``high`` is 2% above ``low``."""
+        return self.high / self.low - 1 if self.low > 0 else math.inf
+
+
+def paired_ratio(
+    a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The median of ``a[i] / b[i]`` over the pairs, with a bootstrap confidence interval.
+
+    ``a`` and ``b`` are positive and of one length. The median is taken of the ratios' logarithms (of an even
+    number it is the geometric mean of the middle two), so that b over a gives exactly the reciprocals.
+
+    The interval is the *expanded percentile* one: percentiles of the resampled medians at the levels
+    Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain ones for a small n. Source: Hesterberg, "What Teachers
+    Should Know About the Bootstrap", The American Statistician 69 (2015), section 4. In simulations of 9 to 30
+    pairs with normal, heavy-tailed (Student's t with 2 degrees of freedom, Cauchy), contaminated and skewed noise, a
+    nominal 95% held the median in 93 to 98% of the trials, where plain percentiles and BCa fell to 92%.
+
+    Fewer pairs than 1 - log2(1 - confidence), 6 for 95%, bound nothing: already all pairs lying on one side of the
+    median is too likely. Raises ValueError for values that are no pairs of positive numbers.
+    """
+    logs = _log_ratios(a, b)
+    count = len(logs)
+    if 2.0 ** (1 - count) > 1 - confidence:
+        return Interval(math.exp(np.median(logs)), 0.0, math.inf, count)
+    # Sorted, and each resample with its mirror image: neither the order of the pairs nor of a and b makes a difference.
+    logs.sort()
+    drawn = np.random.default_rng(seed).integers(count, size=(math.ceil(resamples / 2), count))
+    medians = np.median(np.concatenate([logs[drawn], logs[count - 1 - drawn]]), axis=1)
+    tail = ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - confidence) / 2))
+    low, high = np.exp(np.quantile(medians, [tail, 1 - tail]))
+    return Interval(math.exp(np.median(logs)), float(low), float(high), count)
+
+
+def _log_ratios(a: ArrayLike, b: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    over, under = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if over.ndim != 1 or over.shape != under.shape or not len(over):
+        raise ValueError(f"pairs: found shapes {over.shape} and {under.shape}; expected [n] twice, n at least 1.")
+    if not (np.isfinite(over).all() and np.isfinite(under).all() and (over > 0).all() and (under > 0).all()):
+        raise ValueError("pairs: every value must be positive and finite; leave out the whole pair of one that is not.")
+    ratios: np.ndarray[tuple[int], np.dtype[np.float64]] = np.log(over) - np.log(under)
+    return ratios
+
+
+def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) -> Decision:
+    """What a ratio's interval supports at a margin, symmetric on the logarithmic scale.
+
+    With a margin of 0.02: *better* if all of it lies above 1.02, *worse* if all of it lies below 1 / 1.02, *same* if
+    all of it lies between the two, else *undecided*. The other way round where lower is better.
+    """
+    bound = 1 + margin
+    if interval.low > bound:
+        return "better" if higher_is_better else "worse"
+    if interval.high < 1 / bound:
+        return "worse" if higher_is_better else "better"
+    if 1 / bound <= interval.low and interval.high <= bound:
+        return "same"
+    return "undecided"
+
+
+def pairs_needed(interval: Interval, margin: float) -> int | None:
+    """About how many more pairs would decide, if the estimate stays and the interval shrinks with 1 / sqrt(n).
+
+    0 if it is decided. None if that cannot be foreseen: there is no interval yet, the estimate lies on the
+    margin's very edge, or more than 1000 pairs would be missing.
+    """
+    if decide(interval, margin) != "undecided":
+        return 0
+    if interval.low <= 0:
+        return None
+    bound = math.log1p(margin)
+    estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
+    if estimate > bound:
+        sides = [(estimate - low, estimate - bound)]
+    elif estimate < -bound:
+        sides = [(high - estimate, -bound - estimate)]
+    else:
+        sides = [(high - estimate, bound - estimate), (estimate - low, estimate + bound)]
+    if not all(room > 0 for _, room in sides):
+        return None
+    missing = max(interval.count * (width / room) ** 2 for width, room in sides) - interval.count
+    return max(1, math.ceil(missing)) if missing <= _FORESEEABLE else None
+
+
+def distrust(aa: Interval, max_spread: float) -> str | None:
+    """Why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything; None if not.
+
+    A quiet machine is distrusted too in about 1 - confidence of all cases: that is what an interval means.
+    """
+    shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f} ({aa.low:.3f} to {aa.high:.3f})"
+    if not aa.low <= 1 <= aa.high:
+        return f"{shown}, which excludes 1: the machine changed between the arms of a pair."
+    if aa.spread > max_spread:
+        return f"{shown}, a spread of {aa.spread:.1%}; at most {max_spread:.1%} is allowed."
+    return None
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Two one-sided tests on the mean of paired differences; see ``equivalence``."""
+
+    mean: float
+    low: float
+    high: float
+    """The 1 - 2 alpha interval of the mean; infinite for a single difference."""
+    deviation: float
+    """Sample standard deviation of the differences; 0 for a single one."""
+    count: int
+    margin: float
+    confidence: float
+    p_lower: float
+    """Of the hypothesis that the mean is -margin or less (a loss that matters)."""
+    p_upper: float
+    """Of the hypothesis that the mean is margin or more (a gain that matters)."""
+
+    @property
+    def equivalent(self) -> bool:
+        """Neither a loss nor a gain that matters: both hypotheses are rejected."""
+        return self.no_loss and self.high < self.margin
+
+    @property
+    def no_loss(self) -> bool:
+        """Not inferior: a loss that matters is rejected, a gain is not asked about."""
+        return self.low > -self.margin
+
+    @property
+    def inferior(self) -> bool:
+        """A loss that matters: the whole interval lies below -margin."""
+        return self.high < -self.margin
+
+    @property
+    def superior(self) -> bool:
+        """A gain that matters: the whole interval lies above margin."""
+        return self.low > self.margin
+
+
+def equivalence(differences: ArrayLike, margin: float, *, confidence: float = 0.95) -> Equivalence:
+    """Whether paired differences (variant minus baseline, one a seed, in the margin's unit) are too small to matter.
+
+    Two one-sided paired t-tests at alpha = 1 - confidence, which reject together exactly when the 1 - 2 alpha interval
+    mean -+ t_n-1 s / sqrt(n) lies inside the margins. Source: Schuirmann, "A comparison of the two one-sided tests
+    procedure and the power approach", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
+
+    One difference supports nothing: its interval is infinite and its p-values are 1. Two or more that are all the same
+    leave the test no doubt: the interval has no width. Raises ValueError for no or non-finite differences, or a margin
+    that is not positive.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
+        raise ValueError("differences: expected at least one finite number for each seed, in one list.")
+    if not margin > 0:
+        raise ValueError(f"margin: found {margin}; no test shows a difference to be exactly zero: give a positive one.")
+    count, mean = len(values), float(values.mean())
+    if count == 1:
+        return Equivalence(mean, -math.inf, math.inf, 0.0, count, margin, confidence, p_lower=1.0, p_upper=1.0)
+    deviation = float(values.std(ddof=1))
+    error = deviation / math.sqrt(count)
+    half = float(stdtrit(count - 1, confidence)) * error
+    p_lower = float(stdtr(count - 1, -_quotient(mean + margin, error)))
+    p_upper = float(stdtr(count - 1, _quotient(mean - margin, error)))
+    return Equivalence(mean, mean - half, mean + half, deviation, count, margin, confidence, p_lower, p_upper)
+
+
+def _quotient(distance: float, error: float) -> float:
+    """A t statistic, or its limit where the error is zero."""
+    if error > 0:
+        return distance / error
+    return math.copysign(math.inf, distance) if distance else 0.0
+
+
+def seeds_needed(result: Equivalence) -> int | None:
+    """About how many more seeds would decide, if mean and deviation stay: equivalent, inferior or superior.
+
+    0 if it is decided. None if that cannot be foreseen: a single seed shows no deviation, the mean lies on the margin's
+    very edge, or more than 1000 seeds would be missing.
+    """
+    if result.equivalent or result.inferior or result.superior:
+        return 0
+    room = abs(abs(result.mean) - result.margin)
+    if result.count == 1 or room == 0:
+        return None
+    counts = np.arange(result.count + 1, result.count + _FORESEEABLE + 1)
+    enough = stdtrit(counts - 1, result.confidence) * result.deviation / np.sqrt(counts) < room
+    return int(enough.argmax()) + 1 if enough.any() else None
+
+
+def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[bool]) -> list[int]:
+    """The indices, ascending, of the points that no other point beats.
+
+    A point beats another if it is as good in every coordinate and better in one; equal points do not beat each other.
+    ``higher_is_better`` has one entry a coordinate. Raises ValueError for a coordinate that is not a number: leave out
+    what is not known.
+    """
+    values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
+    if np.isnan(values).any():
+        raise ValueError(
+            "points: found a coordinate that is not a number; leave out points that are not known in full."
+        )
+    values *= np.where(higher_is_better, 1.0, -1.0)
+    as_good = (values[:, None] >= values[None]).all(axis=2)
+    better = (values[:, None] > values[None]).any(axis=2)
+    return np.flatnonzero(~(as_good & better).any(axis=0)).tolist()

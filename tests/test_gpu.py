@@ -1,0 +1,108 @@
+"""The whole way on real GPUs. `make test` skips these where there is none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pipeline import environment, job, results
+from pipeline.config import parse
+from pipeline.data import prepared, sources
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.measurement import Clock, Memory
+from pipeline.results import Result
+from pipeline.training import NonFiniteLoss
+from tests import test_job
+from tests.nets import conv_net
+from tests.test_training import _BreaksAt, make_training, weights
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+
+
+def on_gpu() -> World:
+    return World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+
+
+def train(variant: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Result:
+    monkeypatch.chdir(directory)
+    params = test_job.PARAMS | {"train": test_job.PARAMS["train"] | {"device": "cuda"}}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    if not test_job.PREPARED.exists():
+        environment.write()
+        sources.fetch(parse(params).fetch, test_job.RAW)
+        prepared.prepare(parse(params), test_job.RAW, test_job.PREPARED)
+    job.run(parse(params), variant, environment.machine(), test_job.PREPARED)
+    return results.read(results.result_file(variant))
+
+
+@pytest.mark.parametrize("variant", ["baseline", "ddp", "memory"])
+def test_each_variant_trains_and_is_measured(variant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = train(variant, monkeypatch, tmp_path)
+    assert result.device == torch.cuda.get_device_name(0)
+    assert result.backend == ("nccl" if variant == "ddp" and result.world_size > 1 else None)
+    for run in result.runs:
+        assert run.refusals == ()
+        assert run.test_accuracy > 0.8
+        assert run.samples_per_second
+        assert run.peak_memory_bytes
+        assert run.peak_reserved_bytes
+        assert run.peak_reserved_bytes >= run.peak_memory_bytes
+        assert run.allocator_retries == 0
+
+
+def test_a_seed_repeats_to_the_last_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first, again = (train("baseline", monkeypatch, tmp_path) for _ in range(2))
+    assert [run.model_sha256 for run in first.runs] == [run.model_sha256 for run in again.runs]
+
+
+def test_steps_do_not_wait_for_the_device(digits: Dataset) -> None:
+    training = make_training(digits, on_gpu())
+    steps = training.run()
+    for _ in range(11):  # past the warm-up and the row of history at step 10
+        next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):  # rows are due at steps 10 and 15
+            assert next(steps) is None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were(digits: Dataset) -> None:
+    training = make_training(digits, on_gpu(), model=_BreaksAt(conv_net(), 8))
+    steps = training.run()
+    for _ in range(7):
+        next(steps)
+    before = weights(training)
+    with pytest.raises(NonFiniteLoss, match="the loss became nan"):
+        list(steps)
+    assert weights(training) == before
+
+
+def test_events_and_the_wall_clock_agree() -> None:
+    clock = Clock(torch.device("cuda", 0))
+    left = torch.randn(4096, 4096, device="cuda")
+    clock.open()
+    for _ in range(20):
+        left = (left @ left).clamp(-1, 1)
+        clock.step()
+    clock.close(measured=True)
+    assert len(clock.step_seconds) == 20
+    assert clock.disagreement() is None
+    assert math.isclose(sum(clock.step_seconds), clock.measured_seconds, rel_tol=0.05)
+
+
+def test_peak_memory_is_that_of_live_tensors() -> None:
+    memory = Memory(torch.device("cuda", 0))
+    before = torch.cuda.memory_allocated()
+    memory.open()
+    torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
+    memory.close(measured=True)
+    assert memory.peak_bytes == before + 64 * MIB
+    assert memory.retries == 0

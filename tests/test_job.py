@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipeline import environment, job, models, results
+from pipeline.checkpoints import checkpoint_file, state_sha256
+from pipeline.config import Config, Machine, PipelineError, parse
+from pipeline.data import prepared, sources
+from pipeline.results import Result
+
+ROOT = Path(__file__).parent.parent
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+RAW, PREPARED = Path("data/raw"), Path("data/prepared")
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [0, 1], "epochs": 2, "batch_size": 32, "learning_rate": 0.05},
+    "publish": {"live": False},
+    "variants": {
+        "baseline": {},
+        "ddp": {"parallelism": "ddp"},
+        "memory": {
+            "precision": "bf16",
+            "channels_last": True,
+            "activation_checkpointing": True,
+            "gradient_accumulation": 4,
+        },
+    },
+}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory as a checkout is when the train stages are due; the current one."""
+    monkeypatch.chdir(tmp_path)
+    configure()
+    environment.write()
+    sources.fetch(configure().fetch, RAW)
+    prepared.prepare(configure(), RAW, PREPARED)
+    return tmp_path
+
+
+def configure(**train: Any) -> Config:
+    """Write params.yaml with changes in ``train``; return what it says."""
+    params = PARAMS | {"train": PARAMS["train"] | train}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    return parse(params)
+
+
+def train(variant: str, **changes: Any) -> Result:
+    job.run(configure(**changes), variant, CPU_ONLY, PREPARED)
+    return results.read(results.result_file(variant))
+
+
+def command(variant: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "train", variant],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # noqa: ARG001
+    result = train("baseline")
+    history = results.read_history(results.history_file("baseline"))
+    description = json.loads((PREPARED / "dataset.json").read_text())
+    fingerprint = json.loads(environment.ENVIRONMENT_FILE.read_text())
+    assert (result.variant, result.backend, result.world_size) == ("baseline", None, 1)
+    assert (result.environment, result.device) == (fingerprint["hash"], fingerprint["hardware"]["cpu"]["model"])
+    assert result.dataset.sha256 == description["sha256"]
+    assert [run.seed for run in result.runs] == [0, 1]
+    assert result.parameter_count == 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 10
+    for run in result.runs:
+        rows = [row for row in history if row.seed == run.seed]
+        assert run.test_accuracy == run.test_correct / run.test_count == rows[-1].test_accuracy
+        assert run.test_accuracy > 0.8
+        assert run.test_count == description["test_count"]
+        assert run.steps == rows[-1].step == 2 * (description["train_count"] // 32)
+        assert run.measured_steps == run.steps - 10
+        assert run.samples_per_second
+        assert run.step_p50_ms
+        assert run.step_p99_ms
+        assert run.step_p50_ms <= run.step_p99_ms
+        assert run.refusals == ()
+        model = models.build("small_cnn", {}, channels=1, height=8, width=8, classes=10)
+        model.load_state_dict(torch.load(results.model_file("baseline", run.seed), weights_only=True))
+        assert state_sha256(model.state_dict()) == run.model_sha256
+    assert result.runs[0].model_sha256 != result.runs[1].model_sha256
+    assert result.runs[0].startup_seconds
+    assert result.runs[1].startup_seconds is None
+    assert not checkpoint_file("baseline", 0).exists()
+    with results.system_file("baseline").open() as file:
+        assert {"seed", "seconds", "cpu_utilization_percentage"} <= set(next(csv.DictReader(file)))
+
+
+def test_a_job_that_is_done_again_gives_the_same_models(workspace: Path) -> None:  # noqa: ARG001
+    first, again = train("baseline"), train("baseline")
+    assert [run.model_sha256 for run in first.runs] == [run.model_sha256 for run in again.runs]
+    assert [run.test_loss for run in first.runs] == [run.test_loss for run in again.runs]
+
+
+def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -> None:  # noqa: ARG001
+    baseline, ddp = train("baseline", seeds=[3]), train("ddp", seeds=[3])
+    assert (ddp.backend, ddp.world_size) == ("gloo", 2)
+    assert len(ddp.runs[0].peak_memory_rank_bytes) == 2
+    assert ddp.runs[0].steps == baseline.runs[0].steps
+    assert ddp.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.02)
+    assert abs(ddp.runs[0].test_correct - baseline.runs[0].test_correct) <= 3
+
+
+def test_what_the_machine_lacks_is_left_out_and_said(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    result = train("memory", seeds=[0], epochs=1)
+    assert result.config["variant"]["precision"] == "bf16"
+    assert result.applied["precision"] == "fp32"
+    assert result.applied["activation_checkpointing"] is True
+    assert list(result.left_out) == ["bf16"]
+    assert "memory: bf16 is left out: this CPU has no native bf16" in capsys.readouterr().out
+
+
+def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # noqa: ARG001
+    result = train("baseline", seeds=[0], epochs=1, warmup_steps=100)
+    [run] = result.runs
+    assert (run.measured_steps, run.samples_per_second, run.step_p50_ms, run.input_wait_fraction) == (
+        0,
+        None,
+        None,
+        None,
+    )
+    assert run.peak_memory_bytes is None
+    assert "no step was measured" in run.refusals[0]
+    assert result.summary.samples_per_second is None
+
+
+@pytest.mark.parametrize("variant", ["baseline", "ddp"])
+def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, variant: str) -> None:  # noqa: ARG001
+    whole = train(variant, epochs=3)
+    results.result_file(variant).unlink()
+
+    killed = command(variant)
+    second_seed = checkpoint_file(variant, 1)
+    deadline = time.monotonic() + 120
+    while not second_seed.exists() and killed.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    time.sleep(1.0)  # the ranks notice that their launcher is gone
+    if results.result_file(variant).exists():
+        pytest.skip("the job was done before it could be killed")
+
+    resumed = command(variant)
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+    assert f"{variant} seed 0: complete in" in output
+    result = results.read(results.result_file(variant))
+    assert [run.model_sha256 for run in result.runs] == [run.model_sha256 for run in whole.runs]
+    assert [run.test_loss for run in result.runs] == [run.test_loss for run in whole.runs]
+    assert [run.resumes for run in result.runs] == [0, 1]
+    history = results.read_history(results.history_file(variant))
+    assert [(row.seed, row.step) for row in history] == sorted({(row.seed, row.step) for row in history})
+    assert not second_seed.exists()
+
+
+@pytest.mark.parametrize("variant", ["baseline", "ddp"])
+def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: str) -> None:  # noqa: ARG001
+    configure(learning_rate=1e30, seeds=[0])
+    diverging = command(variant)
+    output, _ = diverging.communicate(timeout=300)
+    assert diverging.returncode == 2
+    assert f"variant {variant}, seed 0, epoch 1, step " in output
+    assert "Lower train.learning_rate" in output
+    assert not results.result_file(variant).exists()
+
+
+def test_without_a_fingerprint_nothing_is_trained(workspace: Path) -> None:
+    (workspace / "environment.json").unlink()
+    with pytest.raises(PipelineError, match="run `python -m pipeline environment` first"):
+        train("baseline")

@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from pipeline.stats import (
+    Decision,
+    Equivalence,
+    Interval,
+    decide,
+    distrust,
+    equivalence,
+    paired_ratio,
+    pairs_needed,
+    pareto_front,
+    seeds_needed,
+)
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+positive = st.floats(0.01, 100.0)
+pairs = st.lists(st.tuples(positive, positive), min_size=1, max_size=20)
+
+
+def ratio_of(drawn: list[tuple[float, float]]) -> Interval:
+    return paired_ratio([a for a, _ in drawn], [b for _, b in drawn], resamples=200)
+
+
+def assert_close(found: Interval, expected: Interval) -> None:
+    assert found.count == expected.count
+    assert (found.estimate, found.low, found.high) == pytest.approx((expected.estimate, expected.low, expected.high))
+
+
+# Ratios
+
+
+def test_the_estimate_is_the_median_of_the_ratios_and_not_the_ratio_of_medians() -> None:
+    a, b = [10.0, 40.0, 90.0, 1000.0, 1.0], [10.0, 20.0, 30.0, 10.0, 10.0]
+    assert paired_ratio(a, b).estimate == pytest.approx(2.0)
+
+
+def test_of_an_even_number_the_estimate_is_the_geometric_mean_of_the_middle_two() -> None:
+    assert paired_ratio([1.0, 2.0, 8.0, 100.0], [1.0] * 4).estimate == pytest.approx(4.0)
+
+
+def test_equal_ratios_leave_no_doubt() -> None:
+    assert_close(paired_ratio([2.0, 4.0, 6.0] * 4, [1.0, 2.0, 3.0] * 4), Interval(2.0, 2.0, 2.0, 12))
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(7, (1, 7)), (9, (2, 8)), (15, (4, 12)), (21, (6, 16))])
+def test_the_interval_has_the_exact_bootstrap_distributions_quantiles(count: int, ranks: tuple[int, int]) -> None:
+    """Of an odd n, the resampled median is at most the k-th smallest value if most of n draws are: a binomial."""
+    tail = scipy_stats.norm.cdf(math.sqrt(count / (count - 1)) * scipy_stats.t.ppf(0.025, count - 1))
+    at_most = scipy_stats.binom.sf(count // 2, count, np.arange(1, count + 1) / count)
+    assert np.flatnonzero(at_most >= tail)[0] + 1 == ranks[0]
+    interval = paired_ratio(np.arange(1.0, count + 1), np.ones(count))
+    assert (interval.low, interval.high) == pytest.approx(ranks)
+
+
+def test_fewer_than_six_pairs_bound_nothing() -> None:
+    five = paired_ratio([2.0, 2.1, 2.2, 2.0, 2.1], [1.0] * 5)
+    assert five.estimate == pytest.approx(2.1)
+    assert (five.low, five.high) == (0.0, math.inf)
+    assert paired_ratio([2.0], [1.0]).high == math.inf
+    assert paired_ratio([2.0, 2.1, 2.2, 2.0, 2.1, 2.0], [1.0] * 6).high == pytest.approx(2.2)
+    assert paired_ratio([2.0, 2.1, 2.2, 2.0, 2.1], [1.0] * 5, confidence=0.9).high == pytest.approx(2.2)
+
+
+def test_more_confidence_is_a_wider_interval() -> None:
+    values = np.exp(np.random.default_rng(0).normal(size=20))
+    narrow, wide = (paired_ratio(values, np.ones(20), confidence=confidence) for confidence in (0.8, 0.99))
+    assert wide.low < narrow.low < narrow.high < wide.high
+
+
+@given(pairs, st.randoms(use_true_random=False))
+def test_the_order_of_the_pairs_does_not_matter(drawn: list[tuple[float, float]], random: object) -> None:
+    shuffled = list(drawn)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert ratio_of(shuffled) == ratio_of(drawn)
+
+
+@given(pairs, st.floats(0.001, 1000.0))
+def test_the_unit_does_not_matter(drawn: list[tuple[float, float]], factor: float) -> None:
+    assert_close(ratio_of([(a * factor, b * factor) for a, b in drawn]), ratio_of(drawn))
+
+
+@given(pairs, st.floats(0.001, 1000.0))
+def test_a_factor_on_one_side_is_a_factor_on_the_ratio(drawn: list[tuple[float, float]], factor: float) -> None:
+    plain = ratio_of(drawn)
+    expected = Interval(plain.estimate * factor, plain.low * factor, plain.high * factor, plain.count)
+    assert_close(ratio_of([(a * factor, b) for a, b in drawn]), expected)
+
+
+@given(pairs)
+def test_b_over_a_is_the_reciprocal_of_a_over_b(drawn: list[tuple[float, float]]) -> None:
+    plain = ratio_of(drawn)
+    low, high = (1 / plain.high, 1 / plain.low) if plain.low > 0 else (0.0, math.inf)
+    assert_close(ratio_of([(b, a) for a, b in drawn]), Interval(1 / plain.estimate, low, high, plain.count))
+
+
+@pytest.mark.parametrize(("a", "b"), [([], []), ([1.0], [1.0, 2.0]), ([[1.0]], [[1.0]])])
+def test_what_does_not_pair_is_refused(a: list[float], b: list[float]) -> None:
+    with pytest.raises(ValueError, match="pairs: found shapes"):
+        paired_ratio(a, b)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_value_that_makes_no_ratio_is_refused(bad: float) -> None:
+    for a, b in [([1.0, bad], [1.0, 1.0]), ([1.0, 1.0], [bad, 1.0])]:
+        with pytest.raises(ValueError, match="pairs: every value must be positive and finite"):
+            paired_ratio(a, b)
+
+
+NOISE: dict[str, Callable[[np.random.Generator, int], Array]] = {
+    "normal": lambda random, count: random.normal(size=count),
+    "student_t2": lambda random, count: random.standard_t(2, size=count),
+    "contaminated": lambda random, count: random.normal(size=count) * np.where(random.random(count) < 0.15, 12, 1),
+    "exponential": lambda random, count: random.exponential(size=count) - math.log(2),
+}
+"""Of the logarithm of a ratio; the median is zero."""
+
+
+@pytest.mark.parametrize("count", [10, 20])
+@pytest.mark.parametrize("noise", NOISE)
+def test_intervals_cover_the_true_median_as_often_as_they_say(noise: str, count: int) -> None:
+    random, trials, covered = np.random.default_rng(7), 500, 0
+    for trial in range(trials):
+        ratios = 1.1 * np.exp(0.05 * NOISE[noise](random, count))
+        interval = paired_ratio(ratios, np.ones(count), resamples=500, seed=trial)
+        covered += interval.low <= 1.1 <= interval.high
+    least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, [0.95, 0.98])
+    assert least <= covered <= most
+
+
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "decision"),
+    [
+        (1.021, 1.5, "better"),
+        (1.019, 1.5, "undecided"),
+        (0.99, 1.019, "same"),
+        (1.001, 1.019, "same"),
+        (0.99, 1.021, "undecided"),
+        (0.9805, 1.0, "same"),  # 1 / 1.02 is 0.9804
+        (0.9803, 1.0, "undecided"),
+        (0.5, 0.9803, "worse"),
+        (0.5, 0.9805, "undecided"),
+        (0.5, 1.5, "undecided"),
+        (0.0, math.inf, "undecided"),
+    ],
+)
+def test_a_difference_counts_only_if_all_of_the_interval_says_so(low: float, high: float, decision: Decision) -> None:
+    interval = Interval((low + high) / 2, low, high, 10)
+    assert decide(interval, 0.02) == decision
+    mirrored: dict[Decision, Decision] = {"better": "worse", "worse": "better"}
+    assert decide(interval, 0.02, higher_is_better=False) == mirrored.get(decision, decision)
+
+
+@given(st.tuples(positive, positive, positive), st.floats(0.001, 1.0))
+def test_a_ratio_and_its_reciprocal_are_decided_alike(values: tuple[float, float, float], margin: float) -> None:
+    low, estimate, high = sorted(values)
+    interval, reciprocal = Interval(estimate, low, high, 10), Interval(1 / estimate, 1 / high, 1 / low, 10)
+    assert decide(interval, margin) == decide(reciprocal, margin, higher_is_better=False)
+    assert pairs_needed(interval, margin) == pytest.approx(pairs_needed(reciprocal, margin), abs=1)
+
+
+def log_interval(estimate: float, width: float, count: int = 10) -> Interval:
+    return Interval(math.exp(estimate), math.exp(estimate - width), math.exp(estimate + width), count)
+
+
+def test_pairs_needed_shrinks_the_interval_with_the_root_of_n() -> None:
+    margin = math.expm1(0.02)  # 0.02 on the logarithmic scale
+    assert pairs_needed(log_interval(0.05, 0.02), margin) == 0  # decided: better
+    assert pairs_needed(log_interval(0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
+    assert pairs_needed(log_interval(-0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
+    assert pairs_needed(log_interval(0.005, 0.029), margin) == math.ceil(10 * (0.029 / 0.015) ** 2) - 10
+    assert pairs_needed(log_interval(0.0, 0.02001), margin) == 1
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [Interval(1.5, 0.0, math.inf, 3), Interval(1.25, 1.1, 1.4, 10), log_interval(0.2, 5.0)],
+    ids=["no interval yet", "on the edge", "too many"],
+)
+def test_what_cannot_be_foreseen_is_not_guessed(interval: Interval) -> None:
+    assert pairs_needed(interval, 0.25) is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "reason"),
+    [
+        (Interval(1.0, 0.99, 1.01, 10), None),
+        (Interval(1.03, 1.01, 1.05, 10), "ratio of 1.030 (1.010 to 1.050), which excludes 1"),
+        (Interval(0.97, 0.95, 0.99, 10), "which excludes 1"),
+        (Interval(1.0, 0.9, 1.08, 10), "a spread of 20.0%; at most 5.0% is allowed"),
+        (Interval(1.0, 0.0, math.inf, 3), "a spread of inf%"),
+    ],
+)
+def test_a_noisy_machine_is_not_trusted(interval: Interval, reason: str | None) -> None:
+    found = distrust(interval, 0.05)
+    assert found == reason or (found is not None and reason is not None and reason in found)
+
+
+# Equivalence
+
+
+def test_equivalence_by_hand() -> None:
+    """Mean 2, deviation 1, three values: half the 90% interval is 2.919986 (t_2's 95% quantile) / sqrt(3)."""
+    result = equivalence([1.0, 2.0, 3.0], 4.0)
+    assert (result.mean, result.deviation, result.count) == (2.0, 1.0, 3)
+    assert (result.low, result.high) == pytest.approx((2 - 1.685855, 2 + 1.685855), abs=1e-6)
+    assert result.equivalent
+    assert not equivalence([1.0, 2.0, 3.0], 3.6).equivalent
+
+
+differences = st.lists(st.floats(-1.0, 1.0), min_size=2, max_size=10).filter(lambda values: np.std(values) > 1e-3)
+
+
+@given(differences, st.floats(0.01, 1.0))
+def test_p_values_are_those_of_two_one_sided_t_tests(values: list[float], margin: float) -> None:
+    result = equivalence(values, margin)
+    lower = scipy_stats.ttest_1samp(values, -margin, alternative="greater").pvalue
+    upper = scipy_stats.ttest_1samp(values, margin, alternative="less").pvalue
+    assert (result.p_lower, result.p_upper) == pytest.approx((lower, upper))
+    if min(abs(result.p_lower - 0.05), abs(result.p_upper - 0.05)) > 1e-9:  # the interval and the tests agree
+        assert result.no_loss == (result.p_lower < 0.05)
+        assert result.equivalent == (max(result.p_lower, result.p_upper) < 0.05)
+
+
+@given(differences, st.floats(0.01, 1.0))
+def test_losses_and_gains_are_judged_alike(values: list[float], margin: float) -> None:
+    loss, gain = equivalence(values, margin), equivalence([-value for value in values], margin)
+    assert (loss.p_lower, loss.low) == pytest.approx((gain.p_upper, -gain.high))
+    assert (loss.equivalent, loss.inferior, loss.superior) == (gain.equivalent, gain.superior, gain.inferior)
+    assert loss.equivalent + loss.inferior + loss.superior <= 1
+
+
+@pytest.mark.parametrize("difference", [-0.5, 0.0, 0.5])
+def test_one_seed_supports_nothing(difference: float) -> None:
+    result = equivalence([difference], 0.01)
+    assert (result.low, result.high, result.p_lower, result.p_upper) == (-math.inf, math.inf, 1.0, 1.0)
+    assert not any([result.equivalent, result.no_loss, result.inferior, result.superior])
+    assert seeds_needed(result) is None
+
+
+@pytest.mark.parametrize(
+    ("difference", "p_values", "judged"),
+    [
+        (0.0, (0.0, 0.0), "equivalent"),
+        (-0.02, (1.0, 0.0), "inferior"),
+        (0.02, (0.0, 1.0), "superior"),
+        (-0.01, (0.5, 0.0), None),
+    ],
+)
+def test_differences_that_are_all_the_same_leave_no_doubt(
+    difference: float, p_values: tuple[float, float], judged: str | None
+) -> None:
+    result = equivalence([difference] * 3, 0.01)
+    assert (result.low, result.high) == (difference, difference)
+    assert (result.p_lower, result.p_upper) == p_values
+    assert [name for name in ("equivalent", "inferior", "superior") if getattr(result, name)] == [judged] * bool(judged)
+
+
+def test_error_rates_are_those_promised() -> None:
+    """At the margin itself "no loss" is wrong in alpha of the trials; the interval holds the mean in 1 - 2 alpha."""
+    random, trials = np.random.default_rng(3), 2000
+    results = [equivalence(random.normal(-0.01, 0.005, size=5), 0.01) for _ in range(trials)]
+    wrong = sum(result.no_loss for result in results)
+    holds = sum(result.low <= -0.01 <= result.high for result in results)
+    least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, 0.05)
+    assert least <= wrong <= most
+    least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, 0.9)
+    assert least <= holds <= most
+
+
+def test_seeds_needed_is_the_fewest_that_decide_with_the_same_mean_and_deviation() -> None:
+    three = equivalence([-0.004, 0.0, 0.004], 0.005)
+    assert not three.equivalent
+    missing = seeds_needed(three)
+    assert missing is not None
+
+    def decided(count: int) -> bool:
+        half = scipy_stats.t.ppf(0.95, count - 1) * 0.004 / math.sqrt(count)
+        return bool(half < 0.005)
+
+    assert decided(3 + missing)
+    assert not decided(2 + missing)
+    assert seeds_needed(equivalence([0.0, 0.001, -0.001], 0.1)) == 0
+
+
+def test_seeds_that_cannot_be_foreseen_are_not_guessed() -> None:
+    on_the_edge = Equivalence(0.01, 0.0, 0.02, 0.01, 5, margin=0.01, confidence=0.95, p_lower=0.01, p_upper=0.5)
+    assert seeds_needed(on_the_edge) is None
+    assert seeds_needed(equivalence([1.0, -1.0, 0.0], 0.01)) is None
+
+
+@pytest.mark.parametrize("values", [[], [math.nan, 1.0], [[1.0]]])
+def test_differences_that_are_no_numbers_are_refused(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="differences: expected at least one finite number"):
+        equivalence(values, 0.01)
+
+
+@pytest.mark.parametrize("margin", [0.0, -0.1, math.nan])
+def test_an_equivalence_test_needs_a_margin(margin: float) -> None:
+    with pytest.raises(ValueError, match="margin: found"):
+        equivalence([0.0, 0.1], margin)
+
+
+# Pareto front
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    #         fast and small, fast, small, beaten by the first, equal to the second
+    points = [(100.0, 4.0), (120.0, 8.0), (50.0, 2.0), (90.0, 4.0), (120.0, 8.0)]
+    assert pareto_front(points, [True, False]) == [0, 1, 2, 4]
+    assert pareto_front(points, [True, True]) == [1, 4]
+    assert pareto_front([], [True, False]) == []
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), max_size=12), st.tuples(*[st.booleans()] * 3))
+def test_every_point_off_the_front_is_beaten_by_one_on_it(
+    points: list[tuple[int, int, int]], higher_is_better: tuple[bool, bool, bool]
+) -> None:
+    def beats(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        gains = [(a - b) * (1 if higher else -1) for a, b, higher in zip(one, other, higher_is_better, strict=True)]
+        return min(gains) >= 0 and max(gains) > 0
+
+    front = pareto_front(points, higher_is_better)
+    for index, point in enumerate(points):
+        beaten = any(beats(points[best], point) for best in front)
+        assert beaten == (index not in front)
+
+
+def test_an_unknown_coordinate_has_no_place_on_the_front() -> None:
+    with pytest.raises(ValueError, match="points: found a coordinate that is not a number"):
+        pareto_front([(1.0, math.nan)], [True, False])

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.checkpoints import state_sha256
+from pipeline.config import Augment, Train
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.results import HistoryRow
+from pipeline.training import DeviceLosses, NonFiniteLoss, Training, learning_rate, make_optimizer
+from tests.nets import ALONE, conv_net, make_plan
+from tests.ranks import RankFailed, run_ranks
+
+TRAIN = Train(
+    epochs=2, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=5, augment=Augment(crop_padding=1)
+)
+
+
+def make_training(
+    dataset: Dataset,
+    joined: World = ALONE,
+    *,
+    seed: int = 0,
+    model: nn.Module | None = None,
+    train: Train = TRAIN,
+    **applied: Any,
+) -> Training:
+    """A run of ``conv_net`` over the digits: 44 steps an epoch."""
+    plan = make_plan(
+        parallelism="ddp" if joined.size > 1 else "none",
+        processes=joined.size,
+        batch_size=train.batch_size,
+        **applied,
+    )
+    batches = TrainBatches(
+        dataset,
+        batch_size=train.batch_size,
+        micro_batches=plan.micro_batches,
+        rank=joined.rank,
+        world_size=joined.size,
+        seed=seed,
+        augment=train.augment,
+        placement="resident",
+        device=joined.device,
+    )
+    return Training(plan, train, model or conv_net(seed=seed), dataset, batches, joined, seed)
+
+
+def rows_of(steps: Iterator[HistoryRow | None]) -> list[HistoryRow]:
+    return [row for row in steps if row]
+
+
+def weights(training: Training) -> str:
+    return state_sha256(training.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("one_cycle", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_rate_warms_up_and_follows_the_schedule(schedule: Any, expected: list[float]) -> None:
+    train = Train(learning_rate=1.0, warmup_fraction=1 / 3, schedule=schedule)
+    assert [learning_rate(train, step, 6) for step in range(6)] == pytest.approx(expected)
+
+
+def test_the_optimizers_are_what_params_say() -> None:
+    sgd = make_optimizer(Train(optimizer="sgd", momentum=0.8, weight_decay=0.01), conv_net())
+    adamw = make_optimizer(Train(optimizer="adamw", momentum=0.8, weight_decay=0.01), conv_net())
+    assert isinstance(sgd, torch.optim.SGD)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert {key: sgd.defaults[key] for key in ("momentum", "nesterov", "weight_decay", "fused")} == {
+        "momentum": 0.8,
+        "nesterov": True,
+        "weight_decay": 0.01,
+        "fused": True,
+    }
+    assert (adamw.defaults["betas"], adamw.defaults["weight_decay"], adamw.defaults["fused"]) == (
+        (0.8, 0.999),
+        0.01,
+        True,
+    )
+
+
+def test_a_run_learns_and_tells_its_history(digits: Dataset) -> None:
+    training = make_training(digits)
+    steps = list(training.run())
+    rows = [row for row in steps if row]
+    per_epoch = training.batches.steps_per_epoch
+    assert len(steps) == training.total_steps == 2 * per_epoch
+    due = sorted({*range(5, 2 * per_epoch, 5), per_epoch, 2 * per_epoch})
+    assert [row.step for row in rows] == due
+    assert [row.epoch for row in rows if row.test_accuracy is not None] == [1.0, 2.0]
+    assert rows[-1].train_loss < 0.5 * rows[0].train_loss
+    assert training.score is not None
+    assert rows[-1].test_accuracy == training.score.accuracy > 0.85
+    seconds = [row.train_seconds for row in rows]
+    assert seconds == sorted(seconds)
+    last_epoch = [(row, row.step - before.step) for before, row in pairwise(rows) if row.epoch > 1]
+    assert training.epoch_loss == pytest.approx(sum(row.train_loss * steps for row, steps in last_epoch) / per_epoch)
+
+
+def test_steps_after_the_warm_up_are_measured(digits: Dataset) -> None:
+    training = make_training(digits)
+    list(training.run())
+    clock = training.clock
+    assert len(clock.step_seconds) == training.total_steps - TRAIN.warmup_steps
+    assert clock.first_step_seconds is not None
+    assert clock.first_step_seconds + clock.measured_seconds < clock.train_seconds
+    assert 0 < clock.input_seconds < clock.measured_seconds
+    assert clock.disagreement() is None
+
+
+def test_a_seed_repeats_to_the_last_bit_and_another_does_not(digits: Dataset) -> None:
+    first, again, other = (make_training(digits, seed=seed) for seed in (0, 0, 1))
+    for training in (first, again, other):
+        list(training.run())
+    assert weights(first) == weights(again) != weights(other)
+
+
+def _curve(joined: World, dataset: Dataset, applied: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses of a whole run: of training a row, of testing an epoch."""
+    rows = rows_of(make_training(dataset, joined, **applied).run())
+    return [row.train_loss for row in rows], [row.test_loss for row in rows if row.test_loss is not None]
+
+
+@pytest.mark.parametrize("applied", [{}, {"gradient_accumulation": 2, "activation_checkpointing": True}])
+def test_two_ranks_have_the_loss_curve_of_one_device(digits: Dataset, applied: dict[str, Any]) -> None:
+    losses, test_losses = _curve(ALONE, digits, {})
+    for rank_losses, rank_test_losses in run_ranks(_curve, digits, applied):
+        assert rank_losses == pytest.approx(losses, rel=1e-3)
+        assert rank_test_losses == pytest.approx(test_losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("stop_after", [7, 44, 60])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(
+    digits: Dataset, stop_after: int, precision: str
+) -> None:
+    model = {"norm": True, "dropout": True}
+    whole = make_training(digits, model=conv_net(**model), precision=precision)
+    rows = rows_of(whole.run())
+
+    interrupted = make_training(digits, model=conv_net(**model), precision=precision)
+    steps = interrupted.run()
+    before = [row for row in (next(steps) for _ in range(stop_after)) if row]
+    with interrupted.paused():
+        state = interrupted.state()
+    state = {**state, "model": {name: value.clone() for name, value in state["model"].items()}}
+
+    resumed = make_training(digits, model=conv_net(**model, seed=5), precision=precision)
+    torch.manual_seed(12345)
+    resumed.restore(state)
+    after = rows_of(resumed.run())
+    assert weights(resumed) == weights(whole)
+    assert [row.train_loss for row in before + after] == [row.train_loss for row in rows]
+    assert resumed.epoch_loss == whole.epoch_loss
+    # The steps that warm the new process up are not measured.
+    assert len(resumed.clock.step_seconds) == whole.total_steps - 2 * TRAIN.warmup_steps
+
+
+class _BreaksAt(nn.Module):
+    """Passes its input on until ``breaks`` forward passes are done in training; then everything is NaN."""
+
+    def __init__(self, net: nn.Module, breaks: int | None) -> None:
+        super().__init__()
+        self.net, self.breaks, self.seen = net, breaks, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen += self.training
+        logits: torch.Tensor = self.net(images)
+        return logits * math.nan if self.seen == self.breaks else logits
+
+
+def _until_broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool) -> tuple[str, list[str], str]:
+    """The message, the weights before each step, and those after the run broke off."""
+    training = make_training(dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == broken_rank else None))
+    if on_device:
+        training.losses = training.take_step.losses = DeviceLosses(joined)
+    before = [weights(training)]
+    try:
+        for _ in training.run():
+            before.append(weights(training))
+    except NonFiniteLoss as error:
+        return str(error), before, weights(training)
+    raise AssertionError("the run did not stop")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_says_where(
+    digits: Dataset, on_device: bool
+) -> None:
+    message, before, after = _until_broken(ALONE, digits, 0, on_device)
+    assert message.startswith("variant tried, seed 0, epoch 1, step ")
+    assert "the loss became nan" in message
+    assert after == before[7]
+    if not on_device:  # the device's losses are read with the next row of history
+        assert "step 8:" in message
+
+
+def test_no_rank_takes_the_step_in_which_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:
+    ranks = run_ranks(_until_broken, digits, 1, True)
+    for message, before, after in ranks:
+        assert "the loss became nan" in message
+        assert after == before[7]
+
+
+def test_no_rank_takes_the_step_in_which_one_rank_stops_on_the_host(digits: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1: (?s:.*)step 8: the loss became nan"):
+        run_ranks(_note_until_broken, digits, str(tmp_path))
+    for rank in (0, 1):
+        noted = (tmp_path / str(rank)).read_text().split()
+        assert len(noted) == 1 + 7 + 1  # before the run, after each good step, at the end
+        assert noted[-1] == noted[-2]
+
+
+def _note_until_broken(joined: World, dataset: Dataset, directory: str) -> None:
+    training = make_training(dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == 1 else None))
+    noted = [weights(training)]
+    try:
+        for _ in training.run():
+            noted.append(weights(training))
+    finally:
+        Path(directory, str(joined.rank)).write_text("\n".join([*noted, weights(training)]))
+
+
+def test_paused_time_is_not_training_time(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    training = make_training(digits)
+    steps = training.run()
+    for _ in range(10):
+        next(steps)
+    real, offset = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + offset[0])
+    with training.paused():
+        offset[0] = 1000.0
+    list(steps)
+    assert training.clock.train_seconds < 500.0
+    assert sum(training.clock.step_seconds) < 500.0
