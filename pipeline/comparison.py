@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline import results
-from pipeline.config import Compare, Variant
+from pipeline.config import Compare, PipelineError, Variant
 from pipeline.environment import ENVIRONMENT_FILE
 from pipeline.results import RESULTS, Dataset, HistoryRow, Record, Result, Run
 
 
-class ComparisonError(ValueError):
+class ComparisonError(PipelineError, ValueError):
     """The results do not make a comparison. The message names each file or variant, why, and what to do."""
 
 

@@ -402,8 +402,7 @@ def _explained(errors: list[Any]) -> list[str]:
         else:
             found = error["input"]
             lines[path] = f"{where}: found {_shown(found)}; expected {_allowed(node)}.{_advice(found, node, path)}"
-    # Of a union such as list-or-null, the branch that went deeper knows better what is wrong.
-    return [line for path, line in lines.items() if not any(_is_below(other, path) for other in lines)]
+    return list(lines.values())
 
 
 def _located(location: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -436,10 +435,6 @@ def _below(node: dict[str, Any], part: Any) -> dict[str, Any] | None:
 def _resolved(node: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = _schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
     return found
-
-
-def _is_below(path: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(path) > len(other) and path[: len(other)] == other
 
 
 def _allowed(node: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -128,6 +129,7 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
     if processes == 1 or launched_size() is not None:
         worker(*arguments)
         return
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -146,6 +148,10 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
             elastic_launch(settings, _reporting)(failures, worker, arguments)
         except ChildFailedError as error:
             raise WorkerError(_first_failure(Path(failures)) or str(error)) from None
+        except SignalException as error:  # the launcher has ended the ranks
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            sys.exit(128 + error.sigval)
 
 
 def _reporting(failures: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import models, results, tracking
 from pipeline.config import Config, parse
-from pipeline.tracking import contents, publishing, stores
+from pipeline.tracking import contents, following, publishing, stores
 from pipeline.tracking.contents import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
@@ -150,6 +149,7 @@ def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keyw
     code = (
         "import sys\nfrom pathlib import Path\nfrom pipeline import config, tracking\n"
         "from pipeline.tracking import following\n"
+        "following.FIRST_PAUSE_SECONDS = 0.1\n"
         # On a busy machine what yields would never run. One test looks at the yielding itself.
         f"{'' if yielding else 'following._yield_to_training = lambda: None'}\n"
         f"values = {config_of().model_dump(mode='json')!r}\n"
@@ -300,19 +300,20 @@ def test_a_deleted_experiment_comes_back(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "call"),
+    ("owner", "act", "call"),
     [
-        ("log_points", 1),  # a run without history
-        ("log_points", 4),  # the second run without figures
-        ("set_tags", 5),  # the parent, whose children are all there
-        ("set_tags", 6),  # the parent's last act
+        (Store, "log_points", 1),  # a run without history
+        (Store, "log_points", 4),  # the second run without figures
+        (MlflowClient, "set_terminated", 2),  # the second run, which lacks nothing but its mark
+        (Store, "set_tags", 5),  # the parent, whose children are all there
+        (Store, "set_tags", 6),  # the parent's last act
     ],
 )
 def test_a_killed_publish_leaves_nothing_that_counts(
-    root: Path, monkeypatch: pytest.MonkeyPatch, where: str, call: int
+    root: Path, monkeypatch: pytest.MonkeyPatch, owner: type, act: str, call: int
 ) -> None:
     calls = 0
-    original = getattr(Store, where)
+    original = getattr(owner, act)
 
     def killed(*arguments: Any) -> Any:
         nonlocal calls
@@ -322,7 +323,7 @@ def test_a_killed_publish_leaves_nothing_that_counts(
         return original(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, where, killed)
+        patched.setattr(owner, act, killed)
         with pytest.raises(KeyboardInterrupt):
             tracking.publish(config_of(), root)
     assert not agrees(root, config_of())
@@ -416,9 +417,13 @@ def test_an_adoption_that_was_killed_is_taken_up_again(root: Path, monkeypatch: 
         patched.setattr(Store, "log_points", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tracking.publish(config_of(), root)
+    client = client_of(root)
+    [experiment] = {run.info.experiment_id for run in runs_of(root)}
+    client.create_logged_model(experiment, "model", source_run_id=live)  # it had come that far
     assert tracking.publish(config_of(), root).adopted == 1
     _, children = family(root)
     assert children["baseline-seed0"].info.run_id == live
+    assert not client.search_logged_models([experiment])
 
 
 @pytest.mark.parametrize("mirrored", [{}, {MIRRORED: "another result"}])
@@ -444,7 +449,10 @@ def test_a_training_that_goes_on_and_one_without_a_result_keep_their_live_runs(r
 
 
 def test_live_runs_of_another_checkout_are_left_alone(root: Path) -> None:
-    other = live_run(root, tags={LIVE: "another checkout"})
+    wanted = contents.wanted(config_of(), root)
+    assert wanted
+    tags = {LIVE: "another checkout", COMPARISON: wanted.key, RUN: key_of(root, "ddp", 0)}  # which is adopting it
+    other = live_run(root, tags=tags)
     assert tracking.publish(config_of(), root).deleted == 0
     assert other in {run.info.run_id for run in runs_of(root)}
 
@@ -544,29 +552,39 @@ def test_a_history_that_is_rewritten_is_mirrored_anew(root: Path) -> None:
         follower.stdin.close()
 
 
-def test_the_follower_of_an_unreachable_server_warns_once_and_ends_with_the_training(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_count_as_read_only_once_they_were_taken(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    tail = following._Tail(path)
+    assert tail.read(final=False) == []
+    path.write_text("a,b\n1,2\n3,")
+    for _ in range(2):  # as after a failure
+        assert tail.read(final=True) == [{"a": "1", "b": "2"}]
+    tail.take()
+    assert tail.read(final=True) == []
+    path.write_text("a,b\n1,2\n3,4\n")
+    assert tail.read(final=True) == [{"a": "3", "b": "4"}]
+    path.write_text("a,b\n1,9\n3,4\n")
+    with pytest.raises(following.Rewritten):
+        tail.read(final=True)
+
+
+def test_the_follower_keeps_trying_but_warns_once_and_ends_with_the_training(
+    root: Path, junk_server: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    uri, asked = junk_server
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
-        assert follower.stdin
-        assert follower.stderr
         histories(root, "ddp", 12)
-        errors = follower.stderr
 
-        def speaks() -> bool:
+        def tried_often() -> bool:
             go_on(root)
-            return bool(select.select([errors], [], [], 0)[0])
+            return len(asked) > 2
 
-        wait_for(speaks)
-        warning = errors.readline()
-        follower.stdin.write("finished\n")
-        follower.stdin.close()
-        rest = follower.stderr.read()
-    assert "warning: MLflow at http://127.0.0.1" in warning
+        wait_for(tried_often)
+        _, errors = follower.communicate("finished\n")
+    [warning] = errors.splitlines()
+    assert warning.startswith(f"warning: MLflow at {uri}: ")
     assert "Training goes on" in warning
-    assert rest == ""
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux alone has a scheduler for idle processes")
@@ -606,11 +624,13 @@ def silent_server() -> Iterator[str]:
 
 
 @pytest.fixture
-def junk_server() -> Iterator[str]:
-    """Answers everything with a page of something else."""
+def junk_server() -> Iterator[tuple[str, list[str]]]:
+    """Its address and what it was asked for; it answers everything with a page of something else."""
+    asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            asked.append(self.path)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"<html>Welcome to the coffee machine</html>")
@@ -623,7 +643,7 @@ def junk_server() -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}", asked
         server.shutdown()
         thread.join()
 
@@ -654,10 +674,13 @@ def test_a_server_that_never_answers_costs_one_warning(
 
 
 def test_a_server_of_something_else_costs_one_warning(
-    root: Path, junk_server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path,
+    junk_server: tuple[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", junk_server)
-    assert_one_warning(root, junk_server, capsys)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", junk_server[0])
+    assert_one_warning(root, junk_server[0], capsys)
 
 
 def test_a_password_is_not_shown() -> None:
@@ -709,7 +732,7 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
         f"mlflow.set_tracking_uri({stores.address(root)!r})\n"
         "images = np.load('images.npy')\n"
         f"np.save('pyfunc.npy', mlflow.pyfunc.load_model({run.data.tags['model']!r}).predict(images))\n"
-        f"module = mlflow.pytorch.load_model('runs:/{run.info.run_id}/model')\n"
+        f"module = mlflow.pytorch.load_model('runs:/{run.info.run_id}/ddp-seed1')\n"
         "np.save('pytorch.npy', module(torch.from_numpy(images)).detach().numpy())\n"
     )
     environment = os.environ | {"MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
@@ -728,6 +751,8 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
     logged_model = client.get_logged_model(output.model_id)
     assert str(logged_model.status) == "READY"
     requirements = (Path(logged_model.artifact_location) / "requirements.txt").read_text()
+    description = (Path(logged_model.artifact_location) / "MLmodel").read_text()
+    assert "device: cpu" in description  # an exported program does not move to the GPU that pyfunc would take
     assert f"torch=={torch.__version__.partition('+')[0]}" in requirements.splitlines()
     assert agrees(root, config_of(models=True))
 

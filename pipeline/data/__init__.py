@@ -7,9 +7,11 @@ other's files (``prepare`` alone calls ``decode``), so that a change of one re-r
 
 from __future__ import annotations
 
+from pipeline.config import PipelineError
+
 IMAGE_LISTING = "files.csv"
 """What ``fetch`` writes for an image folder: path, size_bytes and sha256 of every image."""
 
 
-class DataError(RuntimeError):
+class DataError(PipelineError):
     """Data that cannot be had, decoded or trusted. The message says what, where, and what to do."""

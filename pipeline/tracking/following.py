@@ -206,7 +206,8 @@ class _Tail:
         self._path = path
         self._began_ns = time.time_ns()
         self._taken = self._read = b""
-        self._stamp: tuple[int, int] | None = None
+        self._taken_at: tuple[int, int] | None = None
+        self._read_at: tuple[int, int] | None = None
 
     def read(self, final: bool) -> list[dict[str, str]]:
         """Complete rows that were not taken yet. Raises Rewritten.
@@ -216,26 +217,26 @@ class _Tail:
         try:
             status = self._path.stat()
             stamp = (status.st_mtime_ns, status.st_size)
-            if stamp == self._stamp or (status.st_mtime_ns < self._began_ns and not final):
+            if stamp == self._taken_at or (status.st_mtime_ns < self._began_ns and not final):
                 return []
             content = self._path.read_bytes()
         except FileNotFoundError:
             stamp, content = None, b""
         if not content.startswith(self._taken):
             raise Rewritten
-        self._stamp, self._read = stamp, content[: content.rfind(b"\n") + 1]
+        self._read_at, self._read = stamp, content[: content.rfind(b"\n") + 1]
         header = self._read[: self._read.find(b"\n") + 1] if self._taken else b""
         added = header + self._read[len(self._taken) :]
         return list(csv.DictReader(added.decode().splitlines()))
 
     def take(self) -> None:
         """Count what was read as taken."""
-        self._taken = self._read
+        self._taken, self._taken_at = self._read, self._read_at
 
     def rewind(self) -> None:
         """Take the file from its beginning again."""
         self._taken = self._read = b""
-        self._stamp = None
+        self._taken_at = self._read_at = None
 
 
 def _listen(heard: bytes) -> tuple[bool, bytes]:

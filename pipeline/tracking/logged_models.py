@@ -51,7 +51,7 @@ def log(store: Store, run_id: str, child: Child) -> str:
             raise NotLoggable(f"{type(error).__name__}: {_first_line(error)}") from error
         logged = client.create_logged_model(
             store.experiment_id,
-            name="model",
+            name=child.name,  # what MLflow's list of models shows
             source_run_id=run_id,
             params=client.get_run(run_id).data.params,
             tags={"variant": child.variant, "seed": str(child.run.seed), "model_sha256": child.run.model_sha256},

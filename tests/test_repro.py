@@ -1,0 +1,97 @@
+"""The whole pipeline, as a person runs it: `dvc repro` in a clone, on real digits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import Clone
+
+PARAMS = {
+    "fetch.dataset": "digits",
+    "train.device": "cpu",
+    "train.seeds": [0, 1],
+    "train.epochs": 1,
+    "train.batch_size": 32,
+    "train.learning_rate": 0.05,
+    "variants.memory.gradient_accumulation": 2,
+}
+RUNS = ["baseline-seed0", "baseline-seed1", "ddp-seed0", "ddp-seed1", "memory-seed0", "memory-seed1"]
+
+
+def children(checkout: Clone) -> dict[str, list[str]]:
+    """Comparison's name -> names of the runs under it, of what is in the store and not deleted."""
+    with sqlite3.connect(checkout.path / "mlflow.db") as store:
+        rows = store.execute(
+            "SELECT parents.name, runs.name FROM runs JOIN tags ON tags.run_uuid = runs.run_uuid "
+            "AND tags.key = 'mlflow.parentRunId' JOIN runs parents ON parents.run_uuid = tags.value "
+            "WHERE runs.lifecycle_stage = 'active' AND parents.lifecycle_stage = 'active'"
+        ).fetchall()
+        (count,) = store.execute("SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active'").fetchone()
+    found: dict[str, list[str]] = {}
+    for parent, child in rows:
+        found.setdefault(parent, []).append(child)
+    assert count == len(rows) + len(found), "there are runs beside the comparisons"
+    return {parent: sorted(names) for parent, names in found.items()}
+
+
+def trained(output: str) -> list[str]:
+    """The variants that a `dvc repro` really trained."""
+    return [line.split("@")[1].rstrip("':") for line in output.splitlines() if line.startswith("Running stage 'train@")]
+
+
+def models(checkout: Clone) -> dict[str, list[str]]:
+    results = sorted((checkout.path / "results").glob("*.json"))
+    return {path.stem: [run["model_sha256"] for run in json.loads(path.read_text())["runs"]] for path in results}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Callable[..., Clone]) -> None:
+    checkout = clone(PARAMS)
+
+    first = checkout.run("dvc", "repro")
+    assert trained(first) == ["baseline", "ddp", "memory"]
+    [(comparison, names)] = children(checkout).items()
+    assert names == RUNS
+    report = json.loads((checkout.path / "reports" / "comparison.json").read_text())
+    assert report["schema"] == 1
+    assert "<svg" in (checkout.path / "reports" / "comparison.html").read_text()
+    assert "memory" in (checkout.path / "reports" / "comparison.md").read_text()
+    weights = models(checkout)
+    metrics = checkout.run("dvc", "metrics", "show")
+    assert "samples_per_second" in metrics
+    assert "ddp" in metrics
+    checkout.commit()
+    assert checkout.run("git", "status", "--porcelain") == ""
+
+    # Again: nothing to train, nothing doubled.
+    again = checkout.run("dvc", "repro")
+    assert trained(again) == []
+    assert children(checkout) == {comparison: RUNS}
+
+    # Answered wholly from the cache, into a store that was deleted.
+    (checkout.path / "mlflow.db").unlink()
+    shutil.rmtree(checkout.path / "mlartifacts")
+    shutil.rmtree(checkout.path / "results")
+    restored = checkout.run("dvc", "repro")
+    assert trained(restored) == []
+    assert models(checkout) == weights
+    assert children(checkout) == {comparison: RUNS}
+
+    # One variant changed: it alone is trained, and a new comparison stands beside the old one.
+    checkout.edit({"variants.memory.activation_checkpointing": False})
+    assert trained(checkout.run("dvc", "repro")) == ["memory"]
+    stored = children(checkout)
+    assert stored.pop(comparison) == RUNS
+    assert list(stored.values()) == [RUNS]
+    assert models(checkout)["ddp"] == weights["ddp"]
+
+    # Another environment: everything that was measured is measured again.
+    other = checkout.run("dvc", "repro", "train@baseline", MALLOC_ARENA_MAX="1")
+    assert trained(other) == ["baseline"]
+    assert models(checkout)["baseline"] == weights["baseline"]
