@@ -24,6 +24,7 @@ lint: .venv/installed-dev
 	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
 
 ui: .venv/installed
+	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning'
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
 bench: .venv/installed

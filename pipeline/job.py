@@ -46,7 +46,6 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 
 def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], started: float) -> None:
     """What each process does."""
-    import torch._dynamo  # the first optimizer imports it: not to be taken for memory of the training
 
     Memory.note_imports()
     dataset = read_dataset(prepared)
