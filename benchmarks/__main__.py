@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `python -m pipeline` does, for both arms of every pair
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does, for both arms of every pair
 
 from benchmarks import data_path, stages
 from pipeline import environment, results

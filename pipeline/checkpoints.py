@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return None
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, ImportError) as error:
-        print(f"{path} cannot be read and is ignored; the run starts from the beginning. ({error})", flush=True)
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, ImportError, pickle.UnpicklingError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        print(f"{path} cannot be read and is ignored; the run starts from the beginning. ({reason})", flush=True)
         return None
-    return state if state.get("identity") == identity else None
+    return state if isinstance(state, dict) and state.get("identity") == identity else None
 
 
 def random_state() -> dict[str, torch.Tensor]:

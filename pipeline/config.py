@@ -113,7 +113,7 @@ class Train(Section):
     )
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
     learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
-    momentum: Fraction = Field(0.9, description="SGD's momentum, or AdamW's beta1.")
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="SGD's momentum, or AdamW's beta1.")
     weight_decay: NonNegativeFloat = Field(5e-4, description="Weight decay.")
     schedule: Literal["one_cycle", "cosine", "constant"] = Field(
         "one_cycle", description="After the warm-up: linear to zero, half a cosine to zero, or constant."
@@ -257,6 +257,17 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
 
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
+    if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto":
+        available = processes
+        while train.batch_size % (processes * asked.gradient_accumulation) and processes > 1:
+            processes -= 1
+        if processes < available:
+            left_out[f"{available - processes} of {available} GPUs"] = (
+                f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
+            )
+    if asked.parallelism != "none" and processes == 1:
+        left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
+        changes["parallelism"] = "none"
     if asked.precision == "fp16" and not on_gpu:
         raise ConfigError(
             f"{where}.precision: found 'fp16', which needs a GPU, and this run is on the CPU; "

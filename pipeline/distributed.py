@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -93,23 +94,23 @@ def launched_size() -> int | None:
 
 
 @contextmanager
-def world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
+def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
     """This process's world; the process group lives as long as the block.
 
     A process that no launcher started is a world of its own, without a process group. On CUDA the
-    backend is NCCL and the local rank chooses the GPU; on CPU it is gloo, and the cores are shared
-    out evenly unless OMP_NUM_THREADS says otherwise.
+    backend is NCCL and the local rank chooses the GPU; on CPU it is gloo, and this host's ``cores`` are
+    shared out evenly unless OMP_NUM_THREADS says otherwise. Raises PipelineError if there is no GPU for
+    this rank.
     """
     size = launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device == "cuda":
-        torch.cuda.set_device(local_rank)
-        here = torch.device("cuda", local_rank)
+        here = _gpu(local_rank)
     else:
         here = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, _cores() // local_size))
+            torch.set_num_threads(max(1, int(cores / local_size)))
     if size is None:
         yield World(rank=0, size=1, device=here, backend=None)
         return
@@ -129,25 +130,31 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
     if processes == 1 or launched_size() is not None:
         worker(*arguments)
         return
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-    )
-    with tempfile.TemporaryDirectory() as failures:
+    # What went wrong is said once, below, by the rank to which it happened first.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as directory:
+        failures = Path(directory, "failures")
+        failures.mkdir()
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=directory),
+        )
         try:
-            elastic_launch(settings, _reporting)(failures, worker, arguments)
+            elastic_launch(settings, _reporting)(str(failures), worker, arguments)
         except ChildFailedError as error:
-            raise WorkerError(_first_failure(Path(failures)) or str(error)) from None
+            raise WorkerError(_first_failure(failures) or str(error)) from None
         except SignalException as error:  # the launcher has ended the ranks
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -175,5 +182,20 @@ def _first_failure(failures: Path) -> str | None:
     return reports[0].read_text(encoding="utf-8") if reports else None
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _gpu(local_rank: int) -> torch.device:
+    """This rank's GPU, made the current one."""
+    try:
+        count = torch.cuda.device_count()
+        if local_rank < count:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum in another order
+            torch.cuda.set_device(local_rank)
+            torch.cuda.init()
+            return torch.device("cuda", local_rank)
+    except RuntimeError as error:
+        raise PipelineError(
+            f"train.device: PyTorch cannot use the GPU ({error}). Set train.device to 'cpu', or install a driver for "
+            f"torch {torch.__version__}."
+        ) from None
+    raise PipelineError(
+        f"local rank {local_rank} has no GPU: PyTorch sees {count} on this host. Start one process a GPU."
+    )

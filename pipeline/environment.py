@@ -60,7 +60,7 @@ def fingerprint() -> dict[str, Any]:
         "hardware": {
             "cpu": {
                 "model": _cpu_model(),
-                "cores": _cores(),
+                "cores": cores(),
                 "flags": [flag for flag in _CPU_FLAGS if flag in _flags()],
             },
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -213,7 +213,7 @@ def _flags() -> set[str]:
     return set((facts.get("flags") or facts.get("Features") or "").split())
 
 
-def _cores() -> float:
+def cores() -> float:
     """Cores this process may use: its affinity, and the quota of every control group around it."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([allowed, *_quotas()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import subprocess
@@ -19,12 +20,12 @@ from tqdm import tqdm
 from pipeline import checkpoints, models, results
 from pipeline.config import Config, Machine, PipelineError, Plan
 from pipeline.config import plan as plan_of
-from pipeline.data.batches import TrainBatches
+from pipeline.data.batches import TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import World, launch, launched_size
 from pipeline.distributed import world as joined_world
-from pipeline.environment import ENVIRONMENT_FILE
+from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
 from pipeline.results import HistoryRow, Result, Run, summarise
 from pipeline.training import Training
@@ -49,7 +50,7 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
 
     Memory.note_imports()
     dataset = read_dataset(prepared)
-    with joined_world(plan.device) as world:
+    with joined_world(plan.device, cores()) as world:
         device_name = _device_name(world, environment)
         if world.is_main:
             _announce(plan, world, device_name)
@@ -60,6 +61,9 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
                 job.write_result(runs)
+    if world.is_main:  # the last act: up to here, an interruption finds all of it again
+        for seed in config.train.seeds:
+            checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
 
 
 class Job:
@@ -80,17 +84,19 @@ class Job:
         self.environment_hash, self.device_name, self.started = environment_hash, device_name, started
         self.sampler = sampler
         self.history: list[HistoryRow] = []
-        """Of all seeds so far; on the main rank alone."""
+        """Of all seeds so far; the main rank writes it to ``history_file``."""
+        self.history_file = results.history_file(plan.name)
         self.parameter_count = 0
-        self.placement: Literal["resident", "streamed"] = "resident"
+        wanted = config.train.placement
+        chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
+        self.placement: Literal["resident", "streamed"] = world.broadcast(chosen)
+        _make_exact(world, deterministic=config.train.deterministic)
 
     def train(self, seed: int) -> Run:
         """One seed, from the start or from its checkpoint; returns the same record on every rank."""
         if self.sampler:
             self.sampler.seed = seed
-        checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
-        identity = self._identity(seed)
-        saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
+        _forget_last_run(self.world)
         torch.manual_seed(seed)
         channels, height, width = self.dataset.shape
         train = self.config.train
@@ -103,7 +109,9 @@ class Job:
             classes=len(self.dataset.classes),
         )
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        _seed_algorithms(self.world, deterministic=train.deterministic)
+        checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
+        identity = self._identity(seed)
+        saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
         with TrainBatches(
             self.dataset,
             batch_size=train.batch_size,
@@ -112,16 +120,17 @@ class Job:
             world_size=self.world.size,
             seed=seed,
             augment=train.augment,
-            placement=train.placement,
+            placement=self.placement,
             device=self.world.device,
         ) as batches:
-            self.placement = batches.placement
             training = Training(self.plan, train, model, self.dataset, batches, self.world, seed)
             resumes, earlier = 0, list(self.history)
             if saved:
                 training.restore(saved)
                 resumes = saved["resumes"]
                 self.history = earlier + [HistoryRow.model_validate(row) for row in saved["history"]]
+            if self.world.is_main:
+                results.write_history(self.history, self.history_file)
             if saved and saved["run"]:
                 self._say(f"seed {seed}: complete in {checkpoint}")
                 run = Run.model_validate(saved["run"])
@@ -133,19 +142,19 @@ class Job:
                 for row in self._shown(training, seed):
                     if row:
                         self.history.append(row)
-                        self._write_history()
+                        if self.world.is_main:
+                            results.append_history(row, self.history_file)
                     if self._checkpoint_is_due(training):
                         with training.paused():
                             self._save(training, checkpoint, identity, seed, resumes, None)
                 run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
                 self._save(training, checkpoint, identity, seed, resumes, run)
         if self.world.is_main:
-            self._write_history()
             checkpoints.save(training.model.state_dict(), results.model_file(self.plan.name, seed))
         return run
 
     def write_result(self, runs: list[Run]) -> None:
-        """Write the result, now that every seed is done, and drop the checkpoints."""
+        """Write the result, now that every seed is done."""
         config, plan = self.config, self.plan
         result = Result(
             variant=plan.name,
@@ -169,8 +178,6 @@ class Job:
             runs=tuple(runs),
         )
         results.write(result, results.result_file(plan.name))
-        for seed in config.train.seeds:
-            checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
 
     def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
         """The training's steps, with a progress bar for a person and a line an epoch for a log."""
@@ -212,8 +219,8 @@ class Job:
         """The record of a finished run, from what every rank measured."""
         clock, memory, score = training.clock, training.memory, training.score
         assert score is not None  # the last epoch ends with an evaluation
-        ranks = self.world.gather((clock.state(), memory.state()))
-        clocks, memories = [rank[0] for rank in ranks], [rank[1] for rank in ranks]
+        ranks = self.world.gather((clock.state(), memory.state(), clock.disagreement()))
+        clocks, memories, disagreements = zip(*ranks, strict=True)
         slowest = max(clocks, key=lambda clock: clock["measured_seconds"])
         peaks = tuple(memory["peak_bytes"] for memory in memories)
         steps = {len(clock["step_seconds"]) for clock in clocks}
@@ -228,8 +235,7 @@ class Job:
             )
         if len(steps) > 1:
             refusals.append(f"the ranks measured different numbers of steps: {sorted(steps)}")
-        if disagreement := clock.disagreement():
-            refusals.append(disagreement)
+        refusals += [f"rank {rank}: {reason}" for rank, reason in enumerate(disagreements) if reason]
         if retries:
             refusals.append(f"the allocator ran out of memory and flushed its cache {retries} time(s)")
         trusted = not refusals
@@ -255,7 +261,7 @@ class Job:
             first_step_seconds=None if startup_seconds is None else clock.first_step_seconds,
             train_seconds=max(clock["train_seconds"] for clock in clocks),
             evaluate_seconds=training.evaluate_seconds,
-            peak_memory_bytes=max(peaks) if all(peak is not None for peak in peaks) else None,
+            peak_memory_bytes=None if retries or None in peaks else max(peaks),
             peak_memory_rank_bytes=peaks,
             peak_reserved_bytes=(
                 None if memory.reserved_bytes is None else max(memory["reserved_bytes"] for memory in memories)
@@ -265,10 +271,6 @@ class Job:
             refusals=tuple(refusals),
             model_sha256=checkpoints.state_sha256(training.model.state_dict()),
         )
-
-    def _write_history(self) -> None:
-        if self.world.is_main:
-            results.write_history(self.history, results.history_file(self.plan.name))
 
     def _say(self, text: str) -> None:
         if self.world.is_main:
@@ -282,9 +284,7 @@ class Job:
             "plan": self.plan.model_dump(mode="json"),
             "dataset": self.dataset.sha256,
             "environment": self.environment_hash,
-            "code": [
-                hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.rglob("*.py"))
-            ],
+            "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _code()],
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -331,7 +331,26 @@ def _environment() -> dict[str, Any]:
     raise PipelineError(f"{ENVIRONMENT_FILE} is missing or broken; run `python -m pipeline environment` first.")
 
 
-def _seed_algorithms(world: World, *, deterministic: bool) -> None:
+def _code() -> list[Path]:
+    """The files whose code a run depends on: this package's, and those of the user's own that are loaded."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    loaded = {Path(file) for file in files if file}
+    own = {path for path in loaded if path.is_relative_to(Path.cwd()) and "site-packages" not in path.parts}
+    return sorted(own | set(Path(__file__).parent.rglob("*.py")))
+
+
+def _make_exact(world: World, *, deterministic: bool) -> None:
+    """float32 means float32: cuDNN's convolutions would use TF32 (10 bits of mantissa) unless told otherwise."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.benchmark = False
+    if world.device.type == "cuda" and deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _forget_last_run(world: World) -> None:
+    """Checkpointed blocks refer to themselves; without this their memory would count for the next seed's run."""
+    gc.collect()
     if world.device.type == "cuda":
-        torch.backends.cudnn.deterministic = deterministic
-        torch.backends.cudnn.benchmark = False
+        torch.cuda.empty_cache()

@@ -1,12 +1,11 @@
-"""Time, memory and FLOPs: each number that a result holds is defined here, once."""
+"""Time and memory: each number that a result holds is defined here, once."""
 
 from __future__ import annotations
 
 import csv
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import psutil
 import torch
-from torch import nn
 
 T = TypeVar("T")
 
@@ -201,17 +199,8 @@ def _reset_resident_peak() -> bool:
     return True
 
 
-def forward_backward_flops(model: nn.Module, images: torch.Tensor) -> int:
-    """FLOPs of one forward and backward pass of ``model`` over ``images``, counted operator by operator."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        model(images).sum().backward()
-    return int(counter.get_total_flops())
-
-
 class SystemSampler(AbstractContextManager["SystemSampler"]):
-    """Samples the processor, the memory and the GPU in use, once a second, into a CSV file.
+    """Samples the processor, the memory and this process's GPU, once a second, into a CSV file.
 
     The columns carry MLflow's names for system metrics. A sample costs well under a millisecond, in a
     thread of its own.
@@ -221,7 +210,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
         self._path = path
         self._interval = interval_seconds
         self._process = psutil.Process()
-        self._gpu = _Gpu(device) if device.type == "cuda" else None
+        self._gpu = _gpu(device) if device.type == "cuda" else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         self.seed = 0
@@ -265,28 +254,42 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
 
 
 class _Gpu:
-    """One GPU's figures by NVML, addressed by what torch calls it, whatever CUDA_VISIBLE_DEVICES says."""
+    """One GPU's figures by NVML, addressed by what torch calls it, whatever CUDA_VISIBLE_DEVICES says.
+
+    What the driver does not tell (of a MIG instance or a virtual GPU, say) is left out.
+    """
 
     def __init__(self, device: torch.device) -> None:
         import pynvml
 
-        self._nvml = pynvml
-        self._index = device.index or 0
         pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(device).uuid
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        name = f"gpu_{device.index or 0}"
+        readings: dict[str, Callable[[], float]] = {
+            f"{name}_utilization_percentage": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            f"{name}_memory_usage_megabytes": lambda: round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e6, 1),
+            f"{name}_power_usage_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        }
+        self._readings = {name: read for name, read in readings.items() if self._answers(read)}
+
+    @staticmethod
+    def _answers(read: Callable[[], float]) -> bool:
+        import pynvml
+
+        try:
+            read()
+        except pynvml.NVMLError:
+            return False
+        return True
 
     def sample(self) -> dict[str, float]:
-        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
-        name = f"gpu_{self._index}"
-        return {
-            f"{name}_utilization_percentage": float(rates.gpu),
-            f"{name}_memory_usage_megabytes": round(int(memory.used) / 1e6, 1),
-            f"{name}_power_usage_watts": self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
-        }
+        return {name: read() for name, read in self._readings.items()}
 
 
-def on_terminal() -> bool:
-    """Whether progress is shown to a person rather than written to a log."""
-    return sys.stderr.isatty()
+def _gpu(device: torch.device) -> _Gpu | None:
+    import pynvml
+
+    try:
+        return _Gpu(device)
+    except pynvml.NVMLError:
+        return None

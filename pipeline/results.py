@@ -16,8 +16,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.config import PipelineError
+
 RESULTS = Path("results")
 MODELS = Path("models")
+
+
+class ResultError(PipelineError, ValueError):
+    """A file is not the result it should be. The message names it."""
 
 
 class Record(BaseModel):
@@ -168,7 +174,7 @@ def history_file(variant: str, root: Path = RESULTS) -> Path:
 
 
 def system_file(variant: str, root: Path = RESULTS) -> Path:
-    """Samples of processor, memory and the GPUs that the run used, about one a second."""
+    """Samples of processor, memory and the main rank's GPU, about one a second."""
     return root / variant / "system.csv"
 
 
@@ -178,13 +184,13 @@ def model_file(variant: str, seed: int, root: Path = MODELS) -> Path:
 
 
 def read(path: Path) -> Result:
-    """Read one result. Raises ValueError, naming the file, if it is not one."""
+    """Read one result. Raises ResultError, naming the file, if it is not one."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         values["schema_"] = values.pop("schema")
         return Result.model_validate(values)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result this version can read; run `dvc repro` again. ({error})") from None
+        raise ResultError(f"{path} is not a result this version can read; run `dvc repro` again. ({error})") from None
 
 
 def write(result: Result, path: Path) -> None:
@@ -218,6 +224,12 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
         writer.writeheader()
         writer.writerows(row.model_dump() for row in rows)
     partial.replace(path)
+
+
+def append_history(row: HistoryRow, path: Path) -> None:
+    """Add one row to a file that ``write_history`` began."""
+    with path.open("a", newline="", encoding="utf-8") as file:
+        csv.DictWriter(file, list(HistoryRow.model_fields)).writerow(row.model_dump())
 
 
 def digest(record: Record) -> str:

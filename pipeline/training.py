@@ -25,7 +25,14 @@ MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 class NonFiniteLoss(PipelineError):
-    """The training loss became infinite or NaN; the optimizer has not taken that step."""
+    """The training loss became infinite or NaN; the optimizer has not taken that step.
+
+    ``steps_ago``: how many steps have ended since that one began.
+    """
+
+    def __init__(self, message: str, steps_ago: int = 0) -> None:
+        super().__init__(message)
+        self.steps_ago = steps_ago
 
 
 class TrainingStep:
@@ -103,20 +110,22 @@ class DeviceLosses:
     def __init__(self, world: World) -> None:
         self.world = world
         self.total = torch.zeros((), device=world.device)
+        self.bad_steps = torch.zeros((), device=world.device)
 
     def add(self, loss: torch.Tensor) -> None:
         self.total += loss.detach()
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         found_inf = torch.nan_to_num(self.total * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
-        optimizer.found_inf = self.world.max_(found_inf)  # type: ignore[attr-defined]
+        self.bad_steps += self.world.max_(found_inf)
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
 
     def take(self) -> float:
         """The sum over steps since the last call, averaged over ranks. Waits for the device."""
         total = self.world.sum_(self.total).item() / self.world.size
         self.total.zero_()
         if not math.isfinite(total):
-            raise NonFiniteLoss(f"the loss became {total} since the last row of history")
+            raise NonFiniteLoss(f"the loss became {total}", steps_ago=int(self.bad_steps))
         return total
 
 
@@ -145,7 +154,7 @@ def make_optimizer(train: Train, model: nn.Module) -> torch.optim.Optimizer:
             weight_decay=train.weight_decay,
             fused=True,
         )
-    return torch.optim.SGD(
+    sgd = torch.optim.SGD(
         model.parameters(),
         lr=train.learning_rate,
         momentum=train.momentum,
@@ -153,6 +162,12 @@ def make_optimizer(train: Train, model: nn.Module) -> torch.optim.Optimizer:
         weight_decay=train.weight_decay,
         fused=True,
     )
+    if train.momentum > 0:
+        # Left to itself, the fused kernel takes memory as it finds it for the momentum and trusts the first step to
+        # fill it; a first step that is left out, as fp16's scaler does, would leave garbage there.
+        for parameter in model.parameters():
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
 
 
 class Training:
@@ -322,7 +337,7 @@ class Training:
         try:
             yield
         except NonFiniteLoss as error:
-            epoch, step = divmod(self.steps, self.batches.steps_per_epoch)
+            epoch, step = divmod(self.steps - error.steps_ago, self.batches.steps_per_epoch)
             raise NonFiniteLoss(
                 f"variant {self.plan.name}, seed {self.seed}, epoch {epoch + 1}, step {step + 1}: {error}; the "
                 "optimizer has not taken that step. Lower train.learning_rate, lengthen train.warmup_fraction, or "

@@ -12,7 +12,8 @@ import pytest
 from tests.imports import imported, modules, own, tree
 
 LAYERS = (
-    {"config", "results", "stats"},
+    {"config", "stats"},
+    {"results"},
     {"environment", "distributed", "measurement", "checkpoints", "models", "data"},
     {"techniques", "tracking"},
     {"evaluation"},

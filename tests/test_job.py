@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 
 from pipeline import environment, job, models, results
 from pipeline.checkpoints import checkpoint_file, state_sha256
-from pipeline.config import Config, Machine, PipelineError, parse
+from pipeline.config import Config, Machine, PipelineError, Variant, parse
 from pipeline.data import prepared, sources
 from pipeline.results import Result
 
@@ -182,6 +183,56 @@ def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: s
     assert f"variant {variant}, seed 0, epoch 1, step " in output
     assert "Lower train.learning_rate" in output
     assert not results.result_file(variant).exists()
+
+
+def test_ddp_of_one_process_is_left_out_and_said(workspace: Path) -> None:  # noqa: ARG001
+    config = configure(seeds=[0], epochs=1)
+    alone = config.model_copy(update={"variants": {"ddp": Variant(parallelism="ddp", processes=1)}})
+    job.run(alone, "ddp", CPU_ONLY, PREPARED)
+    result = results.read(results.result_file("ddp"))
+    assert (result.applied["parallelism"], result.world_size, list(result.left_out)) == ("none", 1, ["ddp"])
+
+
+def test_a_checkpoint_from_before_a_change_of_the_users_model_is_not_used(workspace: Path) -> None:
+    def write(width: int) -> None:
+        (workspace / "own_model.py").write_text(
+            "from torch import nn\n"
+            "def net(channels, height, width, classes):\n"
+            f"    return nn.Sequential(nn.Flatten(), nn.Linear(64, {width}), nn.ReLU(), nn.Linear({width}, classes))\n"
+        )
+
+    write(16)
+    configure(model="own_model:net", epochs=50)
+    killed = command("baseline")
+    first_seed = checkpoint_file("baseline", 0)
+    while not first_seed.exists() and killed.poll() is None:
+        time.sleep(0.002)
+    killed.kill()
+    killed.communicate()
+    write(17)
+    configure(model="own_model:net", epochs=1)
+    again = command("baseline")
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    assert "resuming" not in output
+    assert results.read(results.result_file("baseline")).parameter_count == 64 * 17 + 17 + 17 * 10 + 10
+
+
+def test_memory_of_one_seed_does_not_count_for_the_next(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    """Checkpointed blocks refer to themselves, so only the collector frees them."""
+    built: list[Any] = []
+    alive: list[bool] = []
+
+    def build(*arguments: Any, **options: Any) -> torch.nn.Module:
+        alive.append(any(reference() is not None for reference in built))
+        model = original(*arguments, **options)
+        built.append(weakref.ref(model))
+        return model
+
+    original = models.build
+    monkeypatch.setattr(models, "build", build)
+    train("memory", epochs=1)
+    assert alive == [False, False]
 
 
 def test_without_a_fingerprint_nothing_is_trained(workspace: Path) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from pipeline.measurement import (
     Clock,
     Memory,
     SystemSampler,
-    forward_backward_flops,
     percentile_ms,
     resident_peak_bytes,
 )
@@ -143,13 +141,6 @@ def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.Mo
     memory.open()
     memory.close(measured=True)
     assert memory.peak_bytes is None
-
-
-def test_flops_of_a_linear_layer() -> None:
-    batch, wide, narrow = 7, 30, 5
-    model = nn.Linear(wide, narrow)
-    # Forward and the weights' gradient: one product of 2 * batch * wide * narrow each. The input needs none.
-    assert forward_backward_flops(model, torch.ones(batch, wide)) == 2 * (2 * batch * wide * narrow)
 
 
 def test_system_sampler_writes_samples_with_their_seed(tmp_path: Path) -> None:

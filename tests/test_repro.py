@@ -60,7 +60,7 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     assert names == RUNS
     report = json.loads((checkout.path / "reports" / "comparison.json").read_text())
     assert report["schema"] == 1
-    assert "<svg" in (checkout.path / "reports" / "comparison.html").read_text()
+    assert "data:image/svg+xml" in (checkout.path / "reports" / "comparison.html").read_text()
     assert "memory" in (checkout.path / "reports" / "comparison.md").read_text()
     weights = models(checkout)
     metrics = checkout.run("dvc", "metrics", "show")

@@ -17,7 +17,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.results import HistoryRow
 from pipeline.training import DeviceLosses, NonFiniteLoss, Training, learning_rate, make_optimizer
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, batch, conv_net, make_plan
 from tests.ranks import RankFailed, run_ranks
 
 TRAIN = Train(
@@ -184,9 +184,13 @@ class _BreaksAt(nn.Module):
         return logits * math.nan if self.seen == self.breaks else logits
 
 
-def _until_broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool) -> tuple[str, list[str], str]:
+def _until_broken(
+    joined: World, dataset: Dataset, broken_rank: int, on_device: bool, **applied: Any
+) -> tuple[str, list[str], str]:
     """The message, the weights before each step, and those after the run broke off."""
-    training = make_training(dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == broken_rank else None))
+    training = make_training(
+        dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == broken_rank else None), **applied
+    )
     if on_device:
         training.losses = training.take_step.losses = DeviceLosses(joined)
     before = [weights(training)]
@@ -204,10 +208,42 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_says_wher
 ) -> None:
     message, before, after = _until_broken(ALONE, digits, 0, on_device)
     assert message.startswith("variant tried, seed 0, epoch 1, step ")
-    assert "the loss became nan" in message
+    assert "epoch 1, step 8: the loss became nan" in message  # on the device it is read two steps later
     assert after == before[7]
-    if not on_device:  # the device's losses are read with the next row of history
-        assert "step 8:" in message
+
+
+def test_under_fp16_no_step_is_taken_from_the_bad_one_on(digits: Dataset) -> None:
+    message, before, after = _until_broken(ALONE, digits, 0, True, precision="fp16")
+    assert "epoch 1, step 8: the loss became nan" in message
+    assert after == before[7]
+
+
+def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:
+    net = nn.Linear(200, 200, bias=False)
+    nn.init.ones_(net.weight)
+    optimizer = make_optimizer(Train(momentum=0.9, weight_decay=0.0, learning_rate=0.5), net)
+    net.weight.grad = torch.ones_like(net.weight)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert torch.equal(net.weight, torch.ones(200, 200))
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    optimizer.step()
+    torch.testing.assert_close(net.weight, torch.full((200, 200), 1 - 0.5 * 1.9))  # Nesterov's first step
+
+
+def test_momentum_that_starts_at_zero_is_torchs_own() -> None:
+    ours, plain = conv_net(), conv_net()
+    optimizers = [
+        make_optimizer(Train(momentum=0.9, weight_decay=0.01, learning_rate=0.1), ours),
+        torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ]
+    for step in range(4):
+        for net, optimizer in zip((ours, plain), optimizers, strict=True):
+            images, labels = batch(32, seed=step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+    torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
 
 
 def test_no_rank_takes_the_step_in_which_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:

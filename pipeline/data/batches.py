@@ -69,7 +69,7 @@ class TrainBatches:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.steps_per_epoch = len(dataset.train) // batch_size
-        self.placement = _place(dataset.train.images, device) if placement == "auto" else placement
+        self.placement = choose_placement(dataset, device) if placement == "auto" else placement
         self._split = (self.steps_per_epoch, world_size, micro_batches, batch_size // (world_size * micro_batches))
         self._rank = rank
         self._seed = seed
@@ -306,6 +306,8 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-def _place(images: Tensor, device: torch.device) -> Literal["resident", "streamed"]:
+def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
+    """Placement auto, by the memory that is free now; the main rank's choice is for all ranks and seeds."""
+    images = dataset.train.images
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return "resident" if images.nbytes <= RESIDENT_FRACTION * free else "streamed"

@@ -9,11 +9,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import ConfigError
-from pipeline.measurement import forward_backward_flops
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, blocks
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 
 PLAN = make_plan(activation_checkpointing=True)
+
+
+def forward_backward_flops(model: nn.Module, images: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        model(images).sum().backward()
+    return int(counter.get_total_flops())
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:
