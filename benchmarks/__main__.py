@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...]``: measure, print a table, and write ``benchmarks/figures/<machine>.json``."""
+"""``python -m benchmarks [NAME ...]``: measure, print a table, and write ``<figures>/<machine>.json``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "bare_loop": stages.bare_loop,
     "tracking": stages.tracking,
     "nothing_to_do": stages.nothing_to_do,
-    "fixed_cost": stages.fixed_cost,
+    "fixed_cost": lambda: stages.fixed_cost(stages.IMPORT_TORCH),
+    "fixed_cost_over_optimizer": lambda: stages.fixed_cost(stages.WITH_OPTIMIZER),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none: all")
-    names = parser.parse_args().names or list(BENCHMARKS)
+    parser.add_argument("--figures", type=Path, default=FIGURES, metavar="DIRECTORY", help="where the figures go")
+    arguments = parser.parse_args()
+    names = arguments.names or list(BENCHMARKS)
     if unknown := set(names) - set(BENCHMARKS):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
 
@@ -41,7 +44,7 @@ def main() -> None:
     machine = " ".join(
         [*(gpu["name"] for gpu in hardware["gpus"]), hardware["cpu"]["model"], f"{stages.cores()} cores"]
     )
-    path = FIGURES / f"{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
+    path = arguments.figures / f"{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
     figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"benchmarks": {}}
     figures = {"machine": machine, "environment": fingerprint, "benchmarks": figures["benchmarks"]}
     for name in names:

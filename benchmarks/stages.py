@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +82,25 @@ def textbook(pairs: int = 5, epochs: int = 2) -> dict[str, Any]:
     return {"target_ratio": 1.7, "epochs": epochs, "test_accuracies": accuracies, **measured}
 
 
-def bare_loop(pairs: int = 20, batch_size: int = 64, steps: int = 150) -> dict[str, Any]:
+def bare_loop(pairs: int = 44, batch_size: int = 64, steps: int = 20) -> dict[str, Any]:
     """The stage's steady throughput over that of the barest loop a person would write over the same tensors.
 
-    Both in one process, in turns: same net, optimizer and number of steps. The stage's arm is ``Training.run`` with
-    its history written to a file, timed by its own clock after its own warm-up.
+    Both train in one process, ``steps`` steps in turns: same net, optimizer and data. The stage's arm is
+    ``Training.run`` with its history written to a file, as ``job`` runs it.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     alone = World(rank=0, size=1, device=device, backend=None)
     with tempfile.TemporaryDirectory() as folder:
         dataset = prepared.read(fashion_mnist(Path(folder))[1])
         train = Train(batch_size=batch_size, seeds=[0], epochs=1)
-        config = parse({"train": train.model_dump(), "variants": BASELINE})
-        job = plan(config, "baseline", environment.machine())
-        all_images, all_labels = dataset.train.images.to(device), dataset.train.labels.to(device)
-        mean, std = torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device)
+        job = plan(parse({"train": train.model_dump(), "variants": BASELINE}), "baseline", environment.machine())
+        history = Path(folder, "history.csv")
 
         def net() -> torch.nn.Module:
             torch.manual_seed(0)
             return build("small_cnn", {}, channels=1, height=28, width=28, classes=10).to(device)
 
-        def of_stage() -> float:
+        def stage() -> Iterator[None]:
             with TrainBatches(
                 dataset,
                 batch_size=batch_size,
@@ -111,39 +110,39 @@ def bare_loop(pairs: int = 20, batch_size: int = 64, steps: int = 150) -> dict[s
                 seed=0,
                 augment=train.augment,
                 placement="resident",
-                device=alone.device,
+                device=device,
             ) as batches:
-                training = Training(job, train, net(), dataset, batches, alone, seed=0)
-                history = []
-                for row in training.run():
+                results.write_history([], history)
+                for row in Training(job, train, net(), dataset, batches, alone, seed=0).run():
                     if row:
-                        history.append(row)
-                        results.write_history(history, Path(folder, "history.csv"))
-                    if training.steps == steps + train.warmup_steps:
-                        break
-                with training.paused():
-                    pass  # closes the window
-                return len(training.clock.step_seconds) * batch_size / training.clock.measured_seconds
+                        results.append_history(row, history)
+                    yield
 
-        def of_bare_loop() -> float:
+        def bare() -> Iterator[None]:
+            all_images, all_labels = dataset.train.images.to(device), dataset.train.labels.to(device)
+            mean, std = torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device)
             model = net()
             optimizer = make_optimizer(train, model)
             order = torch.randperm(len(all_labels), device=device)
-            started = time.perf_counter()
-            for step in range(train.warmup_steps + steps):
-                if step == train.warmup_steps:
-                    alone.synchronise()
-                    started = time.perf_counter()
-                chosen = order[step * batch_size : (step + 1) * batch_size]
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
                 images = all_images[chosen].float().div_(255).sub_(mean).div_(std)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(images), all_labels[chosen])
                 loss.backward()
                 optimizer.step()
+                yield
+
+        def throughput(loop: Iterator[None]) -> float:
+            alone.synchronise()
+            started = time.perf_counter()
+            for _ in range(steps):
+                next(loop)
             alone.synchronise()
             return steps * batch_size / (time.perf_counter() - started)
 
-        measured = ratio(of_stage, of_bare_loop, pairs, warm_up=True)
+        arms = stage(), bare()
+        measured = ratio(lambda: throughput(arms[0]), lambda: throughput(arms[1]), pairs, warm_up=True)
     return {"target_ratio": 0.98, "batch_size": batch_size, "steps": steps, **measured}
 
 
@@ -200,8 +199,13 @@ def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
     return {"target_ratio": 3.0, "lower_is_better": True, **measured}
 
 
-def fixed_cost(pairs: int = 9, variant: str = "baseline") -> dict[str, Any]:
-    """A train stage's wall time without its training and evaluation, over ``import torch``. Lower is better."""
+IMPORT_TORCH = "import torch"
+WITH_OPTIMIZER = "import torch; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
+"""torch imports its compiler with the first optimizer, whoever makes it."""
+
+
+def fixed_cost(reference: str, pairs: int = 9, variant: str = "baseline") -> dict[str, Any]:
+    """A train stage's wall time without its training and evaluation, over a Python that runs ``reference``."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
     with tempfile.TemporaryDirectory() as folder:
@@ -220,8 +224,8 @@ def fixed_cost(pairs: int = 9, variant: str = "baseline") -> dict[str, Any]:
             run = checkout.result(variant)["runs"][0]
             return float(seconds - run["train_seconds"] - run["evaluate_seconds"])
 
-        measured = ratio(of_stage, lambda: checkout.run(sys.executable, "-c", "import torch"), pairs, warm_up=True)
-    return {"target_ratio": 1.5, "lower_is_better": True, "variant": variant, **measured}
+        measured = ratio(of_stage, lambda: checkout.run(sys.executable, "-c", reference), pairs, warm_up=True)
+    return {"target_ratio": 1.5, "lower_is_better": True, "variant": variant, "reference": reference, **measured}
 
 
 def cores() -> int:

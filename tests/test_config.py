@@ -231,6 +231,18 @@ def test_auto_processes_are_one_a_gpu_and_two_without(machine: Machine, processe
     assert plan(changed(), "baseline", machine).processes == 1
 
 
+@pytest.mark.parametrize(("gpus", "processes"), [(3, 2), (5, 4), (6, 4), (7, 4), (12, 8)])
+def test_auto_leaves_gpus_out_that_the_batch_does_not_divide_among(gpus: int, processes: int) -> None:
+    made = plan(changed(), "ddp", NEW_GPUS.model_copy(update={"gpus": gpus}))
+    assert (made.processes, made.applied.parallelism) == (processes, "ddp")
+    assert list(made.left_out) == [f"{gpus - processes} of {gpus} GPUs"]
+
+
+def test_ddp_of_one_process_is_left_out() -> None:
+    made = plan(changed(), "ddp", NEW_GPUS.model_copy(update={"gpus": 1}))
+    assert (made.processes, made.applied.parallelism, list(made.left_out)) == (1, "none", ["ddp"])
+
+
 def test_a_batch_that_does_not_divide() -> None:
     three = changed(variants={"three": {"parallelism": "ddp", "processes": 3, "gradient_accumulation": 2}})
     with pytest.raises(ConfigError) as caught:
