@@ -21,7 +21,7 @@ from pipeline import environment, results
 from pipeline.config import Train, Variant, parse, plan
 from pipeline.data import prepared, sources
 from pipeline.data.batches import TrainBatches
-from pipeline.distributed import World
+from pipeline.distributed import World, keep_freed_memory
 from pipeline.models import build
 from pipeline.training import Training, make_optimizer
 
@@ -88,6 +88,7 @@ def bare_loop(pairs: int = 44, batch_size: int = 64, steps: int = 20) -> dict[st
     Both train in one process, ``steps`` steps in turns: same net, optimizer and data. The stage's arm is
     ``Training.run`` with its history written to a file, as ``job`` runs it.
     """
+    keep_freed_memory()  # as the stage does; here for both arms, so that only the loops differ
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     alone = World(rank=0, size=1, device=device, backend=None)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from pipeline.config import plan as plan_of
 from pipeline.data.batches import TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
-from pipeline.distributed import World, launch, launched_size
+from pipeline.distributed import World, keep_freed_memory, launch, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
@@ -48,6 +48,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], started: float) -> None:
     """What each process does."""
 
+    keep_freed_memory()
     Memory.note_imports()
     dataset = read_dataset(prepared)
     with joined_world(plan.device, cores()) as world:
