@@ -49,6 +49,7 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
     """What each process does."""
 
     keep_freed_memory()
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
     Memory.note_imports()
     dataset = read_dataset(prepared)
     with joined_world(plan.device, cores()) as world:

@@ -185,6 +185,18 @@ def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: s
     assert not results.result_file(variant).exists()
 
 
+def test_memory_holds_no_imports(workspace: Path) -> None:  # noqa: ARG001
+    script = (
+        "import sys; from tests.test_job import *; from pipeline.measurement import Memory\n"
+        "noted = []; note = Memory.note_imports\n"
+        "Memory.note_imports = lambda: (note(), noted.append(len(sys.modules)))\n"
+        "train('baseline', seeds=[0], epochs=1)\n"
+        "print(noted, len(sys.modules))\n"
+        "assert len(sys.modules) - noted[0] < 40\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
 def test_ddp_of_one_process_is_left_out_and_said(workspace: Path) -> None:  # noqa: ARG001
     config = configure(seeds=[0], epochs=1)
     alone = config.model_copy(update={"variants": {"ddp": Variant(parallelism="ddp", processes=1)}})
