@@ -126,6 +126,8 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background ignores the signal, and so would the command: give it back its meaning.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with waiting, (tmp_path / "params.yaml").open("w"):  # opens once the command has begun to read
         waiting.send_signal(signal.SIGINT)
