@@ -343,8 +343,8 @@ def _code() -> list[Path]:
 
 def _make_exact(world: World, *, deterministic: bool) -> None:
     """float32 means float32: cuDNN's convolutions would use TF32 (10 bits of mantissa) unless told otherwise."""
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
     if world.device.type == "cuda" and deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
