@@ -16,24 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision.transforms import functional as reference
 
-from pipeline.config import Augment, ConfigError, parse
+from pipeline.config import Augment, ConfigError
 from pipeline.data import batches
 from pipeline.data.batches import TrainBatches, crop, cutout_, draw_epoch, evaluation_batches, flip
-from pipeline.data.prepared import Dataset, Split, prepare, read
-from pipeline.data.sources import fetch
+from pipeline.data.prepared import Dataset, Split
 
 CPU = torch.device("cpu")
 EVERYTHING = Augment(crop_padding=2, flip=True, cutout=3)
 PLACEMENTS = ("resident", "streamed")
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    folder = tmp_path_factory.mktemp("digits")
-    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
-    fetch(config.fetch, folder / "raw")
-    prepare(config, folder / "raw", folder / "prepared")
-    return read(folder / "prepared")
 
 
 @pytest.fixture(autouse=True)
