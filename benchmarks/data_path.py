@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipeline.config import Augment, parse
 from pipeline.data.batches import TrainBatches, draw_epoch
-from pipeline.data.prepared import Dataset, prepare, read
+from pipeline.data.packing import prepare
+from pipeline.data.prepared import Dataset, read
 
 SAMPLES = 60_000
 BATCH_SIZE = 64

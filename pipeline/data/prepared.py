@@ -1,4 +1,4 @@
-"""The prepared data set: what stage ``prepare`` packs and every variant reads.
+"""The prepared data set: what ``packing`` writes and every variant reads.
 
 ::
 
@@ -12,29 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import shutil
-import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.config import Config
 from pipeline.data import DataError
 
-if TYPE_CHECKING:  # reading alone needs torch, packing alone needs the decoders: neither pays for the other
+if TYPE_CHECKING:  # packing needs this module's description, but not torch
     from torch import Tensor
 
-    from pipeline.data.datasets import Chunk
-
 DESCRIPTION = "dataset.json"
-STATISTICS_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -93,51 +84,6 @@ class Description(BaseModel):
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def prepare(config: Config, raw: Path, out: Path) -> None:
-    """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
-
-    Raises DataError if the raw files cannot be decoded, a split is empty, or a channel is constant.
-    """
-    from pipeline.data.datasets import decode
-
-    decoded = decode(config, raw)
-    work = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        class_counts = [
-            _write_split(work, split, chunks, decoded.shape, len(decoded.classes))
-            for split, chunks in (("train", decoded.train), ("test", decoded.test))
-        ]
-        mean, std = pixel_statistics(np.load(work / "train_images.npy", mmap_mode="r"))
-        channels, height, width = decoded.shape
-        description = Description(
-            name=config.fetch.dataset,
-            classes=decoded.classes,
-            channels=channels,
-            height=height,
-            width=width,
-            train_count=sum(class_counts[0]),
-            test_count=sum(class_counts[1]),
-            train_class_counts=class_counts[0],
-            test_class_counts=class_counts[1],
-            mean=mean,
-            std=std,
-            files={path.name: _sha256(path) for path in sorted(work.glob("*.npy"))},
-        )
-        description = description.model_copy(update={"sha256": description.digest()})
-        text = json.dumps(description.model_dump(mode="json"), indent=2) + "\n"
-        (work / DESCRIPTION).write_text(text, encoding="utf-8")
-        _replace_directory(work, out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    print(
-        f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test images "
-        f"of {channels}x{height}x{width}, {len(decoded.classes)} classes",
-        file=sys.stderr,
-    )
-
-
 def read(directory: Path) -> Dataset:
     """Open a prepared data set; the arrays stay in their files until they are touched.
 
@@ -173,41 +119,15 @@ def verify(directory: Path) -> None:
         raise DataError(f"{directory / DESCRIPTION}: was changed after it was written; {_AGAIN}")
     for name, expected in description.files.items():
         path = directory / name
-        found = _sha256(path) if path.is_file() else "missing"
+        found = file_sha256(path) if path.is_file() else "missing"
         if found != expected:
             raise DataError(f"{path}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
-
-
-def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and population standard deviation per channel of uint8 images [N, C, H, W], in units of 0..1.
-
-    Summed over a histogram in whole numbers, so exact but for the last rounding. Raises DataError for a constant
-    channel: it could not be normalised.
-    """
-    count, channels = images.shape[:2]
-    histogram = np.zeros((channels, 256), dtype=np.int64)
-    step = max(1, STATISTICS_CHUNK_BYTES // (images[0].size or 1))
-    for start in range(0, count, step):
-        chunk = images[start : start + step]
-        for channel in range(channels):
-            histogram[channel] += np.bincount(chunk[:, channel].ravel(), minlength=256)
-    mean, std = [], []
-    for channel, counts in enumerate(histogram.tolist()):
-        pixels = sum(counts)
-        total = sum(value * number for value, number in enumerate(counts))
-        squares = sum(value * value * number for value, number in enumerate(counts))
-        variance = pixels * squares - total * total  # pixels**2 times the variance
-        if variance == 0:
-            raise DataError(f"channel {channel} of the training images is {total // pixels} everywhere; no data in it.")
-        mean.append(total / (255 * pixels))
-        std.append(math.sqrt(variance) / (255 * pixels))
-    return tuple(mean), tuple(std)
 
 
 _AGAIN = "run `dvc repro --force prepare`."
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -235,44 +155,3 @@ def _open(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.ND
     return np.asarray(array)
 
 
-def _write_split(
-    directory: Path, split: str, chunks: Iterable[Chunk], shape: tuple[int, int, int], classes: int
-) -> tuple[int, ...]:
-    """Write one split's two files. Returns the number of samples of each class."""
-    labels = []
-    count = 0
-    with (directory / f"{split}_images.npy").open("wb") as file:
-        _write_header(file, (0, *shape))
-        for images, chunk_labels in chunks:
-            assert images.dtype == np.uint8
-            assert images.shape == (len(chunk_labels), *shape)
-            file.write(np.ascontiguousarray(images).data)
-            labels.append(chunk_labels)
-            count += len(chunk_labels)
-        file.seek(0)
-        _write_header(file, (count, *shape))
-    if count == 0:
-        raise DataError(f"the {split} split is empty; nothing can be trained or tested with it.")
-    together = np.concatenate(labels)
-    if together.min() < 0 or together.max() >= classes:
-        raise DataError(f"{split} labels are {together.min()} to {together.max()}, but there are {classes} classes.")
-    np.save(directory / f"{split}_labels.npy", together)
-    return tuple(np.bincount(together, minlength=classes).tolist())
-
-
-def _write_header(file: BinaryIO, shape: Sequence[int]) -> None:
-    """The .npy header; numpy leaves room in it for the first dimension to grow, so its length does not change."""
-    header = BytesIO()
-    description = {"descr": np.dtype(np.uint8).str, "fortran_order": False, "shape": tuple(shape)}
-    np.lib.format.write_array_header_1_0(header, description)
-    file.write(header.getvalue())
-
-
-def _replace_directory(new: Path, directory: Path) -> None:
-    """Put ``new`` in the place of ``directory``. An interruption leaves one of the two there, or the old one beside."""
-    old = directory.with_name(f"{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.replace(old)
-    new.replace(directory)
-    shutil.rmtree(old, ignore_errors=True)

@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 
 from pipeline.config import Config, parse
-from pipeline.data import DataError, prepared
+from pipeline.data import DataError, packing
 from pipeline.data.datasets import decode
-from pipeline.data.prepared import pixel_statistics, prepare, read, verify
+from pipeline.data.packing import pixel_statistics, prepare
+from pipeline.data.prepared import read, verify
 from pipeline.data.sources import fetch
 
 ROOT = Path(__file__).parent.parent.parent
@@ -73,7 +74,7 @@ def test_the_description_agrees_with_the_arrays(digits: Path) -> None:
 def test_statistics_are_per_channel_and_do_not_depend_on_the_chunks(
     chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "STATISTICS_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(packing, "STATISTICS_CHUNK_BYTES", chunk_bytes)
     images = np.random.default_rng(0).integers(0, 256, (50, 3, 5, 7), dtype=np.uint8)
     images[:, 1] //= 2
     mean, std = pixel_statistics(images)
@@ -123,7 +124,7 @@ def test_a_failure_leaves_the_old_content_whole(
     def fails(_: npt.NDArray[np.uint8]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepared, "pixel_statistics", fails)
+    monkeypatch.setattr(packing, "pixel_statistics", fails)
     with pytest.raises(KeyboardInterrupt):
         prepare(config(train_limit=50), raw, digits)
     assert {path.name: path.read_bytes() for path in digits.iterdir()} == before
@@ -224,7 +225,7 @@ def test_verification_finds_a_single_changed_byte(name: str, digits: Path) -> No
 def test_neither_fetching_nor_packing_waits_for_torch() -> None:
     """Importing torch costs more than these stages' own work."""
     code = (
-        "import sys, pipeline.data.sources, pipeline.data.datasets, pipeline.data.prepared;"
+        "import sys, pipeline.data.sources, pipeline.data.packing, pipeline.data.prepared;"
         "print(sorted({'torch', 'torchvision', 'sklearn', 'mlflow'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

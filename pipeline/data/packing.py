@@ -1,0 +1,134 @@
+"""Packing: raw files, decoded once, become the prepared data set."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config import Config
+from pipeline.data import DataError
+from pipeline.data.datasets import Chunk, decode
+from pipeline.data.prepared import DESCRIPTION, Description, file_sha256
+
+STATISTICS_CHUNK_BYTES = 16 << 20
+
+
+def prepare(config: Config, raw: Path, out: Path) -> None:
+    """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
+
+    Raises DataError if the raw files cannot be decoded, a split is empty, or a channel is constant.
+    """
+    decoded = decode(config, raw)
+    work = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        class_counts = [
+            _write_split(work, split, chunks, decoded.shape, len(decoded.classes))
+            for split, chunks in (("train", decoded.train), ("test", decoded.test))
+        ]
+        mean, std = pixel_statistics(np.load(work / "train_images.npy", mmap_mode="r"))
+        channels, height, width = decoded.shape
+        description = Description(
+            name=config.fetch.dataset,
+            classes=decoded.classes,
+            channels=channels,
+            height=height,
+            width=width,
+            train_count=sum(class_counts[0]),
+            test_count=sum(class_counts[1]),
+            train_class_counts=class_counts[0],
+            test_class_counts=class_counts[1],
+            mean=mean,
+            std=std,
+            files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
+        )
+        description = description.model_copy(update={"sha256": description.digest()})
+        text = json.dumps(description.model_dump(mode="json"), indent=2) + "\n"
+        (work / DESCRIPTION).write_text(text, encoding="utf-8")
+        _replace_directory(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(
+        f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test images "
+        f"of {channels}x{height}x{width}, {len(decoded.classes)} classes",
+        file=sys.stderr,
+    )
+
+
+def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and population standard deviation per channel of uint8 images [N, C, H, W], in units of 0..1.
+
+    Summed over a histogram in whole numbers, so exact but for the last rounding. Raises DataError for a constant
+    channel: it could not be normalised.
+    """
+    count, channels = images.shape[:2]
+    histogram = np.zeros((channels, 256), dtype=np.int64)
+    step = max(1, STATISTICS_CHUNK_BYTES // (images[0].size or 1))
+    for start in range(0, count, step):
+        chunk = images[start : start + step]
+        for channel in range(channels):
+            histogram[channel] += np.bincount(chunk[:, channel].ravel(), minlength=256)
+    mean, std = [], []
+    for channel, counts in enumerate(histogram.tolist()):
+        pixels = sum(counts)
+        total = sum(value * number for value, number in enumerate(counts))
+        squares = sum(value * value * number for value, number in enumerate(counts))
+        variance = pixels * squares - total * total  # pixels**2 times the variance
+        if variance == 0:
+            raise DataError(f"channel {channel} of the training images is {total // pixels} everywhere; no data in it.")
+        mean.append(total / (255 * pixels))
+        std.append(math.sqrt(variance) / (255 * pixels))
+    return tuple(mean), tuple(std)
+
+
+def _write_split(
+    directory: Path, split: str, chunks: Iterable[Chunk], shape: tuple[int, int, int], classes: int
+) -> tuple[int, ...]:
+    """Write one split's two files. Returns the number of samples of each class."""
+    labels = []
+    count = 0
+    with (directory / f"{split}_images.npy").open("wb") as file:
+        _write_header(file, (0, *shape))
+        for images, chunk_labels in chunks:
+            assert images.dtype == np.uint8
+            assert images.shape == (len(chunk_labels), *shape)
+            file.write(np.ascontiguousarray(images).data)
+            labels.append(chunk_labels)
+            count += len(chunk_labels)
+        file.seek(0)
+        _write_header(file, (count, *shape))
+    if count == 0:
+        raise DataError(f"the {split} split is empty; nothing can be trained or tested with it.")
+    together = np.concatenate(labels)
+    if together.min() < 0 or together.max() >= classes:
+        raise DataError(f"{split} labels are {together.min()} to {together.max()}, but there are {classes} classes.")
+    np.save(directory / f"{split}_labels.npy", together)
+    return tuple(np.bincount(together, minlength=classes).tolist())
+
+
+def _write_header(file: BinaryIO, shape: Sequence[int]) -> None:
+    """The .npy header; numpy leaves room in it for the first dimension to grow, so its length does not change."""
+    header = BytesIO()
+    description = {"descr": np.dtype(np.uint8).str, "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(header, description)
+    file.write(header.getvalue())
+
+
+def _replace_directory(new: Path, directory: Path) -> None:
+    """Put ``new`` in the place of ``directory``. An interruption leaves one of the two there, or the old one beside."""
+    old = directory.with_name(f"{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.replace(old)
+    new.replace(directory)
+    shutil.rmtree(old, ignore_errors=True)
