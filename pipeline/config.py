@@ -140,11 +140,49 @@ class Train(Section):
     )
 
 
+class Bench(Section):
+    """Steady-state speed and memory of all variants, side by side."""
+
+    max_minutes: PositiveFloat = Field(3.0, description="Rounds are measured until this time is spent.")
+    max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
+    window_seconds: PositiveFloat = Field(
+        1.5, description="Measured window of the baseline in a round; every arm takes as many steps as it does."
+    )
+    ablate: list[VariantName] = Field(
+        [], description="Variants whose techniques are measured one by one: added to the baseline, and left out."
+    )
+    max_input_wait: Fraction = Field(
+        0.5, description="A sample that waits longer for input measures the input, not the technique, and is refused."
+    )
+    max_foreign_load: Fraction = Field(
+        0.1, description="A sample beside which other processes took a larger share of the CPU's time is refused."
+    )
+
+
+class Margins(Section):
+    """Differences up to here do not matter."""
+
+    throughput: ProperFraction = Field(0.03, description="Of the ratio of samples a second.")
+    memory: ProperFraction = Field(0.03, description="Of the ratio of peak memories.")
+    accuracy: ProperFraction = Field(0.01, description="Of the test accuracy, absolute: 0.01 is one percentage point.")
+
+
 class Compare(Section):
     """How results become a comparison."""
 
     baseline: VariantName = Field("baseline", description="The variant that the others are compared with.")
     target_accuracy: ProperFraction = Field(0.85, description="Time to this test accuracy is compared.")
+    margins: Margins = Margins()
+    max_spread: PositiveFloat = Field(
+        0.15, description="Relative width of the baseline's interval against itself above which nothing is believed."
+    )
+
+
+class Gate(Section):
+    """How a commit is held against another."""
+
+    max_minutes: PositiveFloat = Field(5.0, description="Rounds of both commits are measured until this time is spent.")
+    accuracy: bool = Field(True, description="Also compare accuracies, which both commits must have been trained for.")
 
 
 class Publish(Section):
@@ -173,6 +211,22 @@ class Variant(Section):
     )
     gradient_accumulation: PositiveInt = Field(1, description="Micro-batches an optimizer step.")
 
+    def techniques(self) -> dict[str, tuple[str, ...]]:
+        """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
+
+        >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
+        {'ddp': ('parallelism', 'processes'), 'channels_last': ('channels_last',), \
+'gradient_accumulation=4': ('gradient_accumulation',)}
+        """
+        plain = Variant()
+        found: dict[str, tuple[str, ...]] = {}
+        for key, value in self:
+            if key == "processes" or value == getattr(plain, key):  # how many processes is a part of the parallelism
+                continue
+            name = key if value is True else value if isinstance(value, str) else f"{key}={value}"
+            found[name] = (key, "processes") if key == "parallelism" else (key,)
+        return found
+
 
 class Config(Section):
     """params.yaml."""
@@ -180,7 +234,9 @@ class Config(Section):
     fetch: Fetch = Fetch()
     prepare: Prepare = Prepare()
     train: Train = Train()
+    bench: Bench = Bench()
     compare: Compare = Compare()
+    gate: Gate = Gate()
     publish: Publish = Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
 
@@ -360,6 +416,9 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
             f"allowed: {', '.join(config.variants)}."
         )
+    for name in config.bench.ablate:
+        if name not in config.variants:
+            yield f"bench.ablate: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
     if config.fetch.dataset == "image_folder":
         if config.fetch.image_folder is None:
             yield "fetch.image_folder: found null; dataset image_folder needs the directory's path."

@@ -1,4 +1,4 @@
-"""The result of one variant: what ``results/<variant>.json`` and ``results/<variant>/history.csv`` hold.
+"""What was measured, as files: ``results/<variant>.json``, ``results/<variant>/history.csv`` and ``bench.json``.
 
 A key that carries a quantity ends in its unit, or is a count. ``None`` means unknown: it was refused
 (``refusals`` says why) or this machine cannot measure it; it is never replaced by a guess.
@@ -20,6 +20,7 @@ from pipeline.config import PipelineError
 
 RESULTS = Path("results")
 MODELS = Path("models")
+BENCH_FILE = Path("bench.json")
 
 
 class ResultError(PipelineError, ValueError):
@@ -51,7 +52,31 @@ class HistoryRow(Record):
     test_accuracy: float | None = None
 
 
-class Run(Record):
+class Window(Record):
+    """What was measured in a window of steps: warm, without evaluation, at a steady state."""
+
+    measured_steps: int
+    """Steps inside the window, on which the speeds and step times below rest."""
+    samples_per_second: float | None
+    """Samples of the global batch over wall seconds of the slowest rank."""
+    step_p50_ms: float | None
+    step_p90_ms: float | None
+    step_p99_ms: float | None
+    input_wait_fraction: float | None
+    """Share of the window spent waiting for input, on the rank that waited longest."""
+    peak_memory_bytes: int | None
+    """The largest rank's. CUDA: max_memory_allocated. CPU: own resident memory at its peak above that after import."""
+    peak_memory_rank_bytes: tuple[int | None, ...]
+    """The same, one a rank."""
+    peak_reserved_bytes: int | None
+    """CUDA: max_memory_reserved, largest rank. None on CPU."""
+    allocator_retries: int | None
+    """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
+    refusals: tuple[str, ...]
+    """Why numbers above are None or not to be trusted; empty when all is well."""
+
+
+class Run(Window):
     """What was measured of one seed."""
 
     seed: int
@@ -64,15 +89,6 @@ class Run(Record):
     """Mean training loss of the last epoch."""
     steps: int
     """Optimizer steps, warm-up included."""
-    measured_steps: int
-    """Steps inside the measured window, on which the speeds and step times below rest."""
-    samples_per_second: float | None
-    """Samples of the global batch over wall seconds of the slowest rank, in the measured window."""
-    step_p50_ms: float | None
-    step_p90_ms: float | None
-    step_p99_ms: float | None
-    input_wait_fraction: float | None
-    """Share of the measured window spent waiting for input, on the rank that waited longest."""
     startup_seconds: float | None
     """Cold: from the start of the process to the first step. Only of the first seed: later ones start warm."""
     first_step_seconds: float | None
@@ -81,18 +97,8 @@ class Run(Record):
     """All training steps, first and warm-up steps included, without evaluation and checkpoints."""
     evaluate_seconds: float
     """All evaluations together."""
-    peak_memory_bytes: int | None
-    """The largest rank's. CUDA: max_memory_allocated of the run. CPU: peak resident set above that after import."""
-    peak_memory_rank_bytes: tuple[int | None, ...]
-    """The same, one a rank."""
-    peak_reserved_bytes: int | None
-    """CUDA: max_memory_reserved, largest rank. None on CPU."""
-    allocator_retries: int | None
-    """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
     resumes: int
     """How often this run was interrupted and taken up again."""
-    refusals: tuple[str, ...]
-    """Why numbers above are None or not to be trusted; empty when all is well."""
     model_sha256: str
     """Over names, dtypes, shapes and bytes of the model's state, in order."""
 
@@ -152,6 +158,106 @@ class Result(Record):
         return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
 
 
+class Ledger(Record):
+    """Where the bytes of a peak are. The parts add up to ``peak_bytes``."""
+
+    parameters_bytes: int
+    """Parameters and buffers."""
+    gradients_bytes: int
+    optimizer_state_bytes: int
+    activations_bytes: int
+    """What the forward pass keeps for the backward pass, and temporary tensors, at the moment of the peak."""
+    communication_bytes: int
+    """Buckets of the gradients' all-reduce beyond the gradients themselves."""
+    data_bytes: int
+    """The resident data set and the input batch."""
+    rest_bytes: int
+    """What belongs to none of them: libraries' workspaces, the allocator's rounding; on a CPU also its free blocks."""
+    peak_bytes: int
+    """Of the largest rank, by the definition of ``Window.peak_memory_bytes``."""
+    tensors_bytes: int
+    """Of the peak, what tensors take, as the allocator counts it. CUDA: the peak itself."""
+
+
+class Ledgers(Record):
+    """One variant's ledger, measured and predicted."""
+
+    measured: Ledger
+    predicted: Ledger | None
+    """Without the device: from fake tensors. It foresees tensors alone, so its peak is to be held against
+    ``measured.tensors_bytes``."""
+    why_not_predicted: str | None
+
+
+class Flops(Record):
+    """Floating-point operations of training, counted of matrix products, convolutions and attention."""
+
+    model_per_sample: int
+    """One forward and one backward pass of the model for one sample. A multiplication and an addition count as two."""
+    executed_per_sample: int
+    """What the variant really computes, recomputation included."""
+    peak_per_second: float | None
+    """Dense peak of all the variant's devices at its precision; None for a device that is not known."""
+
+
+class Arm(Record):
+    """What the bench measures in a fresh process each round."""
+
+    name: str
+    role: Literal["variant", "again", "with", "without"]
+    """The variant itself; the baseline once more (A/A); the baseline with one technique more; ``variant`` with one
+    technique less."""
+    variant: str
+    technique: str | None
+    """The one that is added or taken away."""
+    applied: dict[str, Any]
+    """The variant as it ran on this machine."""
+    left_out: dict[str, str]
+    backend: str | None
+    world_size: int
+    threads_per_process: int
+    placement: Literal["resident", "streamed"]
+    device: str
+    samples: tuple[Window, ...]
+    """One a round; those of one index were measured side by side."""
+
+
+class Bench(Record):
+    """``bench.json``."""
+
+    schema_: Literal[1] = 1
+    environment: str
+    """Hash of the environment's fingerprint."""
+    commit: str | None
+    """Checked out when this was measured, with "+" if files differed from it. None: no git here."""
+    config: dict[str, Any]
+    """``train`` and ``bench`` as params.yaml asked for them."""
+    dataset: Dataset
+    baseline: str
+    """The variant that is measured twice a round."""
+    steps: int
+    """Of each sample."""
+    seconds: float
+    """The whole measurement took."""
+    interrupted: bool
+    arms: tuple[Arm, ...]
+    ledgers: dict[str, Ledgers]
+    """By variant."""
+    flops: dict[str, Flops]
+    """By variant."""
+    not_ablated: dict[str, dict[str, str]]
+    """Variant -> technique -> why its share was not measured."""
+
+    def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
+        """The arm of this role; None if there is none."""
+        wanted = (role, variant, technique)
+        return next((arm for arm in self.arms if (arm.role, arm.variant, arm.technique) == wanted), None)
+
+    def to_json(self) -> str:
+        values = self.model_dump(mode="json")
+        return json.dumps({"schema": values.pop("schema_"), **values}, indent=1, allow_nan=False) + "\n"
+
+
 def summarise(runs: Sequence[Run]) -> Summary:
     """One number a quantity over the seeds of a variant. Unknown in any run is unknown in the summary."""
     accuracies = [run.test_accuracy for run in runs]
@@ -191,6 +297,18 @@ def read(path: Path) -> Result:
         return Result.model_validate(values)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ResultError(f"{path} is not a result this version can read; run `dvc repro` again. ({error})") from None
+
+
+def read_bench(path: Path = BENCH_FILE) -> Bench:
+    """Read the bench's file. Raises ResultError, naming the file, if it is not one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["schema_"] = values.pop("schema")
+        return Bench.model_validate(values)
+    except FileNotFoundError:
+        raise ResultError(f"{path} is missing; run `dvc repro bench`, which measures it.") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ResultError(f"{path} is not a bench this version can read; run `dvc repro bench`. ({error})") from None
 
 
 def write(result: Result, path: Path) -> None:

@@ -13,6 +13,9 @@ from scipy.special import ndtr, stdtr, stdtrit
 
 Decision = Literal["better", "worse", "same", "undecided"]
 
+FEWEST_PAIRS = 6
+"""Fewer pairs bound nothing at 95%: already all of them lying on one side of the median is too likely."""
+
 _FORESEEABLE = 1000
 """More pairs or seeds than this are no plan."""
 
@@ -113,16 +116,22 @@ def pairs_needed(interval: Interval, margin: float) -> int | None:
     return max(1, math.ceil(missing)) if missing <= _FORESEEABLE else None
 
 
-def distrust(aa: Interval, max_spread: float) -> str | None:
+def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
     """Why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything; None if not.
 
-    A quiet machine is distrusted too in about 1 - confidence of all cases: that is what an interval means.
+    ``aa`` is the 95% interval, whose width says how noisy the machine was. ``wide`` is the 99% interval of the same
+    pairs: if it excludes 1, the arms of a pair did not meet the same machine. A quiet one is distrusted in about 1% of
+    all cases: that is what an interval means.
     """
-    shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f} ({aa.low:.3f} to {aa.high:.3f})"
-    if not aa.low <= 1 <= aa.high:
-        return f"{shown}, which excludes 1: the machine changed between the arms of a pair."
+    shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
+    if aa.low <= 0:
+        return f"{shown} in {aa.count} pair(s), and at least {FEWEST_PAIRS} are needed to know how noisy the machine is"
+    if not wide.low <= 1 <= wide.high:
+        return f"{shown} ({wide.low:.3f} to {wide.high:.3f}, 99%), which excludes 1: the machine changed within pairs"
     if aa.spread > max_spread:
-        return f"{shown}, a spread of {aa.spread:.1%}; at most {max_spread:.1%} is allowed."
+        return (
+            f"{shown} ({aa.low:.3f} to {aa.high:.3f}), a spread of {aa.spread:.1%}; at most {max_spread:.1%} is allowed"
+        )
     return None
 
 

@@ -126,15 +126,18 @@ NOISE: dict[str, Callable[[np.random.Generator, int], Array]] = {
 """Of the logarithm of a ratio; the median is zero."""
 
 
+@pytest.mark.parametrize(("confidence", "held"), [(0.95, (0.95, 0.98)), (0.99, (0.987, 0.997))])
 @pytest.mark.parametrize("count", [10, 20])
 @pytest.mark.parametrize("noise", NOISE)
-def test_intervals_cover_the_true_median_as_often_as_they_say(noise: str, count: int) -> None:
+def test_intervals_cover_the_true_median_as_often_as_they_say(
+    noise: str, count: int, confidence: float, held: tuple[float, float]
+) -> None:
     random, trials, covered = np.random.default_rng(7), 500, 0
     for trial in range(trials):
         ratios = 1.1 * np.exp(0.05 * NOISE[noise](random, count))
-        interval = paired_ratio(ratios, np.ones(count), resamples=500, seed=trial)
+        interval = paired_ratio(ratios, np.ones(count), confidence=confidence, resamples=500, seed=trial)
         covered += interval.low <= 1.1 <= interval.high
-    least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, [0.95, 0.98])
+    least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, held)
     assert least <= covered <= most
 
 
@@ -195,17 +198,21 @@ def test_what_cannot_be_foreseen_is_not_guessed(interval: Interval) -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "reason"),
+    ("aa", "wide", "reason"),
     [
-        (Interval(1.0, 0.99, 1.01, 10), None),
-        (Interval(1.03, 1.01, 1.05, 10), "ratio of 1.030 (1.010 to 1.050), which excludes 1"),
-        (Interval(0.97, 0.95, 0.99, 10), "which excludes 1"),
-        (Interval(1.0, 0.9, 1.08, 10), "a spread of 20.0%; at most 5.0% is allowed"),
-        (Interval(1.0, 0.0, math.inf, 3), "a spread of inf%"),
+        ((0.99, 1.01), (0.98, 1.02), None),
+        ((1.001, 1.03), (0.999, 1.04), None),  # excludes 1 at 95% alone: one quiet machine in twenty does
+        ((1.01, 1.03), (1.005, 1.04), "ratio of 1.020 (1.005 to 1.040, 99%), which excludes 1"),
+        ((0.96, 0.98), (0.95, 0.99), "which excludes 1"),
+        ((0.9, 1.08), (0.85, 1.1), "(0.900 to 1.080), a spread of 20.0%; at most 5.0% is allowed"),
+        ((0.99, 1.01), (0.0, math.inf), None),  # enough pairs for 95%, too few for 99%
+        ((0.0, math.inf), (0.0, math.inf), "in 3 pair(s), and at least 6 are needed"),
     ],
 )
-def test_a_noisy_machine_is_not_trusted(interval: Interval, reason: str | None) -> None:
-    found = distrust(interval, 0.05)
+def test_a_noisy_machine_is_not_trusted(aa: tuple[float, float], wide: tuple[float, float], reason: str | None) -> None:
+    count = 10 if aa[0] else 3
+    estimate = (aa[0] + aa[1]) / 2 if aa[0] else 1.0
+    found = distrust(Interval(estimate, *aa, count), Interval(estimate, *wide, count), 0.05)
     assert found == reason or (found is not None and reason is not None and reason in found)
 
 

@@ -1,0 +1,238 @@
+"""What measured samples support: ratios with intervals, a decision at a margin for each, and the verdict of all.
+
+The baseline's figures are the reference: a ratio above 1 means more samples a second, or more memory, than it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from typing import Literal, NamedTuple
+
+from pipeline import stats
+from pipeline.results import Arm, Record
+
+Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
+Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
+
+
+class Quantity(NamedTuple):
+    """One number of a sample."""
+
+    field: Literal["samples_per_second", "peak_memory_bytes"]
+    noun: str
+    higher_is_better: bool
+
+
+THROUGHPUT = Quantity("samples_per_second", "throughput", higher_is_better=True)
+MEMORY = Quantity("peak_memory_bytes", "peak memory", higher_is_better=False)
+
+
+class Ratio(Record):
+    """An arm's figure over the reference's: the median of the rounds' ratios, and its 95% interval."""
+
+    estimate: float | None
+    """None: no round has both."""
+    low: float | None
+    high: float | None
+    """Both None: too few pairs to bound it."""
+    pairs: int
+    """Rounds in which neither figure was refused."""
+    refused: int
+    """Rounds in which one was."""
+    margin: float
+    decision: Decision
+    more_pairs: int | None
+    """Undecided: about how many more pairs would decide. None: decided, or it cannot be foreseen."""
+    why_untrusted: str | None
+
+
+class Accuracy(Record):
+    """Test accuracy minus the baseline's, paired by seed, as a fraction: two one-sided tests at a margin."""
+
+    mean_fraction: float
+    low_fraction: float | None
+    high_fraction: float | None
+    """The interval that lies inside the margins exactly if both tests reject; None for a single seed."""
+    seeds: int
+    margin_fraction: float
+    decision: Decision
+    """same: neither a loss nor a gain that matters."""
+    more_seeds: int | None
+    """Undecided: about how many more seeds would decide. None: decided, or it cannot be foreseen."""
+
+
+class Noise(Record):
+    """The baseline against itself: what the machine makes of two equal arms."""
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+    pairs: int
+    max_spread: float
+    """Largest relative width of the interval at which anything is believed."""
+    why_untrusted: str | None
+
+
+def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> Noise:
+    """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
+    above, below, _, why_untrusted = _pairs(again, baseline, quantity)
+    if not above:
+        return Noise(
+            estimate=None, low=None, high=None, pairs=0, max_spread=max_spread, why_untrusted=why_untrusted
+        )  # fmt: skip
+    interval = stats.paired_ratio(above, below)
+    noisy = stats.distrust(interval, stats.paired_ratio(above, below, confidence=0.99), max_spread)
+    low, high = _bounds(interval)
+    return Noise(
+        estimate=interval.estimate,
+        low=low,
+        high=high,
+        pairs=interval.count,
+        max_spread=max_spread,
+        why_untrusted=why_untrusted
+        or (f"{quantity.noun}: {noisy}; let nothing else run here, or measure more rounds" if noisy else None),
+    )
+
+
+def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
+    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or most rounds had to be refused."""
+    above, below, refused, why_untrusted = _pairs(arm, reference, quantity)
+    why_untrusted = why_untrusted or machine.why_untrusted
+    if not above:
+        return Ratio(
+            estimate=None, low=None, high=None, pairs=0, refused=refused, margin=margin, decision="untrusted",
+            more_pairs=None, why_untrusted=why_untrusted,
+        )  # fmt: skip
+    interval = stats.paired_ratio(above, below)
+    low, high = _bounds(interval)
+    decision: Decision = "untrusted"
+    if not why_untrusted:
+        decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
+    return Ratio(
+        estimate=interval.estimate,
+        low=low,
+        high=high,
+        pairs=interval.count,
+        refused=refused,
+        margin=margin,
+        decision=decision,
+        more_pairs=stats.pairs_needed(interval, margin) if decision == "undecided" else None,
+        why_untrusted=why_untrusted,
+    )
+
+
+def accuracy(differences: Sequence[float], margin: float) -> Accuracy:
+    """``differences`` in test accuracy, one a seed."""
+    test = stats.equivalence(differences, margin)
+    decision: Decision = "undecided"
+    if test.equivalent:
+        decision = "same"
+    elif test.inferior:
+        decision = "worse"
+    elif test.superior:
+        decision = "better"
+    return Accuracy(
+        mean_fraction=test.mean,
+        low_fraction=test.low if math.isfinite(test.low) else None,
+        high_fraction=test.high if math.isfinite(test.high) else None,
+        seeds=test.count,
+        margin_fraction=margin,
+        decision=decision,
+        more_seeds=stats.seeds_needed(test) if decision == "undecided" else None,
+    )
+
+
+def verdict(decisions: Sequence[Decision]) -> Verdict:
+    """The verdict of all decisions on one variant.
+
+    Something better and nothing worse *pays*, the reverse *costs*, both *trades*, neither is *neutral*. What is
+    undecided is taken every way it could turn out: the verdict is *undecided* unless all of them agree.
+    """
+    if "untrusted" in decisions:
+        return "untrusted"
+    ways = product(*(("better", "same", "worse") if each == "undecided" else (each,) for each in decisions))
+    possible = {_of_decided(way) for way in ways}
+    return possible.pop() if len(possible) == 1 else "undecided"
+
+
+def ratio_reasons(ratio: Ratio, quantity: Quantity, budget: str) -> list[str]:
+    """Why ``ratio`` is untrusted or undecided, and what would decide it; nothing if it is decided.
+
+    ``budget``: the key of params.yaml that ended the measurement.
+    """
+    if ratio.decision == "untrusted":
+        return [ratio.why_untrusted or "unknown"]
+    if ratio.decision != "undecided":
+        return []
+    if ratio.low is None:
+        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it (raise {budget})"]
+    if ratio.more_pairs is None:
+        return [
+            f"{quantity.noun} is undecided: it lies too close to the margin of {ratio.margin:.1%} for any number of "
+            "pairs that can be foreseen"
+        ]
+    return [f"{quantity.noun} is undecided: about {ratio.more_pairs} more pair(s) would decide (raise {budget})"]
+
+
+def accuracy_reasons(accuracy: Accuracy) -> list[str]:
+    """Why ``accuracy`` is undecided, and what would decide it; nothing if it is decided."""
+    if accuracy.decision != "undecided":
+        return []
+    if accuracy.seeds == 1:
+        return ["accuracy is undecided: one seed supports no statement (add some to train.seeds)"]
+    if accuracy.more_seeds is None:
+        return [
+            f"accuracy is undecided with {accuracy.seeds} seeds: it lies too close to the margin of "
+            f"{100 * accuracy.margin_fraction:g} percentage points for any number of seeds that can be foreseen"
+        ]
+    return [
+        f"accuracy is undecided with {accuracy.seeds} seeds: about {accuracy.more_seeds} more would decide "
+        "(add them to train.seeds)"
+    ]
+
+
+def _of_decided(decisions: Sequence[str]) -> Verdict:
+    if "better" in decisions:
+        return "trades" if "worse" in decisions else "pays"
+    return "costs" if "worse" in decisions else "neutral"
+
+
+class _Pairs(NamedTuple):
+    above: list[float]
+    below: list[float]
+    """The figures of the rounds in which neither was refused."""
+    refused: int
+    """The other rounds."""
+    why_untrusted: str | None
+    """They are the most."""
+
+
+def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
+    rounds = list(zip(arm.samples, reference.samples, strict=True))
+    figures = [(getattr(sample, quantity.field), getattr(other, quantity.field)) for sample, other in rounds]
+    known = [(a, b) for a, b in figures if a and b]
+    refused = len(rounds) - len(known)
+    why_untrusted = None
+    if refused > len(known):
+        lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
+        why = _most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
+        why_untrusted = (
+            f"{quantity.noun}: {refused} of {len(rounds)} rounds had to be refused, most often because {why}"
+        )
+    elif not rounds:
+        why_untrusted = f"{quantity.noun}: no round was measured"
+    return _Pairs([a for a, _ in known], [b for _, b in known], refused, why_untrusted)
+
+
+def _most_common(reasons: Sequence[str]) -> str | None:
+    """The first reason of the most common kind: reasons that differ in their numbers alone are of one kind."""
+    kinds = [re.sub(r"\d+", "", reason) for reason in reasons]
+    return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None
+
+
+def _bounds(interval: stats.Interval) -> tuple[float | None, float | None]:
+    return (interval.low, interval.high) if interval.low > 0 else (None, None)

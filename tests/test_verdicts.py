@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from pipeline import verdicts
+from pipeline.results import Arm
+from pipeline.verdicts import (
+    MEMORY,
+    THROUGHPUT,
+    Accuracy,
+    Decision,
+    Noise,
+    Quantity,
+    Ratio,
+    accuracy_reasons,
+    ratio_reasons,
+    verdict,
+)
+from tests.factories import make_arm, make_window
+
+CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_untrusted=None)
+
+
+def arm(figures: Sequence[float | str | None], quantity: Quantity = THROUGHPUT) -> Arm:
+    """With these figures, one a round; text is why it was refused, None is not known."""
+    samples = []
+    for figure in figures:
+        known: dict[str, Any] = {quantity.field: figure}
+        if isinstance(figure, str):
+            known = {quantity.field: None, "refusals": (figure,)}
+        samples.append(make_window().model_copy(update=known))
+    return make_arm(samples=tuple(samples))
+
+
+def ratio(over: Sequence[Any], under: Sequence[Any], quantity: Quantity = THROUGHPUT, margin: float = 0.03) -> Ratio:
+    return verdicts.ratio(arm(over, quantity), arm(under, quantity), quantity, margin, CALM)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    found = ratio([20.0, 40.0, 90.0, 66.0, 63.0, 40.0, 22.0], [10.0, 20.0, 30.0, 33.0, 30.0, 20.0, 10.0])
+    assert found.estimate == pytest.approx(2.0)  # the ratio of the medians is 40 / 20 too, that of the means is 2.23
+    assert (found.low, found.high) == pytest.approx((2.0, 3.0))
+    assert (found.pairs, found.refused, found.decision, found.margin) == (7, 0, "better", 0.03)
+    assert (found.more_pairs, found.why_untrusted) == (None, None)
+
+
+def test_each_round_has_its_own_ratio() -> None:
+    drift = [1000.0, 10.0, 400.0, 90.0, 5.0, 700.0, 33.0, 61.0]
+    found = ratio([1.2 * each for each in drift], drift)
+    assert (found.low, found.estimate, found.high) == pytest.approx((1.2, 1.2, 1.2))
+
+
+def test_more_memory_is_worse_and_more_throughput_better() -> None:
+    more, less = [1100.0] * 6, [1000.0] * 6
+    assert ratio(more, less, THROUGHPUT).decision == "better"
+    assert ratio(more, less, MEMORY).decision == "worse"
+    assert ratio(less, more, MEMORY).decision == "better"
+
+
+def test_what_is_inside_the_margin_is_the_same_and_what_straddles_it_is_undecided() -> None:
+    assert ratio([1020.0] * 6, [1000.0] * 6).decision == "same"
+    straddling = ratio([1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0], [1000.0] * 6)
+    assert straddling.decision == "undecided"
+    assert straddling.more_pairs is not None
+    assert straddling.more_pairs > 0
+
+
+def test_a_refused_sample_takes_only_its_round_along() -> None:
+    over = [11.0, 12.0, "throttled", 13.0, 11.5, 12.5, 11.2, 12.1, 11.7]
+    under = [10.0, 10.5, 10.2, "throttled", 10.1, 10.3, 9.9, 10.0, None]
+    found = ratio(over, under)
+    kept = [index for index in range(9) if index not in (2, 3, 8)]
+    alone = ratio([over[index] for index in kept], [under[index] for index in kept])
+    assert found.refused == 3
+    assert found.model_copy(update={"refused": 0}) == alone
+    assert found.decision == "better"
+
+
+def test_most_rounds_refused_is_untrusted_with_the_reason_given_most_often() -> None:
+    bad = ["1 other process held the GPU", *[f"the GPU throttled in {looks} of 20 looks" for looks in (7, 3, 11)]]
+    found = ratio([*bad, *[12.0] * 3], [10.0] * 7)
+    assert (found.decision, found.pairs, found.refused) == ("untrusted", 3, 4)
+    assert found.why_untrusted == (
+        "throughput: 4 of 7 rounds had to be refused, most often because the GPU throttled in 7 of 20 looks"
+    )
+    assert ratio([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of them is not most
+
+
+def test_a_round_is_refused_by_either_side() -> None:
+    refused = ratio(["recompiled", "recompiled", 12.0, 12.0, 12.0], [10.0, 10.0, "recompiled", 10.0, 10.0])
+    assert (refused.decision, refused.pairs, refused.refused) == ("untrusted", 2, 3)
+
+
+def test_what_no_round_knows_has_no_ratio() -> None:
+    found = ratio([None] * 8, [None] * 8, MEMORY)
+    assert (found.estimate, found.low, found.high, found.pairs, found.refused) == (None, None, None, 0, 8)
+    assert found.decision == "untrusted"
+    assert found.why_untrusted is not None
+    assert "peak memory: 8 of 8 rounds" in found.why_untrusted
+    assert "this machine does not tell" in found.why_untrusted
+    assert ratio([], []).why_untrusted == "throughput: no round was measured"
+
+
+def test_too_few_pairs_have_an_estimate_and_no_interval() -> None:
+    found = ratio([12.0] * 5, [10.0] * 5)
+    assert found.estimate == pytest.approx(1.2)
+    assert (found.low, found.high, found.decision, found.more_pairs) == (None, None, "undecided", None)
+
+
+# The baseline against itself
+
+
+def noise(again: Sequence[Any], baseline: Sequence[Any], max_spread: float = 0.15) -> Noise:
+    return verdicts.noise(arm(baseline), arm(again), THROUGHPUT, max_spread)
+
+
+STEADY = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8, 100.0, 100.7, 99.3]
+
+
+def test_a_calm_machine_is_trusted() -> None:
+    found = noise(STEADY[::-1], STEADY)
+    assert found.why_untrusted is None
+    assert found.pairs == 10
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 1 < found.high
+    assert noise(STEADY, STEADY).why_untrusted is None  # no difference at all, as a GPU's memory has none
+
+
+@pytest.mark.parametrize(
+    ("again", "baseline", "why"),
+    [
+        ([1.05 * each for each in STEADY], STEADY, "which excludes 1"),
+        ([each * (1.3 if index % 2 else 0.75) for index, each in enumerate(STEADY)], STEADY, "at most 15.0%"),
+        (STEADY[:5], STEADY[:5], "5 pair(s), and at least 6 are needed"),
+        ([*["the GPU throttled"] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be refused"),
+        (["the GPU throttled"] * 10, STEADY, "10 of 10 rounds had to be refused"),
+    ],
+    ids=["biased", "spread", "few", "most refused", "all refused"],
+)
+def test_a_noisy_machine_makes_every_ratio_untrusted(again: list[Any], baseline: list[Any], why: str) -> None:
+    found = noise(again, baseline)
+    assert found.why_untrusted is not None
+    assert found.why_untrusted.startswith("throughput: ")
+    assert why in found.why_untrusted
+    assert ("measure more rounds" in found.why_untrusted) == ("refused" not in why)  # refusals bring their own advice
+    clear = verdicts.ratio(arm([20.0] * 10), arm([10.0] * 10), THROUGHPUT, 0.03, found)
+    assert (clear.decision, clear.why_untrusted, clear.more_pairs) == ("untrusted", found.why_untrusted, None)
+    assert clear.estimate == pytest.approx(2.0)
+
+
+def test_the_allowed_spread_is_the_settings() -> None:
+    again = [each * (1.04 if index % 2 else 0.96) for index, each in enumerate(STEADY)]
+    assert noise(again, STEADY, 0.15).why_untrusted is None
+    assert noise(again, STEADY, 0.05).why_untrusted is not None
+
+
+# Properties
+
+figure = st.floats(10.0, 1000.0)
+rounds = st.lists(st.tuples(figure, figure), min_size=1, max_size=14)
+quantities = st.sampled_from([THROUGHPUT, MEMORY])
+MIRRORED: dict[Decision, Decision] = {"better": "worse", "worse": "better"}
+
+
+def of(drawn: Sequence[tuple[float, float]], quantity: Quantity, scale: float = 1.0) -> Ratio:
+    whole = round if quantity is MEMORY else float  # bytes are whole numbers
+    over, under = ([whole(1e6 * scale * each) for each in side] for side in zip(*drawn, strict=True))
+    return ratio(over, under, quantity, margin=0.1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rounds, quantities, st.randoms(use_true_random=False))
+def test_the_order_of_the_rounds_does_not_matter(drawn: list[Any], quantity: Quantity, random: Any) -> None:
+    shuffled = list(drawn)
+    random.shuffle(shuffled)
+    assert of(shuffled, quantity) == of(drawn, quantity)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rounds, quantities, st.floats(0.5, 1000.0))
+def test_the_unit_does_not_matter(drawn: list[Any], quantity: Quantity, scale: float) -> None:
+    plain, scaled = of(drawn, quantity), of(drawn, quantity, scale)
+    assert (scaled.estimate, scaled.low, scaled.high) == pytest.approx((plain.estimate, plain.low, plain.high))
+    assert (scaled.pairs, scaled.refused) == (plain.pairs, plain.refused)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rounds, quantities)
+def test_swapping_the_arms_mirrors_the_decision(drawn: list[Any], quantity: Quantity) -> None:
+    plain, swapped = of(drawn, quantity), of([(b, a) for a, b in drawn], quantity)
+    assert swapped.estimate == pytest.approx(1 / (plain.estimate or math.nan))
+    if plain.low is None or plain.high is None:
+        assert swapped.low is None
+    else:
+        assert (swapped.low, swapped.high) == pytest.approx((1 / plain.high, 1 / plain.low))
+    assert swapped.decision == MIRRORED.get(plain.decision, plain.decision)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rounds, quantities, st.data())
+def test_refusing_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], quantity: Quantity, data: Any) -> None:
+    sides = data.draw(st.lists(st.sampled_from(["", "", "", "arm", "reference", "both"]), max_size=len(drawn)))
+    sides += [""] * (len(drawn) - len(sides))
+    over = ["refused" if side in ("arm", "both") else round(a) for side, (a, _) in zip(sides, drawn, strict=True)]
+    under = [
+        "refused" if side in ("reference", "both") else round(b) for side, (_, b) in zip(sides, drawn, strict=True)
+    ]
+    found = ratio(over, under, quantity)
+    kept = [index for index, side in enumerate(sides) if not side]
+    alone = ratio([over[index] for index in kept], [under[index] for index in kept], quantity)
+    assert (found.estimate, found.low, found.high, found.pairs) == (alone.estimate, alone.low, alone.high, alone.pairs)
+    assert found.refused == len(drawn) - len(kept)
+    if found.refused <= len(kept):
+        assert found.decision == alone.decision
+    else:
+        assert found.decision == "untrusted"
+
+
+def simulated(random: np.random.Generator, true: float, count: int) -> tuple[list[float], list[float]]:
+    """Speeds of paired rounds: a drift of tens of percent that both share, noise of 2% with outliers that none does."""
+
+    def own() -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.exp(0.02 * random.normal(size=count) * np.where(random.random(count) < 0.1, 6, 1))
+
+    drift = 1000 * np.exp(np.cumsum(0.1 * random.normal(size=count)))
+    return (true * drift * own()).tolist(), (drift * own()).tolist()
+
+
+def test_intervals_of_interleaved_rounds_hold_the_true_ratio_as_often_as_they_say() -> None:
+    random, trials = np.random.default_rng(5), 300
+    found = [ratio(*simulated(random, 1.25, 12)) for _ in range(trials)]
+    covered = sum((each.low or 0) <= 1.25 <= (each.high or math.inf) for each in found)
+    least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, [0.95, 0.985])
+    assert least <= covered <= most
+
+
+def test_a_difference_at_the_margin_itself_is_seldom_called_one() -> None:
+    random, trials = np.random.default_rng(6), 300
+    found = [ratio(*simulated(random, 1.1, 12), margin=0.1).decision for _ in range(trials)]
+    assert found.count("worse") == 0
+    assert found.count("better") <= scipy_stats.binom.ppf(0.999, trials, 0.025)
+    assert found.count("same") <= scipy_stats.binom.ppf(0.999, trials, 0.025)
+
+
+def test_a_calm_machine_is_seldom_distrusted() -> None:
+    random, trials = np.random.default_rng(8), 300
+    distrusted = sum(noise(*simulated(random, 1.0, 12)).why_untrusted is not None for _ in range(trials))
+    assert distrusted <= scipy_stats.binom.ppf(0.999, trials, 0.015)
+
+
+# Accuracy
+
+
+def test_accuracy_of_equal_differences() -> None:
+    found = verdicts.accuracy([0.004, 0.004, 0.004], 0.01)
+    assert (found.decision, found.seeds, found.margin_fraction, found.more_seeds) == ("same", 3, 0.01, None)
+    assert (found.mean_fraction, found.low_fraction, found.high_fraction) == pytest.approx((0.004, 0.004, 0.004))
+
+
+@pytest.mark.parametrize(
+    ("differences", "decision"),
+    [
+        ([-0.02, -0.021, -0.019], "worse"),
+        ([0.02, 0.021, 0.019], "better"),
+        ([-0.001, 0.002, 0.0], "same"),
+        ([-0.02, 0.02, 0.0], "undecided"),
+        ([-0.009, -0.012, -0.007], "undecided"),
+        ([0.0], "undecided"),
+        ([-0.5], "undecided"),
+    ],
+)
+def test_accuracy_is_decided_at_the_margin(differences: list[float], decision: Decision) -> None:
+    found = verdicts.accuracy(differences, 0.01)
+    assert found.decision == decision
+    assert found.mean_fraction == pytest.approx(statistics.fmean(differences))
+    assert (found.more_seeds is None) == (decision != "undecided" or len(differences) == 1)
+
+
+def test_the_interval_lies_inside_the_margins_exactly_if_it_is_the_same() -> None:
+    differences = [-0.002, 0.001, 0.004]
+    half = 2.919986 * statistics.stdev(differences) / math.sqrt(3)  # t's 95% quantile with two degrees of freedom
+    for margin, decision in ((0.001 + half + 1e-6, "same"), (0.001 + half - 1e-6, "undecided")):
+        found = verdicts.accuracy(differences, margin)
+        assert (found.low_fraction, found.high_fraction) == pytest.approx((0.001 - half, 0.001 + half), abs=1e-8)
+        assert found.decision == decision
+
+
+def test_one_seed_has_no_interval() -> None:
+    found = verdicts.accuracy([0.0], 0.01)
+    assert (found.low_fraction, found.high_fraction, found.seeds, found.more_seeds) == (None, None, 1, None)
+
+
+@given(st.lists(st.floats(-0.05, 0.05), min_size=1, max_size=8), st.floats(0.001, 0.05))
+def test_accuracy_lost_and_gained_mirror_each_other(differences: list[float], margin: float) -> None:
+    plain, mirrored = (verdicts.accuracy([sign * each for each in differences], margin) for sign in (1, -1))
+    assert mirrored.decision == MIRRORED.get(plain.decision, plain.decision)
+    assert mirrored.mean_fraction == pytest.approx(-plain.mean_fraction)
+
+
+# The verdict of all decisions
+
+DECISIONS: tuple[Decision, ...] = get_args(Decision)
+DECIDED: tuple[Decision, ...] = ("worse", "same", "better")
+
+
+@pytest.mark.parametrize(
+    ("decisions", "expected"),
+    [
+        (["better", "same", "same"], "pays"),
+        (["better", "better", "same"], "pays"),
+        (["better", "better", "better"], "pays"),
+        (["better", "worse", "same"], "trades"),
+        (["worse", "worse", "better"], "trades"),
+        (["worse", "same", "same"], "costs"),
+        (["worse", "worse", "worse"], "costs"),
+        (["same", "same", "same"], "neutral"),
+        (["better", "same", "undecided"], "undecided"),  # accuracy may be lost
+        (["better", "worse", "undecided"], "trades"),  # however it turns out
+        (["same", "same", "undecided"], "undecided"),
+        (["worse", "same", "undecided"], "undecided"),
+        (["undecided", "undecided", "undecided"], "undecided"),
+        (["better", "worse", "untrusted"], "untrusted"),
+        (["undecided", "same", "untrusted"], "untrusted"),
+    ],
+)
+def test_verdicts(decisions: list[Decision], expected: str) -> None:
+    assert verdict(decisions) == expected
+
+
+@pytest.mark.parametrize("decisions", list(product(DECISIONS, repeat=3)))
+def test_the_verdict_is_what_every_way_of_turning_out_has_in_common(decisions: tuple[Decision, ...]) -> None:
+    """Of all 125 combinations, by another road: from what is certain and what is possible."""
+    found = verdict(decisions)
+    open_ended = "undecided" in decisions
+    if "untrusted" in decisions:
+        assert found == "untrusted"
+    elif {"better", "worse"} <= set(decisions):
+        assert found == "trades"
+    elif open_ended:
+        assert found == "undecided"
+    else:
+        words = {(True, False): "pays", (False, True): "costs", (False, False): "neutral"}
+        assert found == words["better" in decisions, "worse" in decisions]
+
+
+@pytest.mark.parametrize("decisions", list(product(DECIDED, repeat=3)))
+def test_improving_a_decision_never_makes_the_verdict_worse(decisions: tuple[Decision, ...]) -> None:
+    rank = {"costs": 0, "neutral": 1, "trades": 1, "pays": 2}
+    for index, decision in enumerate(decisions):
+        for improved in DECIDED[DECIDED.index(decision) + 1 :]:
+            after = verdict([*decisions[:index], improved, *decisions[index + 1 :]])
+            assert rank[after] >= rank[verdict(decisions)]
+
+
+@given(st.permutations(["better", "worse", "same", "undecided"]), st.integers(0, 4))
+def test_which_quantity_decided_what_does_not_matter(decisions: list[Decision], count: int) -> None:
+    assert verdict(decisions[:count]) == verdict(decisions[:count][::-1])
+
+
+# Reasons
+
+
+def test_a_decided_figure_needs_no_reason() -> None:
+    assert ratio_reasons(ratio([12.0] * 6, [10.0] * 6), THROUGHPUT, "bench.max_minutes") == []
+    assert accuracy_reasons(verdicts.accuracy([0.0, 0.0], 0.01)) == []
+
+
+def test_an_undecided_ratio_says_what_would_decide_it() -> None:
+    undecided = ratio([1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0], [1000.0] * 6)
+    assert ratio_reasons(undecided, THROUGHPUT, "bench.max_minutes") == [
+        f"throughput is undecided: about {undecided.more_pairs} more pair(s) would decide (raise bench.max_minutes)"
+    ]
+    assert ratio_reasons(ratio([9.0] * 3, [9.0] * 3, MEMORY), MEMORY, "bench.max_rounds") == [
+        "peak memory is undecided: at least 6 pairs bound it (raise bench.max_rounds)"
+    ]
+    on_the_edge = undecided.model_copy(update={"more_pairs": None})
+    assert ratio_reasons(on_the_edge, THROUGHPUT, "bench.max_minutes") == [
+        "throughput is undecided: it lies too close to the margin of 3.0% for any number of pairs that can be foreseen"
+    ]
+
+
+def test_an_untrusted_ratio_says_why() -> None:
+    assert ratio_reasons(ratio(["it throttled"] * 6, [9.0] * 6), THROUGHPUT, "bench.max_minutes") == [
+        "throughput: 6 of 6 rounds had to be refused, most often because it throttled"
+    ]
+
+
+def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
+    def reason(found: Accuracy) -> str:
+        (text,) = accuracy_reasons(found)
+        return text
+
+    assert reason(verdicts.accuracy([0.0], 0.01)).startswith("accuracy is undecided: one seed supports no statement")
+    some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01)
+    assert reason(some) == (
+        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide (add them to train.seeds)"
+    )
+    on_the_edge = some.model_copy(update={"more_seeds": None})
+    assert "too close to the margin of 1 percentage points" in reason(on_the_edge)
