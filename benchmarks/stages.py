@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -19,9 +20,10 @@ import torch.nn.functional as F
 from benchmarks.pairs import ROOT, Checkout, ratio
 from pipeline import environment, results
 from pipeline.config import Train, Variant, parse, plan
-from pipeline.data import prepared, sources
+from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World, keep_freed_memory
+from pipeline.measurement import SystemSampler
 from pipeline.models import build
 from pipeline.training import Training, make_optimizer
 
@@ -37,11 +39,11 @@ def fashion_mnist(folder: Path) -> tuple[Path, Path]:
         sources.fetch(config.fetch, raw)
     if not packed.is_dir() or prepared.read(packed).name != "fashion_mnist":
         packed = folder / "prepared"
-        prepared.prepare(config, raw, packed)
+        packing.prepare(config, raw, packed)
     return raw / "fashion_mnist", packed
 
 
-def textbook(pairs: int = 5, epochs: int = 2) -> dict[str, Any]:
+def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
     """The whole baseline stage against the whole textbook script: samples a second, process start to end.
 
     Same net, data, batch of 64, SGD with momentum at the same constant rate, and number of epochs; both evaluate
@@ -88,42 +90,15 @@ def bare_loop(pairs: int = 44, batch_size: int = 64, steps: int = 20) -> dict[st
     Both train in one process, ``steps`` steps in turns: same net, optimizer and data. The stage's arm is
     ``Training.run`` with its history written to a file, as ``job`` runs it.
     """
-    keep_freed_memory()  # as the stage does; here for both arms, so that only the loops differ
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    alone = World(rank=0, size=1, device=device, backend=None)
     with tempfile.TemporaryDirectory() as folder:
-        dataset = prepared.read(fashion_mnist(Path(folder))[1])
-        train = Train(batch_size=batch_size, seeds=[0], epochs=1)
-        job = plan(parse({"train": train.model_dump(), "variants": BASELINE}), "baseline", environment.machine())
-        history = Path(folder, "history.csv")
-
-        def net() -> torch.nn.Module:
-            torch.manual_seed(0)
-            return build("small_cnn", {}, channels=1, height=28, width=28, classes=10).to(device)
-
-        def stage() -> Iterator[None]:
-            with TrainBatches(
-                dataset,
-                batch_size=batch_size,
-                micro_batches=1,
-                rank=0,
-                world_size=1,
-                seed=0,
-                augment=train.augment,
-                placement="resident",
-                device=device,
-            ) as batches:
-                results.write_history([], history)
-                for row in Training(job, train, net(), dataset, batches, alone, seed=0).run():
-                    if row:
-                        results.append_history(row, history)
-                    yield
+        training = Steady(fashion_mnist(Path(folder))[1], Path(folder, "history.csv"), batch_size)
+        dataset, device = training.dataset, training.world.device
 
         def bare() -> Iterator[None]:
             all_images, all_labels = dataset.train.images.to(device), dataset.train.labels.to(device)
             mean, std = torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device)
-            model = net()
-            optimizer = make_optimizer(train, model)
+            model = training.net()
+            optimizer = make_optimizer(training.train, model)
             order = torch.randperm(len(all_labels), device=device)
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
@@ -134,51 +109,91 @@ def bare_loop(pairs: int = 44, batch_size: int = 64, steps: int = 20) -> dict[st
                 optimizer.step()
                 yield
 
-        def throughput(loop: Iterator[None]) -> float:
-            alone.synchronise()
-            started = time.perf_counter()
-            for _ in range(steps):
-                next(loop)
-            alone.synchronise()
-            return steps * batch_size / (time.perf_counter() - started)
-
-        arms = stage(), bare()
-        measured = ratio(lambda: throughput(arms[0]), lambda: throughput(arms[1]), pairs, warm_up=True)
+        arms = training.steps(), bare()
+        measured = ratio(
+            lambda: training.throughput(arms[0], steps),
+            lambda: training.throughput(arms[1], steps),
+            pairs,
+            warm_up=True,
+        )
     return {"target_ratio": 0.98, "batch_size": batch_size, "steps": steps, **measured}
 
 
-def tracking(pairs: int = 6) -> dict[str, Any]:
-    """Steady throughput of the baseline stage with live tracking over that without, in fresh processes.
+def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[str, Any]:
+    """The stage's steady throughput beside its follower over that without: the follower is stopped for every other
+    ``steps`` steps of one run. All that it has to do, its start included, falls into its own turns.
 
-    ``rows_lost`` counts the last run's history rows that are missing in the store after ``publish``: it must be 0.
+    ``rows_lost`` counts the history's rows that are not in the store in the end: it must be 0.
     """
-    train = {"batch_size": 64, "epochs": 1, "seeds": [0], "history_every_steps": 50}
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
-        arms = {}
-        for live in (True, False):
-            checkout = Checkout(
-                Path(folder, str(live)), train=train, publish={"live": live, "models": False}, variants=BASELINE
-            )
-            (checkout.path / "data").mkdir()
-            (checkout.path / "data" / "prepared").symlink_to(packed)
-            checkout.stage("environment")
-            arms[live] = checkout
+        checkout = Checkout(Path(folder, "checkout"), publish={"models": False}, variants=BASELINE)
+        checkout.stage("environment")
+        history, system = (checkout.path / "results" / "baseline" / f"{name}.csv" for name in ("history", "system"))
+        training = Steady(packed, history, batch_size, epochs=-(-(2 * pairs + 2) * steps // (60_000 // batch_size)))
+        loop = training.steps()
+        with SystemSampler(system, training.world.device):
+            command = [sys.executable, "-m", "pipeline", "follow", "baseline"]
+            follower = subprocess.Popen(command, cwd=checkout.path, stdin=subprocess.PIPE)
 
-        def throughput(live: bool) -> float:
-            arms[live].stage("train", "baseline")
-            return float(arms[live].result()["summary"]["samples_per_second"])
+            def throughput(order: signal.Signals) -> float:
+                follower.send_signal(order)
+                return training.throughput(loop, steps)
 
-        throughput(True)  # creates the store, which later runs find
-        measured = ratio(lambda: throughput(True), lambda: throughput(False), pairs)
-        arms[True].stage("publish")
-        rows = results.read_history(arms[True].path / "results" / "baseline" / "history.csv")
-        with sqlite3.connect(arms[True].path / "mlflow.db") as store:
-            ((logged,),) = store.execute(
-                "SELECT COUNT(*) FROM metrics JOIN tags ON tags.run_uuid = metrics.run_uuid "
-                "WHERE metrics.key = 'history/train_loss' AND tags.key = 'pipeline.run'"
-            )
-    return {"target_ratio": 0.99, "rows": len(rows), "rows_lost": len(rows) - logged, **measured}
+            try:
+                training.throughput(loop, steps)
+                measured = ratio(lambda: throughput(signal.SIGCONT), lambda: throughput(signal.SIGSTOP), pairs)
+            finally:
+                follower.send_signal(signal.SIGCONT)
+                follower.communicate(b"finished\n")
+        rows = len(results.read_history(history))
+        with sqlite3.connect(checkout.path / "mlflow.db") as store:
+            ((logged,),) = store.execute("SELECT COUNT(*) FROM metrics WHERE key = 'history/train_loss'")
+    return {"target_ratio": 0.99, "rows": rows, "rows_lost": rows - logged, "steps": steps, **measured}
+
+
+class Steady:
+    """A baseline training in this process, as ``job`` runs it, to be advanced step by step."""
+
+    def __init__(self, packed: Path, history: Path, batch_size: int, epochs: int = 1) -> None:
+        keep_freed_memory()  # as the stage does; here for both arms of a pair
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.world = World(rank=0, size=1, device=device, backend=None)
+        self.dataset, self.history = prepared.read(packed), history
+        self.train = Train(batch_size=batch_size, seeds=[0], epochs=epochs)
+
+    def net(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return build("small_cnn", {}, channels=1, height=28, width=28, classes=10).to(self.world.device)
+
+    def steps(self) -> Iterator[None]:
+        """One optimizer step each; the history goes to its file."""
+        job = plan(parse({"train": self.train.model_dump(), "variants": BASELINE}), "baseline", environment.machine())
+        with TrainBatches(
+            self.dataset,
+            batch_size=self.train.batch_size,
+            micro_batches=1,
+            rank=0,
+            world_size=1,
+            seed=0,
+            augment=self.train.augment,
+            placement="resident",
+            device=self.world.device,
+        ) as batches:
+            results.write_history([], self.history)
+            for row in Training(job, self.train, self.net(), self.dataset, batches, self.world, seed=0).run():
+                if row:
+                    results.append_history(row, self.history)
+                yield
+
+    def throughput(self, loop: Iterator[None], steps: int) -> float:
+        """Samples a second over ``steps`` steps of a loop."""
+        self.world.synchronise()
+        started = time.perf_counter()
+        for _ in range(steps):
+            next(loop)
+        self.world.synchronise()
+        return steps * self.train.batch_size / (time.perf_counter() - started)
 
 
 def nothing_to_do(pairs: int = 7) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -23,12 +24,15 @@ from pipeline.config import plan as plan_of
 from pipeline.data.batches import TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
+from pipeline.detectors import Detector, detectors, of_clock, of_memory, of_ranks, of_steps
 from pipeline.distributed import World, keep_freed_memory, launch, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
-from pipeline.results import HistoryRow, Result, Run, summarise
+from pipeline.results import HistoryRow, Result, Run, Window, summarise
 from pipeline.training import Training
+
+Placement = Literal["resident", "streamed"]
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
@@ -42,30 +46,115 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = plan_of(config, name, machine, launched_size())
     started = psutil.Process().create_time()
-    launch(_work, (config, plan, prepared, _environment(), started), plan.processes)
+    launch(_work, (config, plan, prepared, environment_of(), started), plan.processes)
 
 
-def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], started: float) -> None:
-    """What each process does."""
-
+@contextmanager
+def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, Dataset, Placement]]:
+    """This process as a rank of the variant's world, with all set up that comes before a model."""
     keep_freed_memory()
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
     Memory.note_imports()
     dataset = read_dataset(prepared)
     with joined_world(plan.device, cores()) as world:
-        device_name = _device_name(world, environment)
+        _make_exact(world, deterministic=config.train.deterministic)
+        wanted = config.train.placement
+        chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
+        yield world, dataset, world.broadcast(chosen)
+
+
+@contextmanager
+def training_of(
+    config: Config,
+    plan: Plan,
+    dataset: Dataset,
+    world: World,
+    placement: Placement,
+    seed: int,
+    detectors: Sequence[Detector],
+) -> Iterator[Training]:
+    """The variant's training with one seed, ready to run."""
+    train = config.train
+    torch.manual_seed(seed)
+    channels, height, width = dataset.shape
+    model = models.build(
+        train.model,
+        train.model_options,
+        channels=channels,
+        height=height,
+        width=width,
+        classes=len(dataset.classes),
+    )
+    with TrainBatches(
+        dataset,
+        batch_size=train.batch_size,
+        micro_batches=plan.micro_batches,
+        rank=world.rank,
+        world_size=world.size,
+        seed=seed,
+        augment=train.augment,
+        placement=placement,
+        device=world.device,
+    ) as batches:
+        yield Training(plan, train, model, dataset, batches, world, seed, detectors)
+
+
+def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], started: float) -> None:
+    """What each process does."""
+    with ready(config, plan, prepared) as (world, dataset, placement):
+        device_name = device_name_of(world, environment)
         if world.is_main:
             _announce(plan, world, device_name)
         following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
         sampler = SystemSampler(results.system_file(plan.name), world.device) if world.is_main else None
         with following, sampler or nullcontext():
-            job = Job(config, plan, dataset, world, environment["hash"], device_name, started, sampler)
+            job = Job(config, plan, dataset, world, placement, environment["hash"], device_name, started, sampler)
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
                 job.write_result(runs)
     if world.is_main:  # the last act: up to here, an interruption finds all of it again
         for seed in config.train.seeds:
             checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
+
+
+def window_of(training: Training, *, asked_steps: int, max_input_wait: float | None) -> Window:
+    """What all ranks measured in the training's windows so far, as one record, the same on every rank.
+
+    Refused figures are None: fewer measured steps than ``asked_steps``, a share of waiting for input above
+    ``max_input_wait``, and whatever the training's detectors saw.
+    """
+    clock, memory, world = training.clock, training.memory, training.world
+    seen = [refusal for detector in training.detectors for refusal in detector.refusals()]
+    seen += of_clock(clock, max_input_wait) + of_memory(memory)
+    ranks = world.gather((clock.state(), memory.state(), seen))
+    clocks, memories, refusals = zip(*ranks, strict=True)
+    steps = [len(each["step_seconds"]) for each in clocks]
+    refused = of_steps(steps, asked=asked_steps, warmup=training.train.warmup_steps) + of_ranks(refusals)
+    slowest = max(clocks, key=lambda each: each["measured_seconds"])
+    peaks = tuple(each["peak_bytes"] for each in memories)
+    unknown = None in peaks or any(refusal.voids_memory for refusal in refused)
+    seconds = slowest["measured_seconds"]
+
+    def trusted(value: float | None) -> float | None:
+        return None if refused else value
+
+    return Window(
+        measured_steps=min(steps),
+        samples_per_second=trusted(min(steps) * training.train.batch_size / seconds if seconds else None),
+        step_p50_ms=trusted(percentile_ms(slowest["step_seconds"], 50)),
+        step_p90_ms=trusted(percentile_ms(slowest["step_seconds"], 90)),
+        step_p99_ms=trusted(percentile_ms(slowest["step_seconds"], 99)),
+        input_wait_fraction=trusted(
+            max(each["input_seconds"] / each["measured_seconds"] for each in clocks) if seconds else None
+        ),
+        peak_memory_bytes=None if unknown else max(peaks),
+        peak_memory_rank_bytes=peaks,
+        peak_reserved_bytes=(
+            None if memory.reserved_bytes is None else max(each["reserved_bytes"] for each in memories)
+        ),
+        allocator_retries=None if memory.retries is None else sum(each["retries"] for each in memories),
+        refusals=tuple(refusal.reason for refusal in refused),
+    )
 
 
 class Job:
@@ -77,6 +166,7 @@ class Job:
         plan: Plan,
         dataset: Dataset,
         world: World,
+        placement: Placement,
         environment_hash: str,
         device_name: str,
         started: float,
@@ -89,43 +179,21 @@ class Job:
         """Of all seeds so far; the main rank writes it to ``history_file``."""
         self.history_file = results.history_file(plan.name)
         self.parameter_count = 0
-        wanted = config.train.placement
-        chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
-        self.placement: Literal["resident", "streamed"] = world.broadcast(chosen)
-        _make_exact(world, deterministic=config.train.deterministic)
+        self.placement = placement
 
     def train(self, seed: int) -> Run:
         """One seed, from the start or from its checkpoint; returns the same record on every rank."""
         if self.sampler:
             self.sampler.seed = seed
         _forget_last_run(self.world)
-        torch.manual_seed(seed)
-        channels, height, width = self.dataset.shape
-        train = self.config.train
-        model = models.build(
-            train.model,
-            train.model_options,
-            channels=channels,
-            height=height,
-            width=width,
-            classes=len(self.dataset.classes),
-        )
-        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
         identity = self._identity(seed)
         saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
-        with TrainBatches(
-            self.dataset,
-            batch_size=train.batch_size,
-            micro_batches=self.plan.micro_batches,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            seed=seed,
-            augment=train.augment,
-            placement=self.placement,
-            device=self.world.device,
-        ) as batches:
-            training = Training(self.plan, train, model, self.dataset, batches, self.world, seed)
+        watching = detectors(
+            self.world.device, root_pid=os.getppid() if self.world.backend else os.getpid(), max_foreign_load=None
+        )
+        with training_of(self.config, self.plan, self.dataset, self.world, self.placement, seed, watching) as training:
+            self.parameter_count = sum(parameter.numel() for parameter in training.model.parameters())
             resumes, earlier = 0, list(self.history)
             if saved:
                 training.restore(saved)
@@ -219,29 +287,11 @@ class Job:
 
     def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
         """The record of a finished run, from what every rank measured."""
-        clock, memory, score = training.clock, training.memory, training.score
+        clock, score = training.clock, training.score
         assert score is not None  # the last epoch ends with an evaluation
-        ranks = self.world.gather((clock.state(), memory.state(), clock.disagreement()))
-        clocks, memories, disagreements = zip(*ranks, strict=True)
-        slowest = max(clocks, key=lambda clock: clock["measured_seconds"])
-        peaks = tuple(memory["peak_bytes"] for memory in memories)
-        steps = {len(clock["step_seconds"]) for clock in clocks}
-        measured_steps = min(steps)
-        retries = None if memory.retries is None else sum(memory["retries"] for memory in memories)
-
-        refusals = []
-        if not measured_steps:
-            refusals.append(
-                f"no step was measured: the run has {training.total_steps} steps and its warm-up takes "
-                f"{self.config.train.warmup_steps}; raise train.epochs or lower train.warmup_steps"
-            )
-        if len(steps) > 1:
-            refusals.append(f"the ranks measured different numbers of steps: {sorted(steps)}")
-        refusals += [f"rank {rank}: {reason}" for rank, reason in enumerate(disagreements) if reason]
-        if retries:
-            refusals.append(f"the allocator ran out of memory and flushed its cache {retries} time(s)")
-        trusted = not refusals
+        window = window_of(training, asked_steps=0, max_input_wait=None)
         return Run(
+            **dict(window),
             seed=seed,
             test_accuracy=score.accuracy,
             test_correct=score.correct,
@@ -249,28 +299,11 @@ class Job:
             test_loss=score.loss,
             train_loss=training.epoch_loss,
             steps=training.steps,
-            measured_steps=measured_steps,
-            samples_per_second=(
-                measured_steps * self.config.train.batch_size / slowest["measured_seconds"] if trusted else None
-            ),
-            step_p50_ms=percentile_ms(slowest["step_seconds"], 50) if trusted else None,
-            step_p90_ms=percentile_ms(slowest["step_seconds"], 90) if trusted else None,
-            step_p99_ms=percentile_ms(slowest["step_seconds"], 99) if trusted else None,
-            input_wait_fraction=(
-                max(clock["input_seconds"] / clock["measured_seconds"] for clock in clocks) if trusted else None
-            ),
             startup_seconds=startup_seconds,
             first_step_seconds=None if startup_seconds is None else clock.first_step_seconds,
-            train_seconds=max(clock["train_seconds"] for clock in clocks),
+            train_seconds=max(self.world.gather(clock.train_seconds)),
             evaluate_seconds=training.evaluate_seconds,
-            peak_memory_bytes=None if retries or None in peaks else max(peaks),
-            peak_memory_rank_bytes=peaks,
-            peak_reserved_bytes=(
-                None if memory.reserved_bytes is None else max(memory["reserved_bytes"] for memory in memories)
-            ),
-            allocator_retries=retries,
             resumes=resumes,
-            refusals=tuple(refusals),
             model_sha256=checkpoints.state_sha256(training.model.state_dict()),
         )
 
@@ -316,13 +349,13 @@ def _announce(plan: Plan, world: World, device_name: str) -> None:
         print(f"{plan.name}: {technique} is left out: {reason}", flush=True)
 
 
-def _device_name(world: World, environment: dict[str, Any]) -> str:
+def device_name_of(world: World, environment: dict[str, Any]) -> str:
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return str(environment["hardware"]["cpu"]["model"])
 
 
-def _environment() -> dict[str, Any]:
+def environment_of() -> dict[str, Any]:
     """The fingerprint that the environment stage wrote."""
     try:
         values: dict[str, Any] = json.loads(ENVIRONMENT_FILE.read_text(encoding="utf-8"))

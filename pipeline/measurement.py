@@ -127,13 +127,13 @@ def percentile_ms(seconds: list[float], percent: float) -> float | None:
 class Memory:
     """Peak memory of a run's measured windows.
 
-    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``). On CPU: the process's
-    highest resident set above that of the same process after its imports and before any work. Only
-    Linux lets a process reset its high-water mark; elsewhere the CPU figure is unknown.
+    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``). On CPU: the process's own
+    resident memory at its highest (``own_peak_bytes``) above that of the same process after its imports and
+    before any work. Only Linux lets a process reset its high-water mark; elsewhere the CPU figure is unknown.
     """
 
     imported_bytes: ClassVar[int | None] = None
-    """The process's highest resident set after its imports; ``note_imports`` sets it for the whole process."""
+    """The process's own peak after its imports; ``note_imports`` sets it for the whole process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -149,7 +149,7 @@ class Memory:
     @classmethod
     def note_imports(cls) -> None:
         """Call once, when all is imported and no work is done."""
-        cls.imported_bytes = resident_peak_bytes()
+        cls.imported_bytes = own_peak_bytes()
 
     def open(self) -> None:
         """Forget the peak so far: a window starts."""
@@ -169,7 +169,7 @@ class Memory:
             retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"] - self._retries
             self.retries = (self.retries or 0) + retries
         elif self._resets and self.imported_bytes is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, (resident_peak_bytes() or 0) - self.imported_bytes)
+            self.peak_bytes = max(self.peak_bytes or 0, (own_peak_bytes() or 0) - self.imported_bytes)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting."""
@@ -180,15 +180,20 @@ class Memory:
         vars(self).update(state)
 
 
-def resident_peak_bytes() -> int | None:
-    """This process's highest resident set since it began or was reset; None where the system does not tell."""
+def own_peak_bytes() -> int | None:
+    """This process's highest resident memory since it began or was reset, without the pages of mapped files.
+
+    Code and a memory-mapped data set are such pages: all processes share them, the system drops them when it needs the
+    room, and how many of them are resident depends on how the process was started. Linux tells the peak of all pages
+    (VmHWM) and how many are of files now (RssFile); files' pages only come, so after some steps nothing is lost by
+    that. None where the system does not tell.
+    """
     try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+        lines = (line.partition(":") for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+        sizes = {name: int(size.split()[0]) * 1024 for name, _, size in lines if name in ("VmHWM", "RssFile")}
+        return sizes["VmHWM"] - sizes["RssFile"]
+    except (OSError, KeyError):
+        return None
 
 
 def _reset_resident_peak() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipeline import checkpoints
 from pipeline.config import PipelineError, Plan, Train
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
+from pipeline.detectors import Detector
 from pipeline.distributed import World
 from pipeline.evaluation import Score, evaluate
 from pipeline.measurement import Clock, Memory
@@ -187,10 +188,12 @@ class Training:
         batches: TrainBatches,
         world: World,
         seed: int,
+        detectors: Sequence[Detector] = (),
     ) -> None:
         self.plan, self.train, self.dataset, self.batches, self.world, self.seed = (
             plan, train, dataset, batches, world, seed,
         )  # fmt: skip
+        self.detectors = detectors
         self.model = model.to(world.device)
         self.techniques = chosen(plan, world)
         wrapped = self.model
@@ -261,6 +264,7 @@ class Training:
                 "clock": self.clock.state(),
                 "memory": self.memory.state(),
                 "techniques": [technique.state() for technique in self.techniques],
+                "detectors": [detector.state() for detector in self.detectors],
             }
         )
         return {
@@ -283,6 +287,8 @@ class Training:
         self.memory.restore(mine["memory"])
         for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
             technique.restore(remembered)
+        for detector, remembered in zip(self.detectors, mine["detectors"], strict=True):
+            detector.restore(remembered)
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
         self.settled = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(state["last_row"])
@@ -290,6 +296,8 @@ class Training:
 
     def _open(self) -> None:
         self.memory.open()
+        for detector in self.detectors:
+            detector.open()
         self.clock.open()
 
     def _close(self) -> None:
@@ -297,6 +305,8 @@ class Training:
         measured = self.steps > self.settled
         self.clock.close(measured=measured)
         self.memory.close(measured=measured)
+        for detector in self.detectors:
+            detector.close(measured=measured)
 
     def _end_epoch(self) -> HistoryRow:
         row = self._row()

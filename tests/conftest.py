@@ -70,12 +70,12 @@ def _nothing_leaks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """scikit-learn's 8x8 digits, prepared: real data for tests, from no network."""
-    from pipeline.data import prepared, sources
+    from pipeline.data import packing, prepared, sources
 
     folder = tmp_path_factory.mktemp("digits")
     config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
     sources.fetch(config.fetch, folder / "raw")
-    prepared.prepare(config, folder / "raw", folder / "prepared")
+    packing.prepare(config, folder / "raw", folder / "prepared")
     return prepared.read(folder / "prepared")
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.config import PipelineError
-from pipeline.distributed import WorkerError, World, launch, launched_size, world
+from pipeline.distributed import WorkerError, World, fork, launch, launched_size, world
 from tests.ranks import RankFailed, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +68,38 @@ def _fail_on_rank_one(joined: World) -> None:
 def test_a_failing_rank_is_reported() -> None:
     with pytest.raises(RankFailed, match=r"rank 1: (?s:.*)a planted failure"):
         run_ranks(_fail_on_rank_one)
+
+
+KEPT: list[int] = []
+PRELOAD = ("pipeline.training",)
+
+
+def _note(value: int) -> tuple[int, int, int]:
+    KEPT.append(value)
+    with world("cpu") as joined:
+        return joined.rank, joined.size, len(KEPT)
+
+
+def test_fork_gives_fresh_processes_and_their_values_in_rank_order() -> None:
+    for _ in range(2):
+        assert fork(_note, (7,), 1, preload=PRELOAD) == [(0, 1, 1)]
+    assert fork(_note, (7,), 2, preload=PRELOAD) == [(0, 2, 1), (1, 2, 1)]
+    assert KEPT == []
+
+
+def _wait_for_the_lost(how: str) -> None:
+    if os.environ.get("RANK") == "1":
+        if how == "dies":
+            os._exit(9)
+        raise PipelineError("a planted failure")
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("how", "message"), [("fails", "rank 1: a planted failure"), ("dies", "rank 1: .* died")])
+def test_a_forked_rank_that_fails_ends_the_others(how: str, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        fork(_wait_for_the_lost, (how,), 2, preload=PRELOAD)
+    assert multiprocessing.active_children() == []
 
 
 def _record_rank(directory: str) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from pipeline import environment, job, results
 from pipeline.config import parse
-from pipeline.data import prepared, sources
+from pipeline.data import packing, sources
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.measurement import Clock, Memory
@@ -36,7 +36,7 @@ def train(variant: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Res
     if not test_job.PREPARED.exists():
         environment.write()
         sources.fetch(parse(params).fetch, test_job.RAW)
-        prepared.prepare(parse(params), test_job.RAW, test_job.PREPARED)
+        packing.prepare(parse(params), test_job.RAW, test_job.PREPARED)
     job.run(parse(params), variant, environment.machine(), test_job.PREPARED)
     return results.read(results.result_file(variant))
 

@@ -18,7 +18,7 @@ import yaml
 from pipeline import environment, job, models, results
 from pipeline.checkpoints import checkpoint_file, state_sha256
 from pipeline.config import Config, Machine, PipelineError, Variant, parse
-from pipeline.data import prepared, sources
+from pipeline.data import packing, sources
 from pipeline.results import Result
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     configure()
     environment.write()
     sources.fetch(configure().fetch, RAW)
-    prepared.prepare(configure(), RAW, PREPARED)
+    packing.prepare(configure(), RAW, PREPARED)
     return tmp_path
 
 

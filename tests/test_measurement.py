@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,8 @@ from pipeline.measurement import (
     Clock,
     Memory,
     SystemSampler,
+    own_peak_bytes,
     percentile_ms,
-    resident_peak_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def test_percentiles_are_interpolated_milliseconds() -> None:
     assert percentile_ms([], 50) is None
 
 
-needs_linux = pytest.mark.skipif(resident_peak_bytes() is None, reason="this system does not tell the resident peak")
+needs_linux = pytest.mark.skipif(own_peak_bytes() is None, reason="this system does not tell the resident peak")
 
 
 def _peak_of(mebibytes: int) -> int:
@@ -133,6 +134,19 @@ def test_memory_keeps_the_highest_measured_window(monkeypatch: pytest.MonkeyPatc
         memory.close(measured=measured)
         peaks.append(memory.peak_bytes)
     assert peaks[0] == peaks[1] == peaks[2]
+
+
+@needs_linux
+def test_pages_of_a_mapped_file_are_nobody_s_memory(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_bytes(b"1" * 64 * MIB)
+    before = own_peak_bytes()
+    mapped = np.memmap(file, dtype=np.uint8, mode="r")
+    assert int(mapped.max()) == ord("1")
+    after = own_peak_bytes()
+    assert before is not None
+    assert after is not None
+    assert after - before < 16 * MIB
 
 
 def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

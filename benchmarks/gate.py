@@ -1,0 +1,286 @@
+"""The gate's own error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
+
+``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
+whose training step takes 10% longer. ``error_rates`` draws trials from it, each of as many consecutive rounds as the
+default budget gives, so that the machine's drift stays in, and lets the gate's own code decide. ``full`` runs complete
+gates, which confirm the pool.
+
+    python -m benchmarks.gate pool FILE --minutes 120
+    python -m benchmarks.gate rates FILE
+    python -m benchmarks.gate full --trials 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does
+
+from benchmarks.pairs import ROOT, Checkout
+from benchmarks.stages import fashion_mnist
+from pipeline import config, environment, results
+from pipeline.benchmark import Server, measure
+from pipeline.config import Compare, Config, Gate
+from pipeline.gate.decision import Judged, judge, noises
+from pipeline.gate.measuring import arms_of, steps_of
+from pipeline.results import Arm, Window
+
+SLOWDOWN_FRACTION = 0.10
+"""So much longer does a step of the planted side take."""
+
+PLANTED = f"""
+
+def _slower(step):
+    import time
+
+    def stretched(self, micro_batches):
+        started = time.perf_counter()
+        step(self, micro_batches)
+        ended = time.perf_counter()
+        while time.perf_counter() < ended + {SLOWDOWN_FRACTION} * (ended - started):
+            pass
+
+    return stretched
+
+
+TrainingStep.__call__ = _slower(TrainingStep.__call__)
+"""
+"""Appended to training.py. A step on a CPU is done when it returns, so its wall time grows by just that share."""
+
+QUANTITIES = ("samples_per_second", "peak_memory_bytes")
+
+
+def pool(minutes: float) -> dict[str, Any]:
+    """Real rounds of base (its baseline twice), an equal head and a slower one, for so many minutes.
+
+    Speeds and peaks by arm, one a round, None where they were refused. An interruption keeps the complete rounds.
+    """
+    params = config.load(ROOT / config.PARAMS_FILE)
+    names = list(params.variants)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        _, packed = fashion_mnist(Path(folder))
+        sides = {}
+        for side in ("base", "head", "slow"):
+            checkout = _checkout(Path(folder, side), params)
+            (checkout.path / "data").mkdir()
+            (checkout.path / "data" / "prepared").symlink_to(packed)
+            if side == "slow":
+                plant(checkout)
+            checkout.stage("environment")
+            server = stack.enter_context(Server(checkout.path))
+            sides[side] = (server, server.describe())
+        arms = arms_of(names, params.compare.baseline, sides)
+        steps = steps_of(arms, params.bench.window_seconds)
+        rounds = measure(arms, seconds=60 * minutes, max_rounds=None, steps=steps)
+    count = len(rounds.arms[0].samples)
+    samples = [sample for arm in rounds.arms for sample in arm.samples]
+    gates_share = 1 - len(names) / len(arms)  # a gate has no third side
+    return {
+        "environment": environment.fingerprint(),
+        "measured_on": time.strftime("%Y-%m-%d"),
+        "slowdown_fraction": SLOWDOWN_FRACTION,
+        "rounds": count,
+        "steps": rounds.steps,
+        "seconds": round(rounds.seconds),
+        "seconds_per_gate_round": round(rounds.seconds / count * gates_share, 2),
+        "samples": len(samples),
+        "refused_samples": sum(bool(sample.refusals) for sample in samples),
+        "arms": {
+            arm.name: {key: [_rounded(getattr(sample, key)) for sample in arm.samples] for key in QUANTITIES}
+            for arm in rounds.arms
+        },
+    }
+
+
+def error_rates(recorded: Mapping[str, Any], trials: int = 1000, minutes: float | None = None) -> dict[str, Any]:
+    """Decide ``trials`` gates of equal sides, and as many with the slower head, on blocks of consecutive rounds.
+
+    ``minutes``: a gate's budget; None: the default one. Blocks begin anywhere in the pool and overlap, so there is no
+    more in all trials together than in ``independent_blocks`` of them.
+    """
+    arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
+    budget = 60 * (Gate().max_minutes if minutes is None else minutes)
+    rounds = int(budget / recorded["seconds_per_gate_round"])
+    if rounds > recorded["rounds"]:
+        raise SystemExit(f"the pool has {recorded['rounds']} rounds, and a gate of {budget:.0f} s has {rounds}")
+    draw = random.Random(0)
+    starts = [draw.randint(0, recorded["rounds"] - rounds) for _ in range(trials)]
+    outcomes: dict[str, Counter[str]] = {"head": Counter(), "slow": Counter()}
+    for start in starts:
+        block = {name: _cut(arm, start, start + rounds) for name, arm in arms.items()}
+        for side, counted in outcomes.items():
+            counted[_in_words(_judge(block, side))] += 1
+    return {
+        "trials": trials,
+        "rounds_per_trial": rounds,
+        "independent_blocks": recorded["rounds"] // rounds,
+        "slowdown_fraction": recorded["slowdown_fraction"],
+        "false_alarm_rate": sum(count for words, count in outcomes["head"].items() if "worse" in words) / trials,
+        "found_rate": sum(count for words, count in outcomes["slow"].items() if "throughput" in words) / trials,
+        "equal": dict(outcomes["head"]),
+        "slower": dict(outcomes["slow"]),
+    }
+
+
+def full(trials: int) -> dict[str, Any]:
+    """Complete gates: ``trials`` of a comment, and as many of the planted slowdown, in turns."""
+    params = config.load(ROOT / config.PARAMS_FILE)
+    outcomes: dict[str, list[dict[str, Any]]] = {"equal": [], "slower": []}
+    with tempfile.TemporaryDirectory() as folder:
+        raw, _ = fashion_mnist(Path(folder))
+        sections: dict[str, Any] = {
+            "fetch": {"dataset": "fashion_mnist", "mirror": str(raw)},
+            "gate": {"accuracy": False},
+        }
+        checkout = _checkout(Path(folder, "checkout"), params, **sections)
+        checkout.commit()
+        training = checkout.path / "pipeline" / "training.py"
+        plain = training.read_text(encoding="utf-8")
+        for _ in range(trials):
+            for kind, change in (("equal", "\n# A comment.\n"), ("slower", PLANTED)):
+                training.write_text(plain + change, encoding="utf-8")
+                outcomes[kind].append(_gate(checkout))
+                print(kind, outcomes[kind][-1], flush=True)
+    return {
+        "measured_on": time.strftime("%Y-%m-%d"),
+        "slowdown_fraction": SLOWDOWN_FRACTION,
+        **{kind: dict(Counter(each["outcome"] for each in found)) for kind, found in outcomes.items()},
+        "gates": outcomes,
+    }
+
+
+def plant(checkout: Checkout) -> None:
+    """Make the checkout's training slower."""
+    with (checkout.path / "pipeline" / "training.py").open("a", encoding="utf-8") as file:
+        file.write(PLANTED)
+
+
+def _checkout(path: Path, params: Config, **sections: dict[str, Any]) -> Checkout:
+    """A copy of the project with the shipped params.yaml, but for ``sections``."""
+    return Checkout(path, **{**params.model_dump(mode="json"), **sections})
+
+
+def _gate(checkout: Checkout) -> dict[str, Any]:
+    """One complete gate: outcome, rounds, and the throughput of every row as the gate's file has it."""
+    command = [sys.executable, "-m", "pipeline", "gate", "--against", "HEAD"]
+    done = subprocess.run(command, cwd=checkout.path, capture_output=True, text=True)
+    if done.returncode not in (0, 1, 3):
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        done.check_returncode()
+    values = json.loads((checkout.path / "reports" / "gate.json").read_text(encoding="utf-8"))
+    rows = [*values["variants"], *([values["together"]] if values["together"] else [])]
+    return {
+        "outcome": _in_words(Judged.model_validate({key: values[key] for key in Judged.model_fields})),
+        "rounds": len(values["head"]["arms"][0]["samples"]),
+        "seconds": round(values["seconds"]),
+        "throughput": {
+            row["variant"]: [_rounded(row["throughput"][key]) for key in ("estimate", "low", "high")] for row in rows
+        },
+    }
+
+
+def _judge(block: Mapping[str, Arm], side: str) -> Judged:
+    """What the gate decides on ``side`` against the base."""
+    settings = Compare()
+    again = next(arm for name, arm in block.items() if name.endswith(" again"))
+    of_base, of_head = (
+        {arm.variant: arm for name, arm in block.items() if name.startswith(f"{each} ") and arm is not again}
+        for each in ("base", side)
+    )
+    machine = noises(of_base[again.variant], again, settings.max_spread)
+    return judge(of_base, of_head, machine, settings.margins, {}, paired=True)
+
+
+def _in_words(judged: Judged) -> str:
+    """The outcome, with what is worse, or whether a pass leaves something open."""
+    rows = [*judged.variants, *([judged.together] if judged.together else [])]
+    decisions = {
+        "throughput": {row.throughput.decision for row in rows if row.throughput},
+        "memory": {row.memory.decision for row in rows if row.memory},
+    }
+    if judged.outcome == "worse":
+        return f"worse: {', '.join(name for name, found in decisions.items() if 'worse' in found)}"
+    left_open = any(found & {"undecided", "untrusted"} for found in decisions.values())
+    return "passed, in part undecided" if judged.outcome == "passed" and left_open else judged.outcome
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
+    """A pool's arm as the gate knows arms. What the decision does not read is left blank."""
+    samples = [
+        Window(
+            measured_steps=0,
+            samples_per_second=speed,
+            step_p50_ms=None,
+            step_p90_ms=None,
+            step_p99_ms=None,
+            input_wait_fraction=None,
+            peak_memory_bytes=None if peak is None else round(peak),
+            peak_memory_rank_bytes=(),
+            peak_reserved_bytes=None,
+            allocator_retries=None,
+            refusals=("refused",) if speed is None else (),
+        )
+        for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True)
+    ]
+    return Arm(
+        name=name,
+        role="again" if name.endswith(" again") else "variant",
+        variant=name.split()[1],
+        technique=None,
+        applied={},
+        left_out={},
+        backend=None,
+        world_size=1,
+        threads_per_process=1,
+        placement="resident",
+        device="",
+        samples=tuple(samples),
+    )
+
+
+def _cut(arm: Arm, start: int, end: int) -> Arm:
+    return arm.model_copy(update={"samples": arm.samples[start:end]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("pool", help="record rounds into FILE")
+    recording.add_argument("file", type=Path)
+    recording.add_argument("--minutes", type=float, default=120.0)
+    rating = commands.add_parser("rates", help="error rates of trials from the pool in FILE")
+    rating.add_argument("file", type=Path)
+    rating.add_argument("--trials", type=int, default=1000)
+    rating.add_argument("--minutes", type=float, help="the budget of a gate; default: that of params.yaml")
+    whole = commands.add_parser("full", help="complete gates")
+    whole.add_argument("--trials", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.command == "pool":
+        results.write_text(arguments.file, json.dumps(pool(arguments.minutes)).replace('], "', '],\n"') + "\n")
+    elif arguments.command == "rates":
+        recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
+        print(json.dumps(error_rates(recorded, arguments.trials, arguments.minutes), indent=1))
+    else:
+        print(json.dumps(full(arguments.trials), indent=1))
+
+
+if __name__ == "__main__":
+    main()

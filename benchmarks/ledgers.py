@@ -1,0 +1,130 @@
+"""The predicted memory ledger against the measured one: is a variant's memory known before it runs?"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import environment, ledger
+from pipeline.config import Config, Plan, parse, plan
+from pipeline.data.prepared import DESCRIPTION, Description, file_sha256, read
+from pipeline.distributed import fork
+from pipeline.job import ready, training_of
+from pipeline.results import Ledger
+
+WARM_STEPS, MEASURED_STEPS = 3, 3
+SAMPLES = 1024
+GRAY, COLOUR = (1, 28, 28), (3, 32, 32)
+STACK = {"precision": "bf16", "channels_last": True, "activation_checkpointing": True, "gradient_accumulation": 4}
+VIT = {"model_options": {"image_size": 64}, "optimizer": "adamw"}
+
+CASES: dict[str, tuple[tuple[int, int, int], str, int, dict[str, Any], dict[str, Any]]] = {
+    "small_cnn": (GRAY, "small_cnn", 256, {}, {}),
+    "small_cnn, ddp": (GRAY, "small_cnn", 256, {"parallelism": "ddp"}, {}),
+    "small_cnn, ddp and accumulation": (
+        *(GRAY, "small_cnn", 256),
+        *({"parallelism": "ddp", "gradient_accumulation": 2}, {}),
+    ),
+    "small_cnn, memory stack": (GRAY, "small_cnn", 256, STACK, {}),
+    "resnet9": (COLOUR, "resnet9", 64, {}, {}),
+    "resnet9, channels_last": (COLOUR, "resnet9", 64, {"channels_last": True}, {}),
+    "resnet9, checkpointing, accumulation, adamw": (
+        *(COLOUR, "resnet9", 64),
+        *({"activation_checkpointing": True, "gradient_accumulation": 2}, {"optimizer": "adamw"}),
+    ),
+    "resnet9, bf16": (COLOUR, "resnet9", 16, {"precision": "bf16"}, {"model_options": {"base_width": 16}}),
+    "resnet18": (COLOUR, "resnet18", 64, {}, {}),
+    "mobilenet_v3_small": (COLOUR, "mobilenet_v3_small", 64, {}, {"augment": {"crop_padding": 4, "flip": True}}),
+    "vit_b_16, adamw": (COLOUR, "vit_b_16", 32, {}, VIT),
+    "vit_b_16, checkpointing, adamw": (COLOUR, "vit_b_16", 32, {"activation_checkpointing": True}, VIT),
+}
+"""Shape, model, global batch, variant, and what else there is under ``train``."""
+
+
+def predictions() -> dict[str, Any]:
+    """For each case the predicted peak over what the measured one's tensors take.
+
+    Every case is measured in fresh processes, as the bench does it, and predicted in another, which has no device.
+    ``worst_ratio`` is the one farthest from 1, or its inverse if that is above 1: lower is better.
+    """
+    machine = environment.machine()
+    cases = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = {shape: _random_images(Path(folder, f"{shape[0]}"), shape) for shape in (GRAY, COLOUR)}
+        for name, (shape, model, batch_size, variant, train) in CASES.items():
+            values = {"model": model, "batch_size": batch_size, "epochs": 10, "seeds": [0], "without_native": "run"}
+            config = parse(
+                {
+                    "train": values | {"warmup_steps": WARM_STEPS} | train,
+                    "compare": {"baseline": "tried"},
+                    "variants": {"tried": variant},
+                }
+            )
+            how = plan(config, "tried", machine)
+            ranks = fork(_measure, (config, how, data[shape]), how.processes, preload=("pipeline.job", "torch._dynamo"))
+            measured = max(ranks, key=lambda rank: rank.peak_bytes)
+            ((predicted, seconds),) = fork(_predict, (config, how, data[shape]), 1, preload=("pipeline.job",))
+            ratio = predicted.peak_bytes / measured.tensors_bytes
+            cases[name] = {
+                "ratio": ratio,
+                "measured": measured.model_dump(),
+                "predicted": predicted.model_dump(),
+                "prediction_seconds": seconds,
+            }
+            print(f"{name:45} {ratio:.4f}  {measured.tensors_bytes / 2**20:8.1f} MiB  {seconds:.1f} s", flush=True)
+    worst = max(max(case["ratio"], 1 / case["ratio"]) for case in cases.values())
+    return {"worst_ratio": worst, "target_ratio": 1.05, "lower_is_better": True, "cases": cases}
+
+
+def _measure(config: Config, how: Plan, data: Path) -> Ledger:
+    with (
+        ready(config, how, data) as (world, dataset, placement),
+        training_of(config, how, dataset, world, placement, 0, ()) as training,
+    ):
+        for _ in islice(training.run(), WARM_STEPS + MEASURED_STEPS):
+            pass
+        with training.paused():
+            found = ledger.measured(training, training.memory.peak_bytes)
+    assert found is not None, "this machine does not tell a process's peak memory"
+    return found
+
+
+def _predict(config: Config, how: Plan, data: Path) -> tuple[Ledger, float]:
+    started = time.perf_counter()
+    return ledger.predicted(config, how, read(data)), time.perf_counter() - started
+
+
+def _random_images(folder: Path, shape: tuple[int, int, int]) -> Path:
+    """A prepared data set of random images."""
+    random = np.random.default_rng(0)
+    folder.mkdir()
+    for split in ("train", "test"):
+        np.save(folder / f"{split}_images.npy", random.integers(0, 256, (SAMPLES, *shape), dtype=np.uint8))
+        np.save(folder / f"{split}_labels.npy", random.integers(0, 10, SAMPLES))
+    channels, height, width = shape
+    description = Description(
+        name="random",
+        classes=tuple(map(str, range(10))),
+        channels=channels,
+        height=height,
+        width=width,
+        train_count=SAMPLES,
+        test_count=SAMPLES,
+        train_class_counts=(0,) * 10,
+        test_class_counts=(0,) * 10,
+        mean=(0.5,) * channels,
+        std=(0.29,) * channels,
+        files={path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))},
+    )
+    (folder / DESCRIPTION).write_text(description.model_dump_json(), encoding="utf-8")
+    return folder
+
+
+if __name__ == "__main__":
+    print(json.dumps(predictions(), indent=1))

@@ -1,0 +1,142 @@
+"""One arm of a measurement: a variant's steps in a fresh process, on request of the process that measures.
+
+``python -m pipeline arms`` serves the checkout that it is started in: a request a line on stdin, an answer a line on
+stdout, both JSON. Two checkouts, each with a server of its own, can so be measured side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pipeline.config import Config, Machine, PipelineError, Plan, Variant
+from pipeline.config import plan as plan_of
+from pipeline.data.prepared import read as read_dataset
+from pipeline.detectors import detectors
+from pipeline.distributed import fork
+from pipeline.job import device_name_of, environment_of, ready, training_of, window_of
+from pipeline.results import Dataset, Flops, Ledgers, Record, Window
+from pipeline.training import Training
+
+PRELOAD = ("pipeline.arm", "torch._dynamo")
+"""What every arm imports; torch imports the second with the first optimizer."""
+
+
+class Measured(Record):
+    """What one fresh process, or its world, says of a variant."""
+
+    applied: dict[str, Any]
+    left_out: dict[str, str]
+    backend: str | None
+    world_size: int
+    threads_per_process: int
+    placement: Literal["resident", "streamed"]
+    device: str
+    window: Window
+    ledgers: Ledgers | None = None
+    """Only if asked for, like the next."""
+    flops: Flops | None = None
+
+
+def serve(config: Config, machine: Machine, prepared: Path) -> None:
+    """Answer requests until stdin ends. A request that cannot be served is answered with ``{"error": message}``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears it, and ends this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends the processes forked for a request
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's model prints is no answer
+
+    def describe() -> dict[str, Any]:
+        dataset = read_dataset(prepared)
+        about = Dataset(
+            name=dataset.name, sha256=dataset.sha256, train_count=len(dataset.train), test_count=len(dataset.test)
+        )
+        values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
+        return values | {"environment": environment_of()["hash"], "dataset": about.model_dump(mode="json")}
+
+    def measure(name: str, values: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
+        asked = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
+        plan = plan_of(asked, name, machine)
+        device = environment_of()
+        (measured, *_) = fork(
+            _measure, (config, plan, prepared, device, steps, ledgers), plan.processes, preload=PRELOAD
+        )
+        return measured.model_dump(mode="json")
+
+    commands: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "measure": measure}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = commands[request.pop("do")](**request)
+        except PipelineError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _measure(
+    config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], steps: int, ledgers: bool
+) -> Measured:
+    """What each process does: ``steps`` steps after the warm-up, in measured windows."""
+    with ready(config, plan, prepared) as (world, dataset, placement):
+        wanted = config.train.warmup_steps + steps
+        epochs = -(-wanted // max(1, len(dataset.train) // config.train.batch_size))
+        config = config.model_copy(
+            update={"train": config.train.model_copy(update={"epochs": max(epochs, config.train.epochs)})}
+        )
+        seed = config.train.seeds[0]
+        watching = detectors(
+            world.device,
+            root_pid=os.getppid(),
+            max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
+        )
+        with training_of(config, plan, dataset, world, placement, seed, watching) as training:
+            for _ in islice(training.run(), wanted):
+                pass
+            with training.paused():
+                window = window_of(training, asked_steps=steps, max_input_wait=config.bench.max_input_wait)
+                found = _ledgers(training, config, plan) if ledgers else None
+                counted = _flops(training, config, plan, environment) if ledgers else None
+        return Measured(
+            applied=plan.applied.model_dump(mode="json"),
+            left_out=plan.left_out,
+            backend=world.backend,
+            world_size=world.size,
+            threads_per_process=torch.get_num_threads(),
+            placement=placement,
+            device=device_name_of(world, environment),
+            window=window,
+            ledgers=found,
+            flops=counted,
+        )
+
+
+def _ledgers(training: Training, config: Config, plan: Plan) -> Ledgers | None:
+    """The variant's ledger as measured on the largest rank, and as predicted; None where memory cannot be measured."""
+    from pipeline import ledger  # most arms need none
+
+    ranks = training.world.gather(ledger.measured(training, training.memory.peak_bytes))
+    known = [each for each in ranks if each is not None]
+    if not known:
+        return None
+    predicted, why_not = None, None
+    try:
+        predicted = ledger.predicted(config, plan, training.dataset, training.batches.placement)
+    except ledger.PredictionError as error:
+        why_not = str(error)
+    return Ledgers(
+        measured=max(known, key=lambda each: each.peak_bytes), predicted=predicted, why_not_predicted=why_not
+    )
+
+
+def _flops(training: Training, config: Config, plan: Plan, environment: dict[str, Any]) -> Flops | None:
+    from pipeline import flops
+
+    dataset = training.dataset
+    return flops.counted(config, plan, dataset.shape, len(dataset.classes), device_name_of(training.world, environment))

@@ -1,0 +1,237 @@
+"""Steady-state speed and memory of all variants, side by side: fresh processes, interleaved rounds, an A/A arm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from pipeline import results
+from pipeline.config import Config, Machine, PipelineError, Variant, plan
+from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Window
+
+CALIBRATION_STEPS = 20
+FEWEST_STEPS = 10
+
+
+class BenchError(PipelineError):
+    """A variant could not be measured. The message says which, where and why."""
+
+
+class Server(AbstractContextManager["Server"]):
+    """A process that measures the variants of the checkout ``root`` with that checkout's own code."""
+
+    def __init__(self, root: Path = Path()) -> None:
+        self.root = root
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "arms"],
+            cwd=self.root,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def describe(self) -> dict[str, Any]:
+        """What params.yaml, the environment and the prepared data set are there."""
+        return self._ask(do="describe")
+
+    def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
+        """``steps`` warm steps of a variant in a fresh process or world; ``arm.Measured`` as plain values."""
+        return self._ask(do="measure", name=name, values=values, steps=steps, ledgers=ledgers)
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None
+        assert answers is not None
+        try:
+            questions.write(json.dumps(request) + "\n")
+            questions.flush()
+            line = answers.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = self._process.wait()
+            raise BenchError(
+                f"the process that measures {self.root.resolve()} ended ({status}); its words stand above."
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(answer["error"])
+        return answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One arm to measure: a variant's values, on the server that measures them."""
+
+    name: str
+    role: Literal["variant", "again", "with", "without"]
+    variant: str
+    technique: str | None
+    server: Server
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What interleaved rounds gave."""
+
+    arms: tuple[Arm, ...]
+    steps: int
+    """Of each sample."""
+    seconds: float
+    interrupted: bool
+
+
+def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int) -> Rounds:
+    """Rounds of all arms, each arm in a fresh process, for at most ``seconds`` (at least one round).
+
+    The order is reversed every other round, so that a drift of the machine hits both arms of a pair alike. An
+    interruption (KeyboardInterrupt) keeps the rounds that are complete; it is raised again if there is none.
+    """
+    facts: dict[str, dict[str, Any]] = {}
+    rounds: list[dict[str, Window]] = []
+    started, longest, interrupted = time.monotonic(), 0.0, False
+    with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
+        try:
+            while len(rounds) != max_rounds:
+                began = time.monotonic()
+                if rounds and began - started + longest > seconds:
+                    break
+                complete: dict[str, Window] = {}
+                for asked in arms[:: 1 if len(rounds) % 2 == 0 else -1]:
+                    answer = asked.server.measure(asked.name, asked.values, steps)
+                    complete[asked.name] = Window.model_validate(answer.pop("window"))
+                    facts[asked.name] = answer
+                    bar.n = min(round(seconds), round(time.monotonic() - started))
+                    bar.set_postfix_str(f"round {len(rounds) + 1}, {asked.name}")
+                rounds.append(complete)
+                longest = max(longest, time.monotonic() - began)
+        except KeyboardInterrupt:
+            if not rounds:
+                raise
+            interrupted = True
+    return Rounds(
+        arms=tuple(
+            Arm(
+                name=asked.name,
+                role=asked.role,
+                variant=asked.variant,
+                technique=asked.technique,
+                samples=tuple(complete[asked.name] for complete in rounds),
+                **{key: facts[asked.name][key] for key in _FACTS},
+            )
+            for asked in arms
+        ),
+        steps=steps,
+        seconds=time.monotonic() - started,
+        interrupted=interrupted,
+    )
+
+
+_FACTS = ("applied", "left_out", "backend", "world_size", "threads_per_process", "placement", "device")
+_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
+
+
+def steps_for(window: Window, seconds: float) -> int:
+    """How many steps of ``window``'s speed take ``seconds``."""
+    return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))) if window.step_p50_ms else CALIBRATION_STEPS
+
+
+def run(config: Config, machine: Machine) -> None:
+    """Measure all variants and write ``bench.json``.
+
+    Interrupted, it writes the rounds that are complete and raises KeyboardInterrupt. Raises PipelineError.
+    """
+    settings, baseline = config.bench, config.compare.baseline
+    with Server() as server:
+        about = server.describe()
+        variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
+        ledgers: dict[str, Ledgers] = {}
+        flops: dict[str, Flops] = {}
+        steps = CALIBRATION_STEPS
+        for name, values in variants.items():  # also the warm-up: from here on the files are in memory
+            answer = server.measure(name, values, CALIBRATION_STEPS, ledgers=True)
+            if answer["ledgers"] is not None:
+                ledgers[name] = Ledgers.model_validate(answer["ledgers"])
+            if answer["flops"] is not None:
+                flops[name] = Flops.model_validate(answer["flops"])
+            if name == baseline:
+                steps = steps_for(Window.model_validate(answer["window"]), settings.window_seconds)
+        asked = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
+        ablated, not_ablated = _ablation(config, machine, server)
+        again = Asked(f"{baseline} again", "again", baseline, None, server, variants[baseline])
+        arms = [*asked, *ablated, again]
+        print(f"bench: {len(arms)} arms of {steps} steps, rounds for {settings.max_minutes:g} minutes", flush=True)
+        rounds = measure(arms, seconds=60 * settings.max_minutes, max_rounds=settings.max_rounds, steps=steps)
+    bench = Bench(
+        environment=about["environment"],
+        commit=_commit(),
+        config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
+        dataset=Dataset.model_validate(about["dataset"]),
+        baseline=baseline,
+        steps=rounds.steps,
+        seconds=rounds.seconds,
+        interrupted=rounds.interrupted,
+        arms=rounds.arms,
+        ledgers=ledgers,
+        flops=flops,
+        not_ablated=not_ablated,
+    )
+    results.write_text(BENCH_FILE, bench.to_json())
+    print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s", flush=True)
+    if rounds.interrupted:
+        raise KeyboardInterrupt
+
+
+def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[Asked], dict[str, dict[str, str]]]:
+    """The arms that show each technique's own share in the variants to ablate, and why some have none."""
+    arms: list[Asked] = []
+    without: dict[str, dict[str, str]] = {}
+    base = config.variants[config.compare.baseline]
+    for name in config.bench.ablate:
+        ours = plan(config, name, machine)
+        without[name] = dict(ours.left_out)
+        techniques = ours.applied.techniques()
+        if len(techniques) < 2:
+            without[name] |= dict.fromkeys(techniques, f"it is all that {name} applies: the variant itself shows it")
+            continue
+        for technique, keys in techniques.items():
+            added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})
+            reduced = ours.applied.model_copy(update={key: getattr(Variant(), key) for key in keys})
+            alone, rest = f"{config.compare.baseline} with {technique} of {name}", f"{name} without {technique}"
+            arms += [
+                Asked(alone, "with", name, technique, server, added.model_dump(mode="json")),
+                Asked(rest, "without", name, technique, server, reduced.model_dump(mode="json")),
+            ]
+    return arms, without
+
+
+def _commit() -> str | None:
+    """The commit that is checked out, with "+" if files differ from it; None without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

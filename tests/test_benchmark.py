@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import benchmark, environment
+from pipeline.benchmark import Asked, BenchError, Server, measure, steps_for
+from pipeline.config import Machine, Variant, parse
+from pipeline.data import packing, sources
+from pipeline.results import Window, read_bench
+from tests.conftest import ROOT
+from tests.factories import make_window
+
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+
+
+class FakeServer(Server):
+    """Answers at once; says in which order it was asked, and fails or is interrupted at a given request."""
+
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.interrupt_at = interrupt_at
+
+    def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
+        assert not ledgers
+        if len(self.asked) == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.asked.append(name)
+        return {
+            "applied": values,
+            "left_out": {},
+            "backend": None,
+            "world_size": 1,
+            "threads_per_process": 2,
+            "placement": "resident",
+            "device": "Example CPU",
+            "window": make_window(samples_per_second=1000.0 + len(self.asked), measured_steps=steps).model_dump(),
+        }
+
+
+def arms(server: Server, *names: str) -> list[Asked]:
+    return [Asked(name, "variant", name, None, server, Variant().model_dump(mode="json")) for name in names]
+
+
+def test_rounds_are_interleaved_and_reversed_every_other_time() -> None:
+    server = FakeServer()
+    rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=3, steps=7)
+    assert server.asked == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    by_name = {arm.name: [sample.samples_per_second for sample in arm.samples] for arm in rounds.arms}
+    assert by_name == {"a": [1001, 1006, 1007], "b": [1002, 1005, 1008], "c": [1003, 1004, 1009]}
+    assert (rounds.steps, rounds.interrupted) == (7, False)
+    assert {sample.measured_steps for arm in rounds.arms for sample in arm.samples} == {7}
+
+
+def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    server = FakeServer()
+    measured = server.measure
+
+    def takes_a_second(*arguments: Any, **options: Any) -> dict[str, Any]:
+        now[0] += 1
+        return measured(*arguments, **options)
+
+    monkeypatch.setattr(server, "measure", takes_a_second)
+    monkeypatch.setattr("pipeline.benchmark.time.monotonic", lambda: now[0])
+    rounds = measure(arms(server, "a", "b"), seconds=7.5, max_rounds=None, steps=1)
+    assert len(rounds.arms[0].samples) == 3  # a fourth would end after 8 seconds
+    assert rounds.seconds == 6
+    assert len(measure(arms(server, "a", "b"), seconds=1, max_rounds=None, steps=1).arms[0].samples) == 1
+
+
+def test_an_interruption_keeps_the_complete_rounds() -> None:
+    rounds = measure(arms(FakeServer(interrupt_at=5), "a", "b"), seconds=60, max_rounds=9, steps=1)
+    assert rounds.interrupted
+    assert [len(arm.samples) for arm in rounds.arms] == [2, 2]
+    with pytest.raises(KeyboardInterrupt):
+        measure(arms(FakeServer(interrupt_at=1), "a", "b"), seconds=60, max_rounds=9, steps=1)
+
+
+def test_steps_fill_the_window() -> None:
+    assert steps_for(make_window(step_p50_ms=20.0), 1.5) == 75
+    assert steps_for(make_window(step_p50_ms=900.0), 1.5) == 10
+    assert steps_for(make_window(step_p50_ms=None), 1.5) == 20
+
+
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [0], "batch_size": 128, "warmup_steps": 2},
+    "bench": {
+        "max_rounds": 2,
+        "max_minutes": 5.0,
+        "window_seconds": 0.05,
+        "max_foreign_load": 1.0,
+        "max_input_wait": 1.0,
+        "ablate": ["stack"],
+    },
+    "variants": {
+        "baseline": {},
+        "ddp": {"parallelism": "ddp"},
+        "stack": {"channels_last": True, "gradient_accumulation": 2, "precision": "bf16"},
+    },
+}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory as a checkout is when the bench stage is due; the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("params.yaml").write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
+    environment.write()
+    config = parse(PARAMS)
+    sources.fetch(config.fetch, Path("data/raw"))
+    packing.prepare(config, Path("data/raw"), Path("data/prepared"))
+    return tmp_path
+
+
+def test_a_bench_measures_every_arm_every_round(workspace: Path) -> None:  # noqa: ARG001
+    benchmark.run(parse(PARAMS), CPU_ONLY)
+    bench = read_bench()
+    assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [
+        ("variant", "baseline", None),
+        ("variant", "ddp", None),
+        ("variant", "stack", None),
+        ("with", "stack", "channels_last"),
+        ("without", "stack", "channels_last"),
+        ("with", "stack", "gradient_accumulation=2"),
+        ("without", "stack", "gradient_accumulation=2"),
+        ("again", "baseline", None),
+    ]
+    assert "bf16" in bench.not_ablated["stack"]
+    for arm in bench.arms:
+        assert len(arm.samples) == 2
+        for sample in arm.samples:
+            assert sample.refusals == ()
+            assert sample.measured_steps == bench.steps
+            assert sample.samples_per_second
+            assert sample.peak_memory_bytes
+    ddp, reduced = bench.arm("variant", "ddp"), bench.arm("without", "stack", "channels_last")
+    assert ddp
+    assert reduced
+    assert (ddp.world_size, ddp.backend, len(ddp.samples[0].peak_memory_rank_bytes)) == (2, "gloo", 2)
+    assert (reduced.applied["channels_last"], reduced.applied["gradient_accumulation"]) == (False, 2)
+    assert bench.environment == json.loads(Path("environment.json").read_text())["hash"]
+    assert set(bench.ledgers) == set(bench.flops) == {"baseline", "ddp", "stack"}
+
+
+def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
+    (workspace / "broken.py").write_text("def net(**sizes):\n    raise RuntimeError('planted')\n")
+    params = PARAMS | {"train": PARAMS["train"] | {"model": "broken:net"}}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    with pytest.raises(BenchError, match=r"(?s)baseline.*planted"):
+        benchmark.run(parse(params), CPU_ONLY)
+    assert not Path("bench.json").exists()
+
+
+def test_a_server_that_dies_is_an_error_not_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with Server(tmp_path) as server, pytest.raises(BenchError, match="ended"):  # no params.yaml there
+        server.describe()
+
+
+def test_a_window_is_what_the_server_says(workspace: Path) -> None:  # noqa: ARG001
+    with Server() as server:
+        about = server.describe()
+        answer = server.measure("anything", Variant(gradient_accumulation=4).model_dump(mode="json"), 8)
+    assert about["dataset"]["name"] == "digits"
+    assert about["variants"]["stack"]["gradient_accumulation"] == 2
+    window = Window.model_validate(answer["window"])
+    assert (window.measured_steps, answer["applied"]["gradient_accumulation"]) == (8, 4)

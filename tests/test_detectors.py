@@ -1,0 +1,617 @@
+"""Every disturbance is provoked, and its absence is not reported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from pipeline import detectors
+from pipeline.detectors import (
+    CpuThrottling,
+    Detector,
+    ForeignLoad,
+    GpuThrottling,
+    Recompilation,
+    Refusal,
+    SharedGpu,
+    of_clock,
+    of_memory,
+    of_ranks,
+    of_steps,
+)
+from pipeline.measurement import Clock, Memory
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def reason(detector: Detector) -> str:
+    [refusal] = detector.refusals()
+    assert not refusal.voids_memory
+    return refusal.reason
+
+
+# Recompilation
+
+
+def _step(values: torch.Tensor) -> torch.Tensor:
+    return (values * 2).relu().sum()
+
+
+@pytest.fixture
+def compiled() -> Any:
+    torch._dynamo.reset()
+    return torch.compile(_step, backend="eager", dynamic=False)
+
+
+def test_a_recompile_after_the_warm_up_is_refused(compiled: Any) -> None:
+    detector = Recompilation()
+    detector.open()
+    compiled(torch.ones(3))
+    detector.close(measured=False)
+    detector.open()
+    compiled(torch.ones(3))
+    detector.close(measured=True)
+    assert detector.refusals() == []
+    detector.open()
+    compiled(torch.ones(4))
+    detector.close(measured=True)
+    assert "s after the warm-up; raise train.warmup_steps" in reason(detector)
+    assert 0 < detector.seconds < 60
+
+
+def test_a_recompile_between_windows_harms_none(compiled: Any) -> None:
+    detector = Recompilation()
+    for size in (3, 4):
+        compiled(torch.ones(size))
+        detector.open()
+        compiled(torch.ones(size))
+        detector.close(measured=True)
+    assert detector.refusals() == []
+
+
+def test_a_recompile_is_seen_when_the_compiler_was_reset(compiled: Any) -> None:
+    for size in (3, 4, 5):
+        compiled(torch.ones(size))
+    detector = Recompilation()
+    detector.open()
+    torch._dynamo.reset()
+    compiled(torch.ones(3))
+    detector.close(measured=True)
+    assert detector.seconds > 0
+
+
+def test_the_compiler_is_not_loaded_to_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    detector = Recompilation()
+    detector.open()
+    detector.close(measured=True)
+    assert detector.refusals() == []
+    assert "torch._dynamo.utils" not in sys.modules
+
+
+# Foreign load
+
+
+class Machine:
+    """A made-up /proc with two cores, 100 ticks a second each, and a clock; all move when told to."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.seconds = root, 50.0
+        self.cores = [[0] * 10, [0] * 10]
+        monkeypatch.setattr(detectors, "PROC", root)
+        monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr(os, "sysconf", lambda _: 100)
+        self.process(1, parent=0)
+        self.work(0)
+
+    def work(self, core: int, *, busy: float = 0, idle: float = 0, stolen: float = 0) -> None:
+        """Seconds of one core's time."""
+        times = self.cores[core]
+        times[0] += round(busy * 75)
+        times[6] += round(busy * 25)  # user, softirq
+        times[3] += round(idle * 50)
+        times[4] += round(idle * 50)  # idle, iowait
+        times[7] += round(stolen * 100)
+        times[8] += round(busy * 75)  # guest: part of user
+        lines = [f"cpu{index} {' '.join(map(str, each))}" for index, each in enumerate(self.cores)]
+        (self.root / "stat").write_text("\n".join(["cpu  9 9 9 9 9 9 9 9 9 9", *lines, "intr 1 2 3", ""]))
+
+    def process(
+        self, pid: int, parent: int, *, own: float = 0, ended: float = 0, waits: dict[int, float] | None = None
+    ) -> None:
+        """``own`` seconds of CPU, ``ended`` of children that have ended; ``waits``: thread -> seconds in the queue."""
+        directory = self.root / str(pid)
+        directory.mkdir(exist_ok=True)
+        times = [round(own * 60), round(own * 40), round(ended * 60), round(ended * 40)]
+        fields = ["S", parent, *[0] * 9, *times, *[7] * 30]
+        (directory / "stat").write_text(f"{pid} (a) 7 name) {' '.join(map(str, fields))}\n")
+        for thread, wait in (waits or {}).items():
+            (directory / "task" / str(thread)).mkdir(parents=True, exist_ok=True)
+            (directory / "task" / str(thread) / "schedstat").write_text(f"123 {round(wait * 1e9)} 5\n")
+
+    def end(self, pid: int) -> None:
+        (self.root / str(pid) / "stat").unlink()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def foreign_load(limit: float = 0.1, cores: tuple[int, ...] = (0, 1)) -> ForeignLoad:
+    return ForeignLoad(set(cores), root_pid=10, limit=limit)
+
+
+def test_what_others_take_from_the_job_is_refused(machine: Machine) -> None:
+    machine.process(10, parent=1, own=5, waits={10: 1.0})
+    machine.process(20, parent=1, own=5)
+    detector = foreign_load()
+    detector.open()
+    machine.seconds += 2  # two cores: the job's single thread has three quarters of one, others all the rest
+    machine.work(0, busy=2)
+    machine.work(1, busy=2)
+    machine.process(10, parent=1, own=6.5, waits={10: 1.5})
+    machine.process(20, parent=1, own=7.5)
+    detector.close(measured=True)
+    assert [detector.own_seconds, detector.taken_seconds] == pytest.approx([1.5, 0.5])
+    assert "other processes took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in (
+        reason(detector)
+    )
+
+
+def test_load_on_cores_that_the_job_leaves_idle_takes_nothing(machine: Machine) -> None:
+    machine.process(10, parent=1, waits={10: 0.0})
+    detector = foreign_load()
+    detector.open()
+    machine.seconds += 2
+    machine.work(0, busy=2)
+    machine.work(1, busy=2)
+    machine.process(10, parent=1, own=2, waits={10: 0.01})
+    detector.close(measured=True)
+    assert detector.taken_seconds == pytest.approx(0.01)
+    assert detector.refusals() == []
+
+
+def test_load_on_other_cores_is_not_blamed_when_the_jobs_threads_wait_for_each_other(machine: Machine) -> None:
+    machine.process(10, parent=1, waits={10: 0, 11: 0})
+    detector = foreign_load(cores=(0,))
+    detector.open()
+    machine.seconds += 2
+    machine.work(0, busy=2)
+    machine.work(1, busy=2)
+    machine.process(10, parent=1, own=2, waits={10: 1, 11: 1})
+    detector.close(measured=True)
+    assert [detector.own_seconds, detector.taken_seconds] == pytest.approx([2, 0])
+
+
+def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
+    """Two ranks, one with a child; one of its children was there before and ends, one comes and goes."""
+    machine.process(10, parent=1, own=1)
+    machine.process(11, parent=10, own=3, waits={11: 0})
+    machine.process(12, parent=10, own=3, waits={12: 0})
+    machine.process(13, parent=12, own=0.5, waits={13: 0})
+    detector = foreign_load()
+    detector.open()
+    machine.seconds += 2
+    machine.work(0, busy=2)
+    machine.work(1, busy=2)
+    machine.process(11, parent=10, own=4.8, waits={11: 0.2, 111: 0.1})
+    machine.process(12, parent=10, own=4.4, ended=0.5 + 0.4 + 0.4, waits={12: 0.6})
+    machine.end(13)
+    detector.close(measured=True)
+    assert detector.own_seconds == pytest.approx(1.8 + 1.4 + 0.8)
+    assert detector.taken_seconds == pytest.approx(0)
+    assert detector.refusals() == []
+
+
+def test_a_job_that_hardly_needs_the_cpu_loses_little(machine: Machine) -> None:
+    """A tenth of a core, half of it taken: 5% of the window."""
+    machine.process(10, parent=1, waits={10: 0})
+    detector = foreign_load()
+    detector.open()
+    machine.seconds += 2
+    machine.work(0, busy=2)
+    machine.work(1, busy=2)
+    machine.process(10, parent=1, own=0.1, waits={10: 0.1})
+    detector.close(measured=True)
+    assert detector.refusals() == []
+
+
+def test_what_the_hypervisor_steals_counts_by_the_jobs_share(machine: Machine) -> None:
+    machine.process(10, parent=1, waits={10: 0})
+    detector = foreign_load()
+    detector.open()
+    machine.seconds += 2
+    machine.work(0, busy=1.5, stolen=0.5)
+    machine.work(1, busy=0.5, idle=1.5)
+    machine.process(10, parent=1, own=1.5, waits={10: 0})
+    detector.close(measured=True)
+    assert detector.taken_seconds == pytest.approx(0.5 * 1.5 / 2)
+    assert "(19%; at most 10% is allowed)" in reason(detector)
+
+
+@pytest.mark.parametrize("told", [None, "0 0 0\n"])
+def test_where_the_kernel_counts_no_waits_load_beyond_the_idle_time_counts(machine: Machine, told: str | None) -> None:
+    machine.process(10, parent=1)
+    if told:
+        (machine.root / "10" / "task" / "10").mkdir(parents=True)
+        (machine.root / "10" / "task" / "10" / "schedstat").write_text(told)
+    detector = foreign_load()
+    detector.open()
+    machine.seconds += 2
+    machine.work(0, busy=2)
+    machine.work(1, busy=1.5, idle=0.5)
+    machine.process(10, parent=1, own=2)
+    detector.close(measured=True)
+    assert detector.taken_seconds == pytest.approx(1.0)
+
+
+def test_only_measured_windows_count_and_they_add_up(machine: Machine) -> None:
+    detector = foreign_load()
+    waited, own = 0.0, 0.0
+    for taken, measured in ((1.0, False), (0.25, True), (0.0, True), (1.0, False), (0.5, True)):
+        machine.process(10, parent=1, own=own, waits={10: waited})
+        detector.open()
+        machine.seconds += 1
+        machine.work(0, busy=1)
+        machine.work(1, idle=1)
+        waited, own = waited + taken, own + 1 - taken
+        machine.process(10, parent=1, own=own, waits={10: waited})
+        detector.close(measured=measured)
+    assert [detector.window_seconds, detector.own_seconds, detector.taken_seconds] == pytest.approx([3, 2.25, 0.75])
+    assert "0.75 of the 3.00 s" in reason(detector)
+
+
+needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
+
+
+@contextmanager
+def busy_processes(count: int, core: int) -> Iterator[list[int]]:
+    """Processes that keep one core busy and do nothing else."""
+    program = "print('busy', flush=True)\nwhile True: pass"
+    processes = []
+    try:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+            processes.append(process)
+            os.sched_setaffinity(process.pid, {core})
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@needs_linux
+def test_busy_processes_beside_a_job_are_seen_unless_they_are_its_own() -> None:
+    core = min(os.sched_getaffinity(0))
+    with busy_processes(3, core) as (job, *_):
+        beside, whole = (ForeignLoad({core}, root_pid, limit=0.1) for root_pid in (job, os.getpid()))
+        deadline = time.monotonic() + 60
+        while beside.own_seconds < 0.1 and time.monotonic() < deadline:
+            for detector in (beside, whole):
+                detector.open()
+            time.sleep(0.5)
+            for detector in (whole, beside):
+                detector.close(measured=True)
+    assert "other processes took" in reason(beside)
+    # Whatever else runs here takes its time from the three of them together as it takes it from the one.
+    others = whole.own_seconds - beside.own_seconds
+    assert others > beside.own_seconds
+    assert beside.taken_seconds - whole.taken_seconds > others / 2
+
+
+# Throttling
+
+
+def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bool]) -> CpuThrottling:
+    """Windows that each begin and end with these counts of a core and its package."""
+    files = [tmp_path / "core_throttle_count", tmp_path / "package_throttle_count"]
+    detector = CpuThrottling(files)
+    for before, after, measured in windows:
+        for counts, turn in ((before, detector.open), (after, lambda: detector.close(measured=measured))):  # noqa: B023
+            for file, count in zip(files, counts, strict=True):
+                file.write_text(f"{count}\n")
+            turn()
+    return detector
+
+
+def test_a_cpu_that_got_too_hot_is_refused(tmp_path: Path) -> None:
+    detector = _heated(tmp_path, ((7, 40), (7, 44), True), ((9, 50), (10, 51), True))
+    assert "the CPU got too hot and was throttled 5 time(s)" in reason(detector)
+
+
+def test_a_cpu_that_was_hot_before_and_between_windows_is_not(tmp_path: Path) -> None:
+    detector = _heated(tmp_path, ((7, 40), (8, 41), False), ((9, 50), (9, 50), True))
+    assert detector.refusals() == []
+
+
+class FakeNvml:
+    """The driver's answers about one GPU. Everything else is as in the real module."""
+
+    def __init__(self) -> None:
+        self.answers: Iterator[int | Exception] = iter(())
+        self.steady = 0
+        """Bits of what holds the clocks down, once ``answers`` have been given."""
+        self.pids: list[int] = []
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pynvml, name)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: object) -> int:
+        assert handle == "this one"
+        self.asked += 1
+        answer = next(self.answers, self.steady)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[SimpleNamespace]:
+        assert handle == "this one"
+        return [SimpleNamespace(pid=pid) for pid in self.pids]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    monkeypatch.setattr(detectors, "GPU_SAMPLE_SECONDS", 0.001)
+    return FakeNvml()
+
+
+def watch_clocks(detector: GpuThrottling, nvml: FakeNvml, *answers: int | Exception, measured: bool = True) -> None:
+    """A window in which the driver is asked at least as often as there are answers."""
+    nvml.answers, nvml.asked = iter(answers), 0
+    detector.open()
+    deadline = time.monotonic() + 60
+    while nvml.asked < len(answers) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    detector.close(measured=measured)
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [
+        (pynvml.nvmlClocksEventReasonSwThermalSlowdown, "software thermal slowdown"),
+        (pynvml.nvmlClocksEventReasonHwSlowdown, "hardware slowdown"),
+        (
+            pynvml.nvmlClocksEventReasonHwSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+            "hardware slowdown, hardware thermal slowdown",
+        ),
+        (pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | pynvml.nvmlClocksEventReasonGpuIdle, "power brake"),
+    ],
+)
+def test_a_gpu_that_throttled_for_a_moment_is_refused(nvml: FakeNvml, bits: int, words: str) -> None:
+    detector = GpuThrottling(nvml, "this one")
+    watch_clocks(detector, nvml, 0, bits, 0, bits, 0)
+    assert f"the GPU throttled ({words}) in 2 of {detector.looks} looks" in reason(detector)
+
+
+def test_what_holds_a_healthy_gpus_clocks_is_not_refused(nvml: FakeNvml) -> None:
+    normal = (
+        pynvml.nvmlClocksEventReasonSwPowerCap
+        | pynvml.nvmlClocksEventReasonGpuIdle
+        | pynvml.nvmlClocksEventReasonApplicationsClocksSetting
+        | pynvml.nvmlClocksEventReasonSyncBoost
+    )
+    detector = GpuThrottling(nvml, "this one")
+    watch_clocks(detector, nvml, normal, normal)
+    assert detector.refusals() == []
+    assert detector.looks >= 2
+
+
+def test_a_gpu_that_throttled_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> None:
+    detector = GpuThrottling(nvml, "this one")
+    watch_clocks(detector, nvml, pynvml.nvmlClocksEventReasonHwSlowdown, measured=False)
+    watch_clocks(detector, nvml, 0)
+    assert detector.refusals() == []
+
+
+def test_a_driver_that_is_silent_for_a_moment_does_not_stop_the_job(nvml: FakeNvml) -> None:
+    detector = GpuThrottling(nvml, "this one")
+    silent = pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+    watch_clocks(detector, nvml, silent, pynvml.nvmlClocksEventReasonSwThermalSlowdown, silent)
+    assert detector.slow_looks == 1
+
+
+# Another process on the GPU
+
+
+def shared_gpu(nvml: FakeNvml, before: list[int], after: list[int], *, measured: bool = True) -> SharedGpu:
+    """A window that begins and ends with these processes on the GPU; the job is process 10."""
+    detector = SharedGpu(nvml, "this one", root_pid=10)
+    nvml.pids = before
+    detector.open()
+    nvml.pids = after
+    detector.close(measured=measured)
+    return detector
+
+
+@pytest.fixture
+def rank(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is one of two ranks, 11 and 12, of the job 10; 20 is not of the job."""
+    for pid, parent in ((10, 1), (11, 10), (12, 10), (20, 1), (21, 20)):
+        machine.process(pid, parent)
+    monkeypatch.setattr(os, "getpid", lambda: 11)
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize(
+    ("before", "after", "others"),
+    [
+        ([11], [11], 0),
+        ([11, 12], [11, 12], 0),
+        ([11, 20, 21], [11], 2),
+        ([11], [20, 11], 1),
+        # a container: the driver lists pids of the host
+        ([7001], [7001], 0),
+        ([], [], 0),
+        ([7001], [7001, 7002], 1),
+    ],
+)
+def test_other_processes_on_the_gpu_are_refused(
+    nvml: FakeNvml, before: list[int], after: list[int], others: int
+) -> None:
+    detector = shared_gpu(nvml, before, after)
+    assert detector.others == others
+    assert (reason(detector).startswith(f"{others} other process(es) held the GPU")) if others else True
+    assert bool(detector.refusals()) is bool(others)
+
+
+@pytest.mark.usefixtures("rank")
+def test_another_process_on_the_gpu_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> None:
+    assert shared_gpu(nvml, [11, 20], [11, 20], measured=False).refusals() == []
+
+
+# What the measurements say themselves
+
+
+def starved(wait: float, work: float, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that timed ten steps of ``wait`` seconds for input and ``work`` seconds of work each."""
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def inputs() -> Iterator[None]:
+        nonlocal now
+        while True:
+            now += wait
+            yield None
+
+    clock = Clock(CPU)
+    watched = clock.watch(inputs())
+    clock.open()
+    for _ in range(10):
+        next(watched)
+        now += work
+        clock.step()
+    clock.close(measured=True)
+    return clock
+
+
+def test_a_run_that_waits_for_its_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    [refusal] = of_clock(starved(0.6, 0.4, monkeypatch), 0.5)
+    assert "the steps waited for input 60% of the time (at most 50% is allowed)" in refusal.reason
+    assert not refusal.voids_memory
+
+
+@pytest.mark.parametrize(("wait", "limit"), [(0.4, 0.5), (0.6, None)])
+def test_a_run_that_may_wait_for_its_input_is_not(
+    wait: float, limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert of_clock(starved(wait, 0.4, monkeypatch), limit) == []
+
+
+def test_a_run_without_a_measured_window_waited_for_nothing() -> None:
+    assert of_clock(Clock(CPU), 0.0) == []
+
+
+def test_step_times_that_miss_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = starved(0.1, 0.9, monkeypatch)
+    clock.measured_seconds += 1
+    assert [refusal.reason[:33] for refusal in of_clock(clock, None)] == ["step times add up to 10.000 s, but"[:33]]
+
+
+def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    retries = 4
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": retries})
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    memory = Memory(GPU)
+    memory.open()
+    memory.close(measured=True)
+    assert of_memory(memory) == []
+    memory.open()
+    retries += 2
+    memory.close(measured=True)
+    [refusal] = of_memory(memory)
+    assert "the allocator ran out of memory and flushed its cache 2 time(s)" in refusal.reason
+    assert refusal.voids_memory
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        ([20], []),
+        ([20, 20], []),
+        ([25], []),
+        ([19], ["19 of 20 steps were measured"]),
+        ([0], ["no step was measured: the run ended within the 7 steps of its warm-up"]),
+        ([20, 21, 20], ["the ranks measured different numbers of steps: [20, 21]"]),
+        ([18, 20], ["the ranks measured different numbers of steps: [18, 20]", "18 of 20 steps were measured"]),
+    ],
+)
+def test_too_few_steps_are_refused(measured: list[int], words: list[str]) -> None:
+    refusals = of_steps(measured, asked=20, warmup=7)
+    assert len(refusals) == len(words)
+    assert all(refusal.reason.startswith(start) for refusal, start in zip(refusals, words, strict=True))
+
+
+def test_ranks_are_named_where_there_are_several() -> None:
+    hot, full = Refusal("too hot"), Refusal("too full", voids_memory=True)
+    assert of_ranks([[hot, full]]) == [hot, full]
+    assert of_ranks([[], [hot], [full]]) == [Refusal("rank 1: too hot"), Refusal("rank 2: too full", voids_memory=True)]
+
+
+# All together
+
+
+def test_a_resumed_run_remembers_what_was_seen(nvml: FakeNvml, machine: Machine, tmp_path: Path) -> None:
+    machine.process(10, parent=1)
+    throttled = GpuThrottling(nvml, "this one")
+    watch_clocks(throttled, nvml, pynvml.nvmlClocksEventReasonHwSlowdown)
+    for seen, resumed in (
+        (throttled, GpuThrottling(nvml, "this one")),
+        (_heated(tmp_path, ((0, 0), (0, 1), True)), CpuThrottling([])),
+    ):
+        torch.save(seen.state(), tmp_path / "state")
+        resumed.restore(torch.load(tmp_path / "state", weights_only=True))
+        assert resumed.refusals() == seen.refusals() != []
+
+
+def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detectors, "CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    watching = detectors.detectors(CPU, root_pid=os.getpid(), max_foreign_load=None)
+    assert [type(detector) for detector in watching] == [Recompilation]
+    for core in (0, 1, 3):
+        (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
+        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text("3\n")
+    monkeypatch.setattr(detectors, "PROC", tmp_path)
+    (tmp_path / "stat").write_text("")
+    watching = detectors.detectors(CPU, root_pid=os.getpid(), max_foreign_load=0.1)
+    assert [type(detector) for detector in watching] == [Recompilation, ForeignLoad, CpuThrottling]
+    for core, refused in ((1, False), (3, True)):  # this process may not use core 1
+        watching[2].open()
+        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text("4\n")
+        watching[2].close(measured=True)
+        assert bool(watching[2].refusals()) is refused
+
+
+@pytest.mark.gpu
+def test_an_idle_gpu_is_watched_in_silence() -> None:
+    left = torch.randn(2048, 2048, device=GPU)
+    watching = detectors.detectors(GPU, root_pid=os.getpid(), max_foreign_load=None)
+    assert {GpuThrottling, SharedGpu} <= {type(detector) for detector in watching}
+    for measured in (False, True, True):
+        for detector in watching:
+            detector.open()
+        for _ in range(50):
+            left = (left @ left).clamp(-1, 1)
+        torch.cuda.synchronize()
+        for detector in watching:
+            detector.close(measured=measured)
+    assert [refusal for detector in watching for refusal in detector.refusals()] == []
+    [throttling] = [detector for detector in watching if isinstance(detector, GpuThrottling)]
+    assert throttling.looks >= 2

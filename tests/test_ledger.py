@@ -1,0 +1,354 @@
+"""The memory ledger: known answers, predicted against measured, and the command's table."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import ledger, models
+from pipeline.config import Config, ConfigError, Machine, Plan, parse, plan
+from pipeline.data import DataError
+from pipeline.data.batches import TrainBatches
+from pipeline.data.packing import prepare
+from pipeline.data.prepared import Dataset, Split
+from pipeline.data.sources import fetch
+from pipeline.distributed import World
+from pipeline.ledger.tape import Tape
+from pipeline.results import Ledger
+from pipeline.training import Training
+from tests.nets import ALONE
+from tests.ranks import run_ranks
+
+PEAK = 10**9
+LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+SERVER = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
+PARTS = (
+    *("parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "activations_bytes"),
+    *("communication_bytes", "data_bytes", "rest_bytes"),
+)
+WIDTH = 256
+
+
+def linear(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
+    """One matrix."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes, bias=False))
+
+
+def stack(*, channels: int, height: int, width: int, classes: int, layers: int = 8) -> nn.Module:
+    """Matrices and the activation that keeps its output alone, so that almost all that is kept are matrices' inputs."""
+    hidden = [part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True))]
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, WIDTH), *hidden, nn.Linear(WIDTH, classes))
+
+
+def normalised(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
+    norms = [nn.LayerNorm(WIDTH) for _ in range(8)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, WIDTH), *norms, nn.Linear(WIDTH, classes))
+
+
+class _LooksAtValues(nn.Module):
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(features, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layer(images.flatten(1))
+        return logits if logits.sum().item() > 0 else -logits
+
+
+def looking(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
+    return _LooksAtValues(channels * height * width, classes)
+
+
+def asked(
+    model: str = "small_cnn", batch_size: int = 64, variant: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    """One variant, ``tried``, on this machine's CPU unless ``device`` says otherwise."""
+    values = {"model": model, "batch_size": batch_size, "device": "cpu", "seeds": [0], "epochs": 100} | train
+    return parse({"train": values, "compare": {"baseline": "tried"}, "variants": {"tried": variant or {}}})
+
+
+def rehearsed(config: Config, dataset: Dataset, machine: Machine = LAPTOP) -> Ledger:
+    return ledger.predicted(config, plan(config, "tried", machine), dataset)
+
+
+def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, steps: int = 2) -> Training:
+    """A training on this rank after some steps."""
+    torch.manual_seed(0)
+    channels, height, width = dataset.shape
+    train = config.train
+    model = models.build(
+        train.model, train.model_options, channels=channels, height=height, width=width, classes=len(dataset.classes)
+    )
+    batches = TrainBatches(
+        dataset,
+        batch_size=train.batch_size,
+        micro_batches=how.micro_batches,
+        rank=world.rank,
+        world_size=world.size,
+        seed=0,
+        augment=train.augment,
+        placement="resident",
+        device=world.device,
+    )
+    training = Training(how, train, model, dataset, batches, world, seed=0)
+    for _ in islice(training.run(), steps):
+        pass
+    return training
+
+
+def watched(config: Config, dataset: Dataset) -> Ledger:
+    found = ledger.measured(trained(config, plan(config, "tried", LAPTOP), dataset), PEAK)
+    assert found is not None
+    return found
+
+
+def added_up(found: Ledger) -> int:
+    return sum(int(getattr(found, part)) for part in PARTS)
+
+
+def endless(count: int) -> Dataset:
+    """A data set of 3x224x224 images that takes no memory."""
+    images = torch.zeros((), dtype=torch.uint8).expand(count, 3, 224, 224)
+    split = Split(images, torch.zeros((), dtype=torch.int64).expand(count))
+    return Dataset("endless", "0" * 64, tuple("abcdefghij"), (0.5,) * 3, (0.5,) * 3, (3, 224, 224), split, split)
+
+
+def test_the_tape_keeps_what_was_out_at_the_highest_point() -> None:
+    tape = Tape()
+    tape.give_back(9)  # it was there before the tape ran
+    tape.input(True)
+    tape.take(1, 10)
+    tape.input(False)
+    tape.take(2, 90)
+    tape.give_back(2)
+    tape.take(2, 70)  # the same address again
+    tape.take(3, 30)
+    tape.gradients([3, 8])  # 110 bytes: the highest point
+    tape.give_back(2)
+    tape.take(4, 60)
+    assert [tape.at_peak(kind) for kind in ("data", "gradients", "activations")] == [10, 30, 70]
+    assert set(tape.held) == {1, 3, 4}
+
+
+def test_a_linear_net_has_the_bytes_one_counts_by_hand(digits: Dataset) -> None:
+    matrix = 64 * 10 * 4
+    draws = len(digits.train) * (5 * 8 + 1)  # of an epoch: five int64 and a bool for each sample
+    many = watched(asked("tests.test_ledger:linear", batch_size=128), digits)
+    assert (many.parameters_bytes, many.optimizer_state_bytes, many.communication_bytes) == (matrix, matrix, 0)
+    assert many.data_bytes == 128 * (64 * 4 + 8) + draws
+    # It is highest in the loss: logits, their log-softmax and its gradient, the loss and what it is divided by. The
+    # matrix has no gradient yet.
+    assert (many.activations_bytes, many.gradients_bytes) == (3 * 128 * 10 * 4 + 4 + 4, 0)
+    few = watched(asked("tests.test_ledger:linear", batch_size=2), digits)
+    # With few samples it is highest when the matrix has its gradient: the logits' gradient is the last activation.
+    assert few.gradients_bytes == matrix
+    assert few.activations_bytes < 3 * 2 * 10 * 4
+
+
+def test_adamw_keeps_twice_what_momentum_does(digits: Dataset) -> None:
+    sgd, adamw = (watched(asked(optimizer=name), digits) for name in ("sgd", "adamw"))
+    tensors = 8
+    assert adamw.optimizer_state_bytes == 2 * sgd.optimizer_state_bytes + 4 * tensors  # and a count a tensor
+    assert watched(asked(momentum=0.0), digits).optimizer_state_bytes == 0
+
+
+def test_the_parts_add_up_to_the_peak(digits: Dataset) -> None:
+    found = watched(asked(), digits)
+    assert added_up(found) == found.peak_bytes == PEAK
+    assert added_up(found) - found.rest_bytes == found.tensors_bytes
+    foreseen = rehearsed(asked(), digits)
+    assert added_up(foreseen) == foreseen.peak_bytes == foreseen.tensors_bytes
+
+
+def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
+    training = trained(asked(), plan(asked(), "tried", LAPTOP), digits)
+    backward, variables = training.take_step.backward, dict(os.environ)
+    assert ledger.measured(training, None) is None  # of an unknown peak there is no ledger
+    assert training.take_step.backward is backward
+    assert dict(os.environ) == variables
+    assert len(list(islice(training.run(), 2))) == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        asked(),
+        asked(batch_size=256, variant={"gradient_accumulation": 4}, optimizer="adamw"),
+        asked(batch_size=5),
+        asked("resnet9", model_options={"base_width": 8}),
+        asked("resnet9", model_options={"base_width": 8}, variant={"activation_checkpointing": True}),
+        asked("resnet9", model_options={"base_width": 8}, variant={"channels_last": True}, optimizer="adamw"),
+        asked("resnet9", 128, {"gradient_accumulation": 2}, model_options={"base_width": 8}, augment={"flip": True}),
+        asked("small_cnn", variant={"precision": "bf16", "channels_last": True, "activation_checkpointing": True}),
+    ],
+)
+def test_the_prediction_is_what_is_measured(config: Config, digits: Dataset) -> None:
+    found, foreseen = watched(config, digits), rehearsed(config, digits)
+    assert foreseen.peak_bytes == pytest.approx(found.tensors_bytes, rel=0.05)
+    assert foreseen.parameters_bytes == found.parameters_bytes
+    assert foreseen.optimizer_state_bytes == found.optimizer_state_bytes
+    assert foreseen.data_bytes == found.data_bytes
+
+
+def test_a_prediction_repeats_and_leaves_the_random_state_alone(digits: Dataset) -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = rehearsed(asked(), digits)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert rehearsed(asked(), digits) == first
+
+
+def test_checkpointing_keeps_less(digits: Dataset) -> None:
+    options = {"model_options": {"base_width": 8}}
+    plain = rehearsed(asked("resnet9", 256, **options), digits)
+    recomputed = rehearsed(asked("resnet9", 256, {"activation_checkpointing": True}, **options), digits)
+    assert recomputed.activations_bytes < 0.8 * plain.activations_bytes
+    assert recomputed.parameters_bytes == plain.parameters_bytes
+
+
+def test_accumulation_keeps_the_activations_of_one_micro_batch(digits: Dataset) -> None:
+    one = rehearsed(asked(batch_size=256), digits)
+    four = rehearsed(asked(batch_size=1024, variant={"gradient_accumulation": 4}), digits)
+    whole = rehearsed(asked(batch_size=1024), digits)
+    assert four.activations_bytes == pytest.approx(one.activations_bytes, rel=0.02)
+    assert whole.activations_bytes == pytest.approx(4 * one.activations_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, SERVER])
+def test_bf16_halves_what_matrix_products_keep(machine: Machine, digits: Dataset) -> None:
+    def a_sample(precision: str) -> float:
+        config = asked("tests.test_ledger:stack", variant={"precision": precision}, device="auto")
+        rehearsal = ledger.Rehearsal(config, plan(config, "tried", machine), digits)
+        return (rehearsal.ledger(1400).activations_bytes - rehearsal.ledger(900).activations_bytes) / 500
+
+    assert a_sample("bf16") == pytest.approx(0.5 * a_sample("fp32"), rel=0.1)
+
+
+def _ledgers_of_two(world: World, config: Config, dataset: Dataset) -> tuple[Ledger | None, Ledger]:
+    how = plan(config, "tried", LAPTOP)
+    found = ledger.measured(trained(config, how, dataset, world, steps=3), PEAK)
+    return found, ledger.predicted(config, how, dataset)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> None:
+    variant = {"parallelism": "ddp", "processes": 2, "gradient_accumulation": micro_batches}
+    config = asked("tests.test_ledger:stack", 64, variant)
+    alone = rehearsed(asked("tests.test_ledger:stack", 64 // 2, {"gradient_accumulation": micro_batches}), digits)
+    for found, foreseen in run_ranks(_ledgers_of_two, config, digits):
+        gradients = found.parameters_bytes  # every parameter has one, and there are no buffers
+        assert found.gradients_bytes == foreseen.gradients_bytes == gradients
+        assert found.communication_bytes == foreseen.communication_bytes
+        if micro_batches == 1:  # the buckets are where the gradients are
+            assert found.communication_bytes == 0
+        else:  # they wait while the gradients are summed up beside them, and begin to fill in the last micro-batch
+            assert 0.9 * gradients < found.communication_bytes <= gradients
+        assert foreseen.peak_bytes == pytest.approx(found.tensors_bytes, rel=0.05)
+        assert foreseen.peak_bytes > alone.peak_bytes
+        assert added_up(found) == PEAK
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset) -> None:
+    config = asked("resnet9", 64, {"gradient_accumulation": 2}, model_options={"base_width": 8})
+    rehearsal = ledger.Rehearsal(config, plan(config, "tried", LAPTOP), digits)
+    memory = 8 * 2**20
+    largest = rehearsal.largest_batch(memory, reserve_bytes=0)
+    assert largest is not None
+    assert 2 < largest < len(digits.train)
+    assert largest % 2 == 0
+    assert rehearsal.ledger(largest // 2).peak_bytes <= memory
+    assert rehearsal.ledger(largest // 2 + 1).peak_bytes > memory
+    reserved = rehearsal.largest_batch(memory)
+    assert reserved is not None
+    assert reserved < largest
+    assert rehearsal.ledger(reserved // 2).peak_bytes <= 0.9 * memory < rehearsal.ledger(reserved // 2 + 1).peak_bytes
+
+
+def test_nothing_fits_or_all_does(digits: Dataset) -> None:
+    config = asked()
+    rehearsal = ledger.Rehearsal(config, plan(config, "tried", SERVER), digits)
+    assert rehearsal.largest_batch(1000) is None
+    assert rehearsal.largest_batch(2**40) == len(digits.train)
+
+
+def test_a_gpu_is_foreseen_without_one() -> None:
+    config = asked("resnet18", 100_000, {"precision": "fp16"}, device="auto")
+    dataset = endless(200_000)
+    found = rehearsed(config, dataset, SERVER)
+    assert found.peak_bytes > 2**40  # more than any GPU has, foreseen by a laptop
+    assert found.data_bytes > dataset.train.images.nbytes
+    assert found.rest_bytes >= 0
+    streamed = rehearsed(asked("resnet18", 64, device="auto", placement="streamed"), dataset, SERVER)
+    assert 64 * 3 * 224 * 224 * 4 < streamed.data_bytes < dataset.train.images.nbytes
+
+
+def test_autocast_on_cuda_normalises_in_float32(digits: Dataset) -> None:
+    half, full = (
+        rehearsed(asked("tests.test_ledger:normalised", 1024, {"precision": p}, device="auto"), digits, SERVER)
+        for p in ("bf16", "fp32")
+    )
+    assert half.activations_bytes > 0.9 * full.activations_bytes
+
+
+def test_a_model_that_looks_at_values_is_not_foreseen(digits: Dataset) -> None:
+    with pytest.raises(ledger.PredictionError, match=r"variants\.tried: tests\.test_ledger:looking with 64 sample"):
+        rehearsed(asked("tests.test_ledger:looking"), digits)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("80 gb", 80 * 10**9), ("1.5MiB", 3 * 2**19), ("4096", 4096)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert ledger.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "24 gigs", "GiB", "-1GiB", "0"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="24GiB"):
+        ledger.parse_bytes(text)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
+    fetch(config.fetch, folder / "raw")
+    prepare(config, folder / "raw", folder / "prepared")
+    return folder / "prepared"
+
+
+VARIANTS = {"baseline": {}, "ddp": {"parallelism": "ddp"}, "half": {"precision": "bf16", "channels_last": True}}
+
+
+def test_the_table_says_what_fits(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
+    ledger.show(config, LAPTOP, ["baseline", "half"], packed, memory="64MiB", device="cuda", batch_size=128)
+    header, baseline, half, *rest = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["variant", "peak"]
+    assert header.endswith("in 64MiB  largest batch")
+    assert len({len(line) for line in (header, baseline, half)}) == 1  # aligned
+    assert "MiB" in baseline
+    assert "fits" in baseline or "too large" in baseline
+    assert "global batch of 128" in "\n".join(rest)
+    assert "bf16 is left out" not in "\n".join(rest)  # a GPU is assumed that has it
+
+
+def test_without_memory_all_variants_are_foreseen(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger.show(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], packed)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["variant", *VARIANTS]
+    assert "largest" not in lines[0]
+
+
+def test_what_cannot_be_shown_says_what_to_do(packed: Path, tmp_path: Path) -> None:
+    config = parse({"variants": VARIANTS})
+    with pytest.raises(DataError, match="run the stage prepare first"):
+        ledger.show(config, LAPTOP, [], tmp_path)
+    with pytest.raises(ConfigError, match="no such variant"):
+        ledger.show(config, LAPTOP, ["memry"], packed)
