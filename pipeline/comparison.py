@@ -1,10 +1,7 @@
-"""Results of all variants -> one comparison with the baseline. A pure function of files.
+"""Results of all variants and the bench -> one comparison with the baseline. A pure function of files.
 
-Ratios are the variant's figure over the baseline's. ``None`` means unknown: a figure that a result does
-not hold is not estimated here, and a ratio with an unknown side is unknown.
-
-The numbers describe single runs, made one variant after the other; they do not say whether a difference
-would show again. ``verdict`` is the place for that statement.
+Throughput, memory and the verdicts rest on the bench, which measured all variants side by side; accuracy and the time
+to reach it rest on the training runs. ``None`` means unknown: a figure that no file holds is not estimated here.
 """
 
 from __future__ import annotations
@@ -13,12 +10,14 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from pipeline import results
-from pipeline.config import Compare, PipelineError, Variant
+from pipeline import ablation, results, stats, verdicts
+from pipeline.ablation import Share
+from pipeline.config import Compare, Margins, PipelineError, Variant
 from pipeline.environment import ENVIRONMENT_FILE
-from pipeline.results import RESULTS, Dataset, HistoryRow, Record, Result, Run
+from pipeline.results import RESULTS, Arm, Bench, Dataset, Flops, HistoryRow, Ledgers, Record, Result, Run
+from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Verdict
 
 
 class ComparisonError(PipelineError, ValueError):
@@ -62,7 +61,7 @@ class TimeToTarget(Record):
 
 
 class Compared(Record):
-    """One variant beside the baseline. The baseline is compared too: its ratios are 1."""
+    """One variant beside the baseline. The baseline is one too: what compares it with itself is None."""
 
     variant: str
     techniques: tuple[str, ...]
@@ -74,6 +73,35 @@ class Compared(Record):
     threads_per_process: int
     placement: str
 
+    verdict: Verdict | None
+    """None for the baseline, like throughput, memory and accuracy."""
+    reasons: tuple[str, ...]
+    """Why something is untrusted or undecided, and about how many more pairs or seeds would decide."""
+    throughput: Ratio | None
+    memory: Ratio | None
+    accuracy: Accuracy | None
+    on_front: bool
+    """On the Pareto front of throughput, memory and accuracy; see ``compare``. False if one of them is not known."""
+
+    samples_per_second: float | None
+    """This and the next five: medians over the bench's samples, without those that were refused."""
+    step_p50_ms: float | None
+    step_p90_ms: float | None
+    step_p99_ms: float | None
+    input_wait_fraction: float | None
+    peak_memory_bytes: int | None
+    """The largest rank's."""
+    refused: int
+    """How many of the bench's samples of this variant were refused, in part or whole."""
+
+    ledgers: Ledgers | None
+    prediction_error_fraction: float | None
+    """The predicted ledger's peak over what the tensors of the measured one take, minus 1."""
+    flops: Flops | None
+    model_flops_per_second: float | None
+    utilisation_fraction: float | None
+    """model_flops_per_second over the devices' dense peak; None for an unknown device."""
+
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
     test_correct_count: int
@@ -83,32 +111,18 @@ class Compared(Record):
     accuracy_difference: AccuracyDifference | None
     """None for the baseline itself."""
 
-    samples_per_second: float | None
-    """Median over seeds."""
-    samples_per_second_min: float | None
-    samples_per_second_max: float | None
-    throughput_ratio: float | None
-    step_p50_ms: float | None
-    """Step times and input wait: medians over seeds."""
-    step_p90_ms: float | None
-    step_p99_ms: float | None
-    input_wait_fraction: float | None
+    training_samples_per_second: float | None
+    """Of the training runs: median over seeds."""
+    training_peak_memory_bytes: int | None
+    """Of the training runs: the largest rank's, largest over seeds."""
     startup_seconds: float | None
     """Cold times: of the first seed, the only one that starts cold."""
     first_step_seconds: float | None
     train_seconds: float
     """Median over seeds."""
     train_time_ratio: float | None
-
-    peak_memory_bytes: int | None
-    """The largest rank's, largest over seeds."""
-    peak_memory_ratio: float | None
-
     time_to_target: TimeToTarget
     time_to_target_ratio: float | None
-
-    verdict: None = None
-    """No statistics stand behind these ratios yet, hence no verdict."""
     runs: tuple[Run, ...]
 
 
@@ -118,6 +132,7 @@ class Comparison(Record):
     schema_: Literal[1] = 1
     baseline: str
     target_accuracy_fraction: float
+    margins: Margins
     environment: dict[str, Any]
     """The content of environment.json, its hash included."""
     device: str
@@ -126,12 +141,19 @@ class Comparison(Record):
     """The job that every variant trained, as ``train`` in params.yaml asked for it."""
     parameter_count: int
     seeds: tuple[int, ...]
+    noise_throughput: Noise
+    noise_memory: Noise
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
+    shares: tuple[Share, ...]
+    """Of the techniques of ablated variants, in the bench's order."""
+    bench: Bench
+    """Whole, raw samples included."""
 
     def to_json(self) -> str:
         values = self.model_dump(mode="json")
-        ordered = {"schema": values.pop("schema_"), **values}
+        bench = values.pop("bench")
+        ordered = {"schema": values.pop("schema_"), **values, "bench": {"schema": bench.pop("schema_"), **bench}}
         return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
 
 
@@ -183,13 +205,17 @@ def read_environment(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
 def compare(
     measured: Sequence[Result],
     histories: Mapping[str, Sequence[HistoryRow]],
+    bench: Bench,
     settings: Compare,
     environment: Mapping[str, Any],
 ) -> Comparison:
     """Compare every result with the baseline's.
 
-    Raises ComparisonError if they are not results of one job in one environment: ``environment`` is the
-    content of environment.json.
+    On the Pareto front is what nothing beats in throughput, memory and accuracy against the baseline's; a difference
+    from the baseline that was shown not to matter counts as none, and one that is not trusted has no place there.
+
+    Raises ComparisonError if the results and the bench are not those of one job in one environment: ``environment`` is
+    the content of environment.json.
     """
     baseline = next((result for result in measured if result.variant == settings.baseline), None)
     if baseline is None:
@@ -202,27 +228,59 @@ def compare(
         *(_environment_problem(result, environment) for result in measured),
         *(problem for result in measured for problem in _job_problems(result, baseline)),
         *(problem for result in measured for problem in _history_problems(result, histories)),
+        *_bench_problems(bench, measured, baseline, environment),
     ]
     problems = [problem for problem in problems if problem]
     if problems:
         raise ComparisonError("\n".join(problems))
 
+    margins, reference = settings.margins, _arm(bench, "variant", baseline.variant)
+    again = _arm(bench, "again", baseline.variant)
+    noise_throughput = verdicts.noise(reference, again, THROUGHPUT, settings.max_spread)
+    noise_memory = verdicts.noise(reference, again, MEMORY, settings.max_spread)
+
+    def judged(result: Result) -> _Judged:
+        arm, difference = _arm(bench, "variant", result.variant), accuracy_difference(result, baseline)
+        throughput = verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, noise_throughput)
+        memory = verdicts.ratio(arm, reference, MEMORY, margins.memory, noise_memory)
+        accuracy = verdicts.accuracy([each.difference_fraction for each in difference.seeds], margins.accuracy)
+        verdict = verdicts.verdict([throughput.decision, memory.decision, accuracy.decision])
+        return _Judged(throughput, memory, accuracy, difference, verdict, _reasons(throughput, memory, accuracy, bench))
+
     others = [result for result in measured if result is not baseline]
+    judgements = {result.variant: judged(result) for result in others}
+    front = _front(baseline.variant, judgements, noise_throughput, noise_memory)
     target = settings.target_accuracy
-    reference = time_to_target(baseline, histories[baseline.variant], target)
+    time = time_to_target(baseline, histories[baseline.variant], target)
     return Comparison(
         baseline=baseline.variant,
         target_accuracy_fraction=target,
+        margins=margins,
         environment=dict(environment),
         device=baseline.device,
         dataset=baseline.dataset,
         train=baseline.config["train"],
         parameter_count=baseline.parameter_count,
         seeds=tuple(run.seed for run in baseline.runs),
+        noise_throughput=noise_throughput,
+        noise_memory=noise_memory,
         variants=tuple(
-            _compared(result, baseline, time_to_target(result, histories[result.variant], target), reference)
+            Compared(
+                variant=result.variant,
+                on_front=result.variant in front,
+                **(_REFERENCE if result is baseline else judgements[result.variant]._asdict()),
+                **_from_bench(bench, result.variant),
+                **_from_training(result, baseline, time_to_target(result, histories[result.variant], target), time),
+            )
             for result in (baseline, *others)
         ),
+        shares=ablation.shares(
+            bench,
+            {variant: judgement.accuracy for variant, judgement in judgements.items()},
+            margins,
+            (noise_throughput, noise_memory),
+        ),
+        bench=bench,
     )
 
 
@@ -270,54 +328,102 @@ def time_to_target(result: Result, history: Sequence[HistoryRow], target: float)
 
 
 def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what a variant applies beyond single-device fp32, in the order of its fields.
-
-    >>> techniques({"parallelism": "ddp", "channels_last": True, "gradient_accumulation": 4})
-    ('ddp', 'channels_last', 'gradient_accumulation=4')
-    """
-    plain = Variant().model_dump()
-    names = []
-    for key, value in applied.items():
-        if key == "processes" or value == plain.get(key):  # the world size says how many processes there were
-            continue
-        names.append(key if value is True else value if isinstance(value, str) else f"{key}={value}")
-    return tuple(names)
+    """Names of what a variant applies beyond single-device fp32, in the order of its fields."""
+    return tuple(Variant.model_validate(applied).techniques())
 
 
-def _compared(result: Result, baseline: Result, target: TimeToTarget, reference: TimeToTarget) -> Compared:
-    runs, summary, base = result.runs, result.summary, baseline.summary
-    speeds = _all_known([run.samples_per_second for run in runs])
-    return Compared(
-        variant=result.variant,
-        techniques=techniques(result.applied),
-        left_out=result.left_out,
-        backend=result.backend,
-        world_size=result.world_size,
-        threads_per_process=result.threads_per_process,
-        placement=result.placement,
-        test_accuracy_mean_fraction=summary.test_accuracy_mean_fraction,
-        test_accuracy_spread_fraction=summary.test_accuracy_spread_fraction,
-        test_correct_count=sum(run.test_correct for run in runs),
-        test_count=sum(run.test_count for run in runs),
-        accuracy_difference=None if result is baseline else accuracy_difference(result, baseline),
-        samples_per_second=summary.samples_per_second,
-        samples_per_second_min=min(speeds) if speeds else None,
-        samples_per_second_max=max(speeds) if speeds else None,
-        throughput_ratio=_ratio(summary.samples_per_second, base.samples_per_second),
-        step_p50_ms=_median([run.step_p50_ms for run in runs]),
-        step_p90_ms=_median([run.step_p90_ms for run in runs]),
-        step_p99_ms=_median([run.step_p99_ms for run in runs]),
-        input_wait_fraction=_median([run.input_wait_fraction for run in runs]),
-        startup_seconds=runs[0].startup_seconds,
-        first_step_seconds=runs[0].first_step_seconds,
-        train_seconds=summary.train_seconds,
-        train_time_ratio=_ratio(summary.train_seconds, base.train_seconds),
-        peak_memory_bytes=summary.peak_memory_bytes,
-        peak_memory_ratio=_ratio(summary.peak_memory_bytes, base.peak_memory_bytes),
-        time_to_target=target,
-        time_to_target_ratio=_ratio(target.train_seconds, reference.train_seconds),
-        runs=runs,
-    )
+class _Judged(NamedTuple):
+    """What a variant's verdict says and rests on."""
+
+    throughput: Ratio
+    memory: Ratio
+    accuracy: Accuracy
+    accuracy_difference: AccuracyDifference
+    verdict: Verdict
+    reasons: tuple[str, ...]
+
+
+_REFERENCE: dict[str, Any] = {**dict.fromkeys(_Judged._fields), "reasons": ()}
+"""The baseline is not judged."""
+
+
+def _reasons(throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench) -> tuple[str, ...]:
+    """What stands between the figures and a decision."""
+    rounds, limit = len(bench.arms[0].samples), bench.config["bench"]["max_rounds"]
+    budget = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
+    reasons = [
+        *verdicts.ratio_reasons(throughput, THROUGHPUT, budget),
+        *verdicts.ratio_reasons(memory, MEMORY, budget),
+        *verdicts.accuracy_reasons(accuracy),
+    ]
+    if bench.interrupted and {throughput.decision, memory.decision} & {"undecided", "untrusted"}:
+        reasons.append(f"the bench was interrupted after {rounds} round(s): run `dvc repro bench`")
+    return tuple(reasons)
+
+
+def _front(baseline: str, judgements: Mapping[str, _Judged], *noises: Noise) -> set[str]:
+    """The variants that no other one beats, by their ratios and differences to the baseline; see ``compare``."""
+    if any(noise.why_untrusted for noise in noises):
+        return set()
+    points = {baseline: (1.0, 1.0, 0.0)}
+    for variant, judgement in judgements.items():
+        throughput, memory, accuracy = judgement.throughput, judgement.memory, judgement.accuracy
+        if judgement.verdict != "untrusted" and throughput.estimate is not None and memory.estimate is not None:
+            points[variant] = (
+                1.0 if throughput.decision == "same" else throughput.estimate,
+                1.0 if memory.decision == "same" else memory.estimate,
+                0.0 if accuracy.decision == "same" else accuracy.mean_fraction,
+            )
+    names = list(points)
+    return {names[index] for index in stats.pareto_front(list(points.values()), [True, False, True])}
+
+
+def _from_bench(bench: Bench, variant: str) -> dict[str, Any]:
+    """The fields of Compared that the bench measured."""
+    arm, ledgers, flops = _arm(bench, "variant", variant), bench.ledgers.get(variant), bench.flops.get(variant)
+    speed, peak = _median_known(arm, "samples_per_second"), _median_known(arm, "peak_memory_bytes")
+    predicted = ledgers.predicted if ledgers else None
+    achieved = flops.model_per_sample * speed if flops and speed else None
+    return {
+        "samples_per_second": speed,
+        **{name: _median_known(arm, name) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms")},
+        "input_wait_fraction": _median_known(arm, "input_wait_fraction"),
+        "peak_memory_bytes": None if peak is None else round(peak),
+        "refused": sum(bool(sample.refusals) for sample in arm.samples),
+        "ledgers": ledgers,
+        "prediction_error_fraction": (
+            predicted.peak_bytes / ledgers.measured.tensors_bytes - 1 if ledgers and predicted else None
+        ),
+        "flops": flops,
+        "model_flops_per_second": achieved,
+        "utilisation_fraction": _quotient(achieved, flops.peak_per_second if flops else None),
+    }
+
+
+def _from_training(result: Result, baseline: Result, time: TimeToTarget, reference: TimeToTarget) -> dict[str, Any]:
+    """The fields of Compared that the training runs measured."""
+    runs, summary = result.runs, result.summary
+    return {
+        "techniques": techniques(result.applied),
+        "left_out": result.left_out,
+        "backend": result.backend,
+        "world_size": result.world_size,
+        "threads_per_process": result.threads_per_process,
+        "placement": result.placement,
+        "test_accuracy_mean_fraction": summary.test_accuracy_mean_fraction,
+        "test_accuracy_spread_fraction": summary.test_accuracy_spread_fraction,
+        "test_correct_count": sum(run.test_correct for run in runs),
+        "test_count": sum(run.test_count for run in runs),
+        "training_samples_per_second": summary.samples_per_second,
+        "training_peak_memory_bytes": summary.peak_memory_bytes,
+        "startup_seconds": runs[0].startup_seconds,
+        "first_step_seconds": runs[0].first_step_seconds,
+        "train_seconds": summary.train_seconds,
+        "train_time_ratio": _quotient(summary.train_seconds, baseline.summary.train_seconds),
+        "time_to_target": time,
+        "time_to_target_ratio": _quotient(time.train_seconds, reference.train_seconds),
+        "runs": runs,
+    }
 
 
 def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
@@ -362,20 +468,64 @@ def _history_problems(result: Result, histories: Mapping[str, Sequence[HistoryRo
     ]
 
 
+def _bench_problems(
+    bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
+) -> list[str]:
+    """Where the bench measured something else than what was trained."""
+    again = "Run `dvc repro bench`, which measures what params.yaml says now."
+    here = str(environment["hash"])
+    problems = []
+    if bench.environment != here:
+        problems.append(
+            f"the bench was measured in environment {bench.environment[:12]}, but environment.json is {here[:12]}"
+        )
+    if bench.baseline != baseline.variant:
+        problems.append(f"the bench's baseline is {bench.baseline!r}, that of compare.baseline {baseline.variant!r}")
+    elif not bench.arm("again", baseline.variant):
+        problems.append(f"the bench did not measure the baseline {baseline.variant!r} against itself")
+    if bench.dataset != baseline.dataset:
+        problems.append(
+            f"the bench trained on {_described(bench.dataset)}, the variants on {_described(baseline.dataset)}"
+        )
+    ours, theirs = bench.config["train"], baseline.config["train"]
+    problems += [
+        f"the bench trained with train.{key} {ours.get(key)!r}, the variants with {theirs.get(key)!r}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if key != "seeds" and ours.get(key) != theirs.get(key)
+    ]
+    for result in measured:
+        arm = bench.arm("variant", result.variant)
+        if arm is None:
+            problems.append(f"the bench did not measure variant {result.variant!r}")
+        elif (arm.applied, arm.world_size) != (result.applied, result.world_size):
+            problems.append(
+                f"the bench measured variant {result.variant!r} with {_ran(arm)}, but {_ran(result)} was trained"
+            )
+    counts = {arm.name: len(arm.samples) for arm in bench.arms}
+    if len(set(counts.values())) > 1:
+        problems.append(f"the bench holds unequal numbers of samples, which do not pair: {counts}")
+    return [f"bench.json: {problem}. {again}" for problem in problems]
+
+
+def _ran(one: Arm | Result) -> str:
+    return f"{', '.join(techniques(one.applied)) or 'no technique'} in {one.world_size} process(es)"
+
+
+def _arm(bench: Bench, role: str, variant: str) -> Arm:
+    arm = bench.arm(role, variant)
+    assert arm is not None  # _bench_problems
+    return arm
+
+
 def _described(dataset: Dataset) -> str:
     return f"{dataset.name} ({dataset.train_count} + {dataset.test_count} samples, SHA-256 {dataset.sha256[:12]})"
 
 
-def _ratio(value: float | None, base: float | None) -> float | None:
+def _quotient(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = _all_known(values)
+def _median_known(arm: Arm, field: str) -> float | None:
+    """Of the samples in which the field was not refused."""
+    known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
     return statistics.median(known) if known else None
-
-
-def _all_known(values: Sequence[float | None]) -> list[float]:
-    """The values, or none of them if any is unknown."""
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else []

@@ -1,13 +1,17 @@
-"""Small, realistic results for tests of what reads them: comparison, report, tracking."""
+"""Small, realistic results for tests of what reads them: comparison, report, gate, tracking."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.config import Train, Variant
-from pipeline.results import Dataset, HistoryRow, Result, Run, summarise
+from pipeline.comparison import Comparison, compare
+from pipeline.config import Bench as BenchSettings
+from pipeline.config import Compare, Train, Variant
+from pipeline.results import Arm, Bench, Dataset, Flops, HistoryRow, Ledger, Ledgers, Result, Run, Window, summarise
 
 ENVIRONMENT: dict[str, Any] = {
     "hash": "e" * 64,
@@ -100,3 +104,215 @@ def make_history(
                 )
             )
     return rows
+
+
+def make_results() -> list[Result]:
+    """Three trained variants: baseline, ddp in two processes, and memory, of which bf16 was left out."""
+    correct = {"baseline": (9000, 9030, 8990), "ddp": (9010, 9020, 9000), "memory": (8990, 9035, 8995)}
+    runs = {
+        name: [make_run(seed, test_correct=right) for seed, right in enumerate(rights)]
+        for name, rights in correct.items()
+    }
+    memory = {"channels_last": True, "activation_checkpointing": True, "gradient_accumulation": 4}
+    return [
+        make_result("baseline", runs["baseline"]),
+        make_result(
+            "ddp", runs["ddp"], applied={"parallelism": "ddp"}, backend="gloo", world_size=2, threads_per_process=1
+        ),
+        make_result("memory", runs["memory"], applied=memory, left_out={"bf16": "this CPU would emulate it"}),
+    ]
+
+
+def make_window(
+    *, samples_per_second: float = 20_000.0, peak_memory_bytes: int = 200 * 2**20, processes: int = 1, **changes: Any
+) -> Window:
+    """One sample of the bench. ``refusals`` make its speeds unknown."""
+    speed = None if changes.get("refusals") else samples_per_second
+    values: dict[str, Any] = {
+        "measured_steps": 120,
+        "samples_per_second": speed,
+        "step_p50_ms": speed and 256e3 / speed,
+        "step_p90_ms": speed and 1.1 * 256e3 / speed,
+        "step_p99_ms": speed and 1.4 * 256e3 / speed,
+        "input_wait_fraction": speed and 0.004,
+        "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_rank_bytes": (peak_memory_bytes,) * processes,
+        "peak_reserved_bytes": None,
+        "allocator_retries": None,
+        "refusals": (),
+    }
+    return Window(**values | changes)
+
+
+def make_arm(
+    variant: str = "baseline",
+    role: str = "variant",
+    technique: str | None = None,
+    *,
+    throughput: float = 1.0,
+    memory: float = 1.0,
+    rounds: int = 12,
+    noise: float = 0.01,
+    refused: Mapping[int, str] | None = None,
+    **changes: Any,
+) -> Arm:
+    """An arm whose figures are those of ``make_window`` times ``throughput`` and ``memory``.
+
+    Every sample is off by about ``noise`` (a standard deviation; memory by a tenth of it) on top of a drift that all
+    arms share, the same at every call. ``refused``: round -> why its sample was refused. ``applied`` takes the keys of
+    ``variants.<name>`` in params.yaml.
+    """
+    name = "-".join(filter(None, [variant, role if role != "variant" else None, technique]))
+    applied = Variant(**changes.pop("applied", {})).model_dump()
+    draw = random.Random(name)
+    samples = tuple(
+        make_window(
+            samples_per_second=20_000 * throughput * (1 + 0.1 * math.sin(index)) * math.exp(draw.gauss(0, noise)),
+            peak_memory_bytes=round(200 * 2**20 * memory * math.exp(draw.gauss(0, 0.1 * noise))),
+            processes=changes.get("world_size", 1),
+            refusals=(refused[index],) if refused and index in refused else (),
+        )
+        for index in range(rounds)
+    )
+    values: dict[str, Any] = {
+        "name": name,
+        "role": role,
+        "variant": variant,
+        "technique": technique,
+        "applied": applied,
+        "left_out": {},
+        "backend": None,
+        "world_size": 1,
+        "threads_per_process": 2,
+        "placement": "resident",
+        "device": "Example CPU @ 2.0 GHz",
+        "samples": samples,
+    }
+    return Arm(**values | changes)
+
+
+THROUGHPUT = {"ddp": 1.6, "memory": 0.8}
+MEMORY = {"ddp": 1.01, "memory": 0.55}
+REFUSED = {"ddp": {4: "other processes took 31% of the CPU's time"}}
+SHARES = {
+    "channels_last": (1.4, 1.0, 1.0),
+    "activation_checkpointing": (0.75, 0.7, 0.9),
+    "gradient_accumulation=4": (0.9, 0.8, 0.78),
+}
+"""What each technique of ``memory`` does: throughput and memory as multiples of the baseline's, memory as a multiple of
+the stack's without it. Of ever smaller micro-batches, checkpointing saves less."""
+
+
+def make_bench(
+    measured: Sequence[Result] | None = None,
+    *,
+    throughput: Mapping[str, float] = THROUGHPUT,
+    memory: Mapping[str, float] = MEMORY,
+    rounds: int = 12,
+    noise: float = 0.01,
+    refused: Mapping[str, Mapping[int, str]] = REFUSED,
+    ablate: bool = False,
+    **changes: Any,
+) -> Bench:
+    """The bench of ``measured`` (default: ``make_results()``), whose first result is the baseline.
+
+    ``throughput``, ``memory``: what a variant does, as a multiple of the baseline's; 1 if it is not named.
+    ``refused``: variant -> round -> why its sample was refused. ``ablate``: with the techniques of ``memory``.
+    """
+    measured = make_results() if measured is None else measured
+    baseline = measured[0]
+    arms = [
+        make_arm(
+            each.variant,
+            throughput=throughput.get(each.variant, 1.0),
+            memory=memory.get(each.variant, 1.0),
+            rounds=rounds,
+            noise=noise,
+            refused=refused.get(each.variant),
+            **{key: getattr(each, key) for key in ("applied", "left_out", "backend", "world_size")},
+            threads_per_process=each.threads_per_process,
+        )
+        for each in measured
+    ]
+    if ablate:
+        stack = Variant.model_validate(next(each for each in measured if each.variant == "memory").applied)
+        base, faster = Variant.model_validate(baseline.applied), throughput.get("memory", 1.0)
+        for technique, (speed, alone, stacked) in SHARES.items():
+            (key,) = stack.techniques()[technique]
+            made = {
+                "with": (speed, alone, base.model_copy(update={key: getattr(stack, key)})),
+                "without": (faster / speed, memory.get("memory", 1.0) / stacked,
+                            stack.model_copy(update={key: getattr(Variant(), key)})),
+            }  # fmt: skip
+            arms += [
+                make_arm("memory", role, technique, throughput=each[0], memory=each[1], rounds=rounds, noise=noise,
+                         applied=each[2].model_dump())
+                for role, each in made.items()
+            ]  # fmt: skip
+    arms.append(make_arm(baseline.variant, "again", rounds=rounds, noise=noise, applied=baseline.applied))
+    values: dict[str, Any] = {
+        "environment": baseline.environment,
+        "commit": "c" * 40,
+        "config": {
+            "train": baseline.config["train"],
+            "bench": BenchSettings(ablate=["memory"] if ablate else []).model_dump(),
+            "variants": {each.variant: each.config["variant"] for each in measured},
+        },
+        "dataset": baseline.dataset,
+        "baseline": baseline.variant,
+        "steps": 120,
+        "seconds": 178.0,
+        "interrupted": False,
+        "arms": tuple(arms),
+        "ledgers": {each.variant: make_ledgers(memory.get(each.variant, 1.0)) for each in measured},
+        "flops": {each.variant: make_flops(each.applied) for each in measured},
+        "not_ablated": {"memory": {"bf16": "this CPU would emulate it"}} if ablate else {},
+    }
+    return Bench(**values | changes)
+
+
+def make_ledgers(memory: float = 1.0, **changes: Any) -> Ledgers:
+    """Of a peak of ``memory`` times 200 MiB; the prediction is 2% above what the tensors take."""
+    peak = round(200 * 2**20 * memory)
+    fixed = {"parameters_bytes": 90_000, "gradients_bytes": 86_000, "optimizer_state_bytes": 86_000,
+             "communication_bytes": 0, "data_bytes": 47_100_000}  # fmt: skip
+    rest = peak // 8
+    tensors = peak - rest
+    predicted = round(1.02 * tensors)
+
+    def ledger(total: int, rest: int) -> Ledger:
+        activations = total - rest - sum(fixed.values())
+        return Ledger(
+            **fixed, activations_bytes=activations, rest_bytes=rest, peak_bytes=total, tensors_bytes=total - rest
+        )
+
+    values: dict[str, Any] = {
+        "measured": ledger(peak, rest), "predicted": ledger(predicted, 0), "why_not_predicted": None
+    }  # fmt: skip
+    return Ledgers(**values | changes)
+
+
+def make_flops(applied: Mapping[str, Any], peak_per_second: float | None = None) -> Flops:
+    """Of a small net: 6.3 million a sample, and another third if activations are recomputed."""
+    recomputed = 2_100_000 if applied.get("activation_checkpointing") else 0
+    return Flops(
+        model_per_sample=6_300_000, executed_per_sample=6_300_000 + recomputed, peak_per_second=peak_per_second
+    )
+
+
+def make_comparison(
+    measured: Sequence[Result] | None = None,
+    bench: Bench | None = None,
+    histories: Mapping[str, Sequence[HistoryRow]] | None = None,
+    **settings: Any,
+) -> Comparison:
+    """The comparison of ``measured`` (default: ``make_results()``) and their bench. ``settings``: those of compare."""
+    measured = make_results() if measured is None else measured
+    known = make_histories(measured) | dict(histories or {})
+    chosen = Compare(**{"baseline": measured[0].variant} | settings)
+    return compare(measured, known, bench or make_bench(measured), chosen, ENVIRONMENT)
+
+
+def make_histories(measured: Sequence[Result]) -> dict[str, Sequence[HistoryRow]]:
+    """``make_history`` for the seeds of every result."""
+    return {each.variant: make_history([run.seed for run in each.runs]) for each in measured}

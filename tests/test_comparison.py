@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from pipeline import results
 from pipeline.comparison import (
+    Compared,
     Comparison,
     ComparisonError,
     compare,
@@ -18,8 +20,20 @@ from pipeline.comparison import (
     time_to_target,
 )
 from pipeline.config import Compare
-from pipeline.results import HistoryRow, Result
-from tests.factories import ENVIRONMENT, make_history, make_result, make_run
+from pipeline.results import Bench, HistoryRow, Result
+from tests.factories import (
+    ENVIRONMENT,
+    make_arm,
+    make_bench,
+    make_comparison,
+    make_flops,
+    make_history,
+    make_ledgers,
+    make_result,
+    make_results,
+    make_run,
+    make_window,
+)
 
 BASELINE = make_result("baseline")
 
@@ -27,20 +41,299 @@ BASELINE = make_result("baseline")
 def compared(
     *measured: Result, histories: dict[str, list[HistoryRow]] | None = None, target: float = 0.85
 ) -> Comparison:
+    baseline = next((result for result in measured if result.variant == "baseline"), BASELINE)
+    bench = make_bench([baseline, *(result for result in measured if result is not baseline)])
     known = {result.variant: make_history([run.seed for run in result.runs]) for result in measured}
-    return compare(measured, known | (histories or {}), Compare(target_accuracy=target), ENVIRONMENT)
+    return compare(measured, known | (histories or {}), bench, Compare(target_accuracy=target), ENVIRONMENT)
 
 
-def test_ratios_are_the_variant_over_the_baseline() -> None:
+def by_name(comparison: Comparison) -> dict[str, Compared]:
+    return {each.variant: each for each in comparison.variants}
+
+
+# Verdicts
+
+
+def test_every_variant_but_the_baseline_has_a_verdict_on_what_the_bench_and_the_seeds_support() -> None:
+    baseline, ddp, memory = make_comparison().variants
+    assert (baseline.verdict, ddp.verdict, memory.verdict) == (None, "pays", "trades")
+    assert (baseline.throughput, baseline.memory, baseline.accuracy, baseline.reasons) == (None, None, None, ())
+    assert memory.throughput
+    assert memory.memory
+    assert memory.accuracy
+    assert [each.decision for each in (memory.throughput, memory.memory, memory.accuracy)] == [
+        "worse",
+        "better",
+        "same",
+    ]
+    assert memory.throughput.estimate == pytest.approx(0.8, rel=0.02)
+    assert memory.memory.estimate == pytest.approx(0.55, rel=0.02)
+    assert memory.accuracy.mean_fraction == pytest.approx((-10 + 5 + 5) / 10_000 / 3)
+    assert memory.reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("throughput", "memory", "correct", "verdict"),
+    [
+        (1.3, 1.0, 0, "pays"),
+        (1.3, 1.3, 0, "trades"),
+        (1.3, 1.0, -300, "trades"),
+        (1.0, 0.7, 0, "pays"),
+        (1.0, 1.0, 0, "neutral"),
+        (1.0, 1.0, -300, "costs"),
+        (0.7, 1.0, 0, "costs"),
+        (1.0, 1.0, 300, "pays"),
+    ],
+)
+def test_the_verdict_weighs_throughput_memory_and_accuracy(
+    throughput: float, memory: float, correct: int, verdict: str
+) -> None:
+    other = make_result("other", [make_run(seed, test_correct=9000 + correct) for seed in (0, 1, 2)])
+    measured = [BASELINE, other]
+    bench = make_bench(measured, throughput={"other": throughput}, memory={"other": memory})
+    assert make_comparison(measured, bench).variants[1].verdict == verdict
+
+
+def test_the_margins_are_the_settings() -> None:
+    measured = [BASELINE, make_result("other", [make_run(seed, test_correct=9150) for seed in (0, 1, 2)])]
+    bench = make_bench(measured, throughput={"other": 1.1}, memory={"other": 1.2})
+
+    def decisions(**margins: float) -> list[str]:
+        comparison = make_comparison(measured, bench, margins=margins)
+        assert comparison.margins.model_dump().items() >= margins.items()
+        other = comparison.variants[1]
+        return [each.decision for each in (other.throughput, other.memory, other.accuracy) if each]
+
+    assert decisions() == ["better", "worse", "better"]
+    assert decisions(throughput=0.15) == ["same", "worse", "better"]
+    assert decisions(memory=0.25) == ["better", "same", "better"]
+    assert decisions(accuracy=0.02) == ["better", "worse", "same"]
+
+
+def test_the_arms_are_paired_round_by_round() -> None:
+    """Both slow down tenfold over the rounds, at the same ratio."""
+    slowing = [20_000.0 / (1 + index) for index in range(10)]
+    arms = [
+        make_arm(variant, role, samples=tuple(make_window(samples_per_second=factor * speed) for speed in slowing))
+        for variant, role, factor in (("baseline", "variant", 1.0), ("other", "variant", 1.2), ("baseline", "again", 1))
+    ]
+    measured = [BASELINE, make_result("other")]
+    found = make_comparison(measured, make_bench(measured, arms=tuple(arms))).variants[1].throughput
+    assert found
+    assert (found.low, found.estimate, found.high) == pytest.approx((1.2, 1.2, 1.2))
+
+
+def test_one_seed_never_supports_no_loss_of_accuracy() -> None:
+    one = [make_run(0)]
+    measured = [make_result("baseline", one), make_result("other", one)]
+    other = make_comparison(measured, make_bench(measured, throughput={"other": 2.0})).variants[1]
+    assert other.accuracy
+    assert (other.verdict, other.accuracy.decision) == ("undecided", "undecided")
+    assert other.reasons == ("accuracy is undecided: one seed supports no statement (add some to train.seeds)",)
+
+
+def test_what_is_undecided_says_what_would_decide_it() -> None:
+    measured = [
+        make_result("baseline", [make_run(seed, test_correct=9000) for seed in (0, 1, 2)]),
+        make_result("other", [make_run(seed, test_correct=9000 + n) for seed, n in ((0, 90), (1, -90), (2, 20))]),
+    ]
+    bench = make_bench(measured, throughput={"other": 1.03}, noise=0.03)
+    settings = {"max_rounds": 12, "max_minutes": 3.0}
+    other = make_comparison(measured, bench).variants[1]
+    assert other.throughput
+    assert other.accuracy
+    assert other.verdict == "undecided"
+    assert other.reasons == (
+        f"throughput is undecided: about {other.throughput.more_pairs} more pair(s) would decide (raise "
+        "bench.max_minutes)",
+        f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more would decide (add them to "
+        "train.seeds)",
+    )
+    bench = bench.model_copy(update={"config": bench.config | {"bench": settings}})
+    assert "(raise bench.max_rounds)" in make_comparison(measured, bench).variants[1].reasons[0]  # it ended the bench
+    assert not any("interrupted" in reason for reason in other.reasons)
+
+
+def test_an_interrupted_bench_is_used_as_far_as_it_goes() -> None:
+    ddp, memory = make_comparison(bench=make_bench(rounds=7, interrupted=True)).variants[1:]
+    assert (ddp.verdict, memory.verdict) == ("pays", "trades")
+    bench = make_bench(rounds=4, interrupted=True)
+    ddp, memory = make_comparison(bench=bench).variants[1:]
+    for each in (ddp, memory):
+        assert each.verdict == "untrusted"
+        assert "in 4 pair(s), and at least 6 are needed" in each.reasons[0]
+        assert each.reasons[-1] == "the bench was interrupted after 4 round(s): run `dvc repro bench`"
+
+
+def test_a_refused_sample_takes_its_round_along_and_no_other() -> None:
+    """In the factories' bench one sample of ddp is refused."""
+    baseline, ddp, memory = make_comparison().variants
+    assert ddp.throughput
+    assert memory.throughput
+    assert (ddp.throughput.pairs, ddp.throughput.refused, ddp.refused) == (11, 1, 1)
+    assert (memory.throughput.pairs, memory.throughput.refused, memory.refused, baseline.refused) == (12, 0, 0, 0)
+    assert ddp.memory
+    assert ddp.memory.pairs == 12  # of memory nothing was refused
+
+
+def test_mostly_refused_is_untrusted_and_says_why() -> None:
+    throttled = dict.fromkeys(range(7), "the GPU throttled")
+    ddp, memory = make_comparison(bench=make_bench(refused={"ddp": throttled})).variants[1:]
+    assert ddp.verdict == "untrusted"
+    assert ddp.reasons == ("throughput: 7 of 12 rounds had to be refused, most often because the GPU throttled",)
+    assert memory.verdict == "trades"
+
+
+def test_a_baseline_that_was_mostly_refused_leaves_nothing_to_trust() -> None:
+    throttled = dict.fromkeys(range(12), "the GPU throttled")
+    comparison = make_comparison(bench=make_bench(refused={"baseline": throttled}))
+    baseline, ddp, memory = comparison.variants
+    assert (baseline.samples_per_second, baseline.step_p50_ms, baseline.refused) == (None, None, 12)
+    assert (ddp.verdict, memory.verdict) == ("untrusted", "untrusted")
+    assert "12 of 12 rounds had to be refused" in ddp.reasons[0]
+    assert ddp.throughput
+    assert ddp.throughput.estimate is None
+    assert [each.on_front for each in comparison.variants] == [False] * 3
+
+
+def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
+    for again in (make_arm("baseline", "again", throughput=1.1), make_arm("baseline", "again", noise=0.5)):
+        bench = make_bench()
+        bench = bench.model_copy(update={"arms": (*bench.arms[:-1], again)})
+        comparison = make_comparison(bench=bench)
+        why = comparison.noise_throughput.why_untrusted
+        assert why
+        assert "the baseline measured against itself" in why
+        for each in comparison.variants[1:]:
+            assert each.verdict == "untrusted"
+            assert each.reasons == (why,)
+            assert each.memory
+            assert each.memory.decision != "untrusted"  # memory was calm
+        assert not any(each.on_front for each in comparison.variants)
+
+
+def test_the_noise_is_in_the_comparison() -> None:
+    comparison = make_comparison()
+    for noise in (comparison.noise_throughput, comparison.noise_memory):
+        assert (noise.why_untrusted, noise.pairs, noise.max_spread) == (None, 12, 0.15)
+        assert noise.estimate == pytest.approx(1.0, rel=0.02)
+    assert make_comparison(max_spread=0.001).variants[1].verdict == "untrusted"
+
+
+# The Pareto front
+
+
+@pytest.mark.parametrize(
+    ("throughput", "memory", "correct", "front"),
+    [
+        (1.5, 1.5, 0, {"baseline", "other"}),  # faster and larger
+        (1.5, 1.0, 0, {"other"}),
+        (0.7, 1.0, 0, {"baseline"}),
+        (0.7, 1.0, 2, {"baseline"}),  # hardly more accurate: that does not matter
+        (0.7, 1.0, 300, {"baseline", "other"}),  # slower and more accurate
+        (1.005, 0.995, 1, {"baseline", "other"}),  # the same
+        (1.5, 0.5, -300, {"baseline", "other"}),
+    ],
+)
+def test_the_front_is_what_nothing_beats(throughput: float, memory: float, correct: int, front: set[str]) -> None:
+    other = make_result("other", [make_run(seed, test_correct=9000 + correct) for seed in (0, 1, 2)])
+    measured = [BASELINE, other]
+    bench = make_bench(measured, throughput={"other": throughput}, memory={"other": memory})
+    found = make_comparison(measured, bench).variants
+    assert {each.variant for each in found if each.on_front} == front
+
+
+def test_variants_beat_each_other_too() -> None:
+    measured = [BASELINE, make_result("fast"), make_result("faster"), make_result("refused")]
+    bench = make_bench(
+        measured,
+        throughput={"fast": 1.3, "faster": 1.6, "refused": 9.0},
+        memory={"fast": 1.3, "faster": 1.2},
+        refused={"refused": dict.fromkeys(range(8), "it throttled")},
+    )
+    found = make_comparison(measured, bench).variants
+    assert found[3].throughput
+    assert found[3].throughput.estimate == pytest.approx(9.0, rel=0.05)  # known, and not trusted
+    assert {each.variant for each in found if each.on_front} == {"baseline", "faster"}
+
+
+# Figures of the bench
+
+
+def test_figures_are_medians_of_the_samples_that_were_not_refused() -> None:
+    fields = ("samples_per_second", "step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")
+    windows = [
+        make_window(samples_per_second=1e3 * index, step_p50_ms=10.0 + index, step_p90_ms=20.0 + index,
+                    step_p99_ms=30.0 + index, input_wait_fraction=0.1 * index, peak_memory_bytes=1000 * index)
+        for index in range(1, 8)
+    ]  # fmt: skip
+    windows[6] = windows[6].model_copy(update=dict.fromkeys(fields) | {"refusals": ("it throttled",)})
+    bench = make_bench([BASELINE])
+    arms = (bench.arms[0].model_copy(update={"samples": tuple(windows)}), make_arm("baseline", "again", rounds=7))
+    (found,) = make_comparison([BASELINE], bench.model_copy(update={"arms": arms})).variants
+    assert [getattr(found, name) for name in fields] == [3500.0, 13.5, 23.5, 33.5, pytest.approx(0.35)]
+    assert (found.peak_memory_bytes, found.refused) == (4000, 1)  # the seventh sample's memory counts
+
+
+def test_what_no_sample_knows_is_unknown() -> None:
+    bench = make_bench([BASELINE])
+    blind = tuple(
+        arm.model_copy(
+            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
+        )
+        for arm in bench.arms
+    )
+    comparison = make_comparison([BASELINE], bench.model_copy(update={"arms": blind}))
+    assert comparison.variants[0].peak_memory_bytes is None
+    assert comparison.noise_memory.why_untrusted
+    assert "this machine does not tell" in comparison.noise_memory.why_untrusted
+
+
+def test_utilisation_is_the_models_flops_over_the_devices_peak() -> None:
+    memory = {"activation_checkpointing": True}
+    flops = {"baseline": make_flops({}, 1e12), "ddp": make_flops({}), "memory": make_flops(memory, 1e12)}
+    baseline, ddp, checkpointed = make_comparison(bench=make_bench(flops=flops)).variants
+    for each in (baseline, ddp, checkpointed):
+        assert each.flops == flops[each.variant]
+        assert each.samples_per_second
+        assert each.model_flops_per_second == 6_300_000 * each.samples_per_second  # without what is recomputed
+    assert baseline.samples_per_second
+    assert baseline.utilisation_fraction == pytest.approx(6.3e-6 * baseline.samples_per_second)
+    assert ddp.utilisation_fraction is None  # an unknown device
+    assert checkpointed.utilisation_fraction == pytest.approx(6.3e-6 * (checkpointed.samples_per_second or 0))
+    (alone,) = make_comparison([BASELINE], make_bench([BASELINE], flops={})).variants
+    assert (alone.flops, alone.model_flops_per_second, alone.utilisation_fraction) == (None, None, None)
+
+
+def test_the_predictions_error_is_against_what_tensors_take() -> None:
+    ledgers = make_ledgers()
+    assert ledgers.predicted
+    off = ledgers.model_copy(
+        update={"predicted": ledgers.predicted.model_copy(
+            update={"peak_bytes": round(0.9 * ledgers.measured.tensors_bytes)})}
+    )  # fmt: skip
+    unforeseen = make_ledgers(predicted=None, why_not_predicted="ddp is not predicted")
+    bench = make_bench(ledgers={"baseline": off, "ddp": unforeseen})
+    baseline, ddp, memory = make_comparison(bench=bench).variants
+    assert baseline.ledgers == off
+    assert baseline.prediction_error_fraction == pytest.approx(-0.1)
+    assert (ddp.ledgers, ddp.prediction_error_fraction) == (unforeseen, None)
+    assert (memory.ledgers, memory.prediction_error_fraction) == (None, None)
+
+
+# Figures of the training runs
+
+
+def test_figures_of_the_training_runs_keep_their_names() -> None:
     runs = [make_run(seed, samples_per_second=speed, peak_memory_bytes=memory * 2**20, train_seconds=6.0)
             for seed, speed, memory in ((0, 29_000.0, 60), (1, 30_000.0, 50), (2, 40_000.0, 40))]  # fmt: skip
     baseline, fast = compared(BASELINE, make_result("fast", runs)).variants
-    assert fast.throughput_ratio == 30_000 / 20_000  # of the medians
-    assert fast.peak_memory_ratio == 60 / 200  # of the largest
+    assert fast.training_samples_per_second == 30_000
+    assert fast.training_peak_memory_bytes == 60 * 2**20
     assert fast.train_time_ratio == 6.0 / 9.0
-    assert (fast.samples_per_second_min, fast.samples_per_second_max) == (29_000.0, 40_000.0)
-    assert (baseline.throughput_ratio, baseline.peak_memory_ratio, baseline.time_to_target_ratio) == (1.0, 1.0, 1.0)
-    assert fast.verdict is None
+    assert (baseline.train_time_ratio, baseline.time_to_target_ratio) == (1.0, 1.0)
+    assert (fast.startup_seconds, fast.first_step_seconds) == (2.4, 0.12)  # of the first seed
+    assert fast.runs == tuple(runs)
 
 
 def test_accuracy_is_paired_by_seed_not_by_position() -> None:
@@ -66,38 +359,14 @@ def test_one_seed_has_no_spread() -> None:
     assert difference.spread_fraction is None
 
 
-def test_step_times_and_cold_times() -> None:
-    runs = [
-        make_run(seed, step_p50_ms=10.0 + seed, step_p90_ms=20.0 + seed, step_p99_ms=30.0 + seed,
-                 input_wait_fraction=0.1 * seed)
-        for seed in (0, 1, 2)
-    ]  # fmt: skip
-    (each,) = compared(make_result("baseline", runs)).variants
-    assert (each.step_p50_ms, each.step_p90_ms, each.step_p99_ms, each.input_wait_fraction) == (11.0, 21.0, 31.0, 0.1)
-    assert (each.startup_seconds, each.first_step_seconds) == (2.4, 0.12)  # of the first seed
-
-
-@pytest.mark.parametrize(
-    ("field", "unknown"),
-    [
-        ("samples_per_second", ["samples_per_second", "samples_per_second_min", "throughput_ratio"]),
-        ("peak_memory_bytes", ["peak_memory_bytes", "peak_memory_ratio"]),
-        ("step_p99_ms", ["step_p99_ms"]),
-        ("input_wait_fraction", ["input_wait_fraction"]),
-    ],
-)
-@pytest.mark.parametrize("side", ["baseline", "other"])
-def test_a_number_unknown_in_one_run_is_unknown(field: str, unknown: list[str], side: str) -> None:
-    refused_run = make_run(1, refusals=("the GPU throttled",)).model_copy(update={field: None})
-    runs = [make_run(0), refused_run, make_run(2)]
-    known = {"baseline": make_result("baseline"), "other": make_result("other")}
-    variants = compared(*(known | {side: make_result(side, runs)}).values()).variants
-    refused = next(each for each in variants if each.variant == side)
-    assert [getattr(refused, name) for name in unknown] == [None] * len(unknown)
-    for name in unknown:
-        if name.endswith("_ratio"):  # unknown if either side is
-            assert getattr(variants[1], name) is None
-    assert refused.train_time_ratio == 1.0  # other numbers stay
+@pytest.mark.parametrize("field", ["samples_per_second", "peak_memory_bytes"])
+def test_a_number_unknown_in_one_training_run_is_unknown(field: str) -> None:
+    refused = make_run(1, refusals=("the GPU throttled",)).model_copy(update={field: None})
+    other = make_result("other", [make_run(0), refused, make_run(2)])
+    baseline, found = compared(BASELINE, other).variants
+    assert getattr(found, f"training_{field}") is None
+    assert getattr(baseline, f"training_{field}") is not None
+    assert found.train_time_ratio == 1.0  # other numbers stay
 
 
 def test_time_to_target_is_the_first_evaluation_at_or_above_it() -> None:
@@ -152,12 +421,21 @@ def test_the_baseline_comes_first() -> None:
     assert names == ["baseline", "b", "a"]
 
 
-def test_the_comparison_is_plain_json() -> None:
-    values = json.loads(compared(BASELINE, make_result("other")).to_json())
+def test_the_comparison_is_plain_json_and_holds_the_raw_samples() -> None:
+    bench = make_bench()
+    values = json.loads(make_comparison(bench=bench).to_json())
     assert next(iter(values)) == "schema"
-    assert values["schema"] == 1
+    assert (values["schema"], values["bench"]["schema"]) == (1, 1)
+    assert values["bench"] == json.loads(bench.to_json())
     assert values["environment"] == ENVIRONMENT
-    assert values["variants"][1]["verdict"] is None
+    assert [each["verdict"] for each in values["variants"]] == [None, "pays", "trades"]
+
+
+def test_shares_of_ablated_variants_are_in_the_comparison() -> None:
+    shares = make_comparison(bench=make_bench(ablate=True)).shares
+    names = ["channels_last", "activation_checkpointing", "gradient_accumulation=4", "bf16"]
+    assert [(each.variant, each.technique) for each in shares] == [("memory", name) for name in names]
+    assert make_comparison().shares == ()
 
 
 def refusal(*measured: Result, **changes: Any) -> str:
@@ -212,6 +490,87 @@ def test_a_missing_baseline_is_named_with_what_there_is() -> None:
     message = refusal(make_result("ddp"), make_result("memory"))
     assert "'baseline'" in message
     assert "ddp, memory" in message
+
+
+def bench_refusal(bench: Bench) -> str:
+    with pytest.raises(ComparisonError) as raised:
+        make_comparison(make_results(), bench)
+    return str(raised.value)
+
+
+def test_a_bench_of_another_environment_is_refused() -> None:
+    message = bench_refusal(make_bench(environment="a" * 64))
+    assert "bench.json: the bench was measured in environment aaaaaaaaaaaa, but environment.json is eeee" in message
+    assert "dvc repro bench" in message
+
+
+def test_a_bench_of_another_job_is_refused_with_the_key_that_differs() -> None:
+    bench = make_bench()
+    train = bench.config["train"] | {"batch_size": 512, "seeds": [7]}  # of the seeds it needs none
+    message = bench_refusal(bench.model_copy(update={"config": bench.config | {"train": train}}))
+    assert "the bench trained with train.batch_size 512, the variants with 256" in message
+    assert "seeds" not in message
+
+
+def test_a_bench_of_other_data_is_refused() -> None:
+    other = BASELINE.dataset.model_copy(update={"sha256": "c" * 64})
+    assert "the bench trained on fashion_mnist (60000 + 10000 samples, SHA-256 cccccccccccc)" in bench_refusal(
+        make_bench(dataset=other)
+    )
+
+
+def changed(bench: Bench, variant: str, changes: Mapping[str, Any]) -> Bench:
+    return bench.model_copy(
+        update={
+            "arms": tuple(
+                arm.model_copy(update=changes) if (arm.role, arm.variant) == ("variant", variant) else arm
+                for arm in bench.arms
+            )
+        }
+    )
+
+
+def test_a_bench_of_another_configuration_of_a_variant_is_refused() -> None:
+    bench = make_bench()
+    applied = bench.arms[2].applied | {"gradient_accumulation": 8}
+    message = bench_refusal(changed(bench, "memory", {"applied": applied}))
+    assert "the bench measured variant 'memory' with channels_last, activation_checkpointing, " in message
+    assert "gradient_accumulation=8 in 1 process(es), but channels_last" in message
+    message = bench_refusal(changed(bench, "ddp", {"world_size": 4}))
+    assert "'ddp' with ddp in 4 process(es), but ddp in 2 process(es) was trained" in message
+    assert "'memory'" not in message
+
+
+def test_a_bench_of_another_baseline_is_refused() -> None:
+    assert "the bench's baseline is 'ddp', that of compare.baseline 'baseline'" in bench_refusal(
+        make_bench(baseline="ddp")
+    )
+
+
+def test_a_bench_without_a_variant_or_its_control_is_refused() -> None:
+    bench = make_bench()
+    assert "the bench did not measure variant 'ddp'" in bench_refusal(
+        bench.model_copy(update={"arms": tuple(arm for arm in bench.arms if arm.variant != "ddp")})
+    )
+    assert "did not measure the baseline 'baseline' against itself" in bench_refusal(
+        bench.model_copy(update={"arms": bench.arms[:-1]})
+    )
+
+
+def test_samples_that_do_not_pair_are_refused() -> None:
+    bench = make_bench()
+    message = bench_refusal(changed(bench, "ddp", {"samples": bench.arms[1].samples[:-1]}))
+    assert "unequal numbers of samples" in message
+
+
+def test_every_problem_of_bench_and_results_is_named_at_once() -> None:
+    measured = [BASELINE, make_result("ddp", environment="a" * 64)]
+    with pytest.raises(ComparisonError) as raised:
+        make_comparison(measured, make_bench([BASELINE], environment="b" * 64))
+    message = str(raised.value)
+    assert "variant 'ddp' was measured in environment aaaaaaaaaaaa" in message
+    assert "the bench was measured in environment bbbbbbbbbbbb" in message
+    assert "the bench did not measure variant 'ddp'" in message
 
 
 def save(result: Result, root: Path, name: str | None = None) -> None:

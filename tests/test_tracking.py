@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import os
 import shutil
 import socket
@@ -22,13 +23,13 @@ from mlflow.data import get_source
 from mlflow.entities import Run as MlflowRun
 from mlflow.tracking import MlflowClient
 
-from pipeline import models, results, tracking
+from pipeline import models, report, results, tracking
 from pipeline.config import Config, parse
 from pipeline.tracking import contents, following, publishing, stores
 from pipeline.tracking.contents import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
-from tests.factories import ENVIRONMENT, make_history, make_result, make_run
+from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_result, make_run
 
 pytestmark = [  # what MLflow's own modules do as they are imported
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"),
@@ -67,6 +68,18 @@ def write_report(root: Path, note: str = "# Compared") -> None:
     results.write_text(root / "reports/comparison.json", "{}")
     results.write_text(root / "reports/comparison.html", "<h1>Compared</h1>")
     results.write_text(root / "reports/metrics/ddp.json", '{"throughput_ratio": 1.5, "peak_memory_ratio": null}')
+
+
+def write_comparison(root: Path, refused: int = 0) -> None:
+    """A report whose ddp pays, or is untrusted where ``refused`` of its 12 samples are."""
+    measured = [make_result(variant) for variant in VARIANTS]
+    reason = "other processes took 31% of the CPU's time"
+    bench = make_bench(measured, throughput={"ddp": 1.6}, refused={"ddp": dict.fromkeys(range(refused), reason)})
+    comparison = make_comparison(measured, bench)
+    write_report(root)
+    results.write_text(root / "reports/comparison.json", comparison.to_json())
+    for each in comparison.variants:
+        results.write_text(root / f"reports/metrics/{each.variant}.json", json.dumps(report.metrics(each)))
 
 
 def write_models(root: Path, sha256: str = "d" * 64) -> None:
@@ -361,6 +374,69 @@ def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> No
     assert parent.data.tags[contents.NOTE].startswith("# Better words")
     assert len(parent.data.tags[contents.NOTE]) <= 8000
     assert agrees(root, config_of())
+
+
+def test_what_the_comparison_says_of_each_variant(root: Path) -> None:
+    assert contents.verdicts(root) == {}
+    write_comparison(root)
+    assert contents.verdicts(root) == {"baseline": "baseline", "ddp": "pays"}
+    write_comparison(root, refused=8)
+    verdict = contents.verdicts(root)["ddp"]
+    assert verdict.startswith("untrusted: throughput: ")
+    assert "other processes took 31% of the CPU's time" in verdict
+
+
+def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
+    write_comparison(root, refused=8)
+    wanted = contents.wanted(config_of(), root)
+    assert wanted
+    tags = contents.parent_tags(config_of(), wanted, root)
+    assert tags["verdict.ddp"].startswith("untrusted: throughput: ")
+    assert tags["verdict.baseline"] == "baseline"
+    assert tags["refusals.baseline"] == "none"
+    assert tags["refusals.ddp"].splitlines()[7] == "round 8: other processes took 31% of the CPU's time"
+    assert len(tags["refusals.ddp"].splitlines()) == 8
+
+
+def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path) -> None:
+    write_comparison(root)
+    wanted = contents.wanted(config_of(), root)
+    assert wanted
+    before = {point.key: point.value for point in contents.parent_points(wanted, root, 0)}
+    low, ratio, high = (before[f"ddp/throughput_ratio{end}"] for end in ("_low", "", "_high"))
+    assert 1.5 < low < ratio < high < 1.7
+    assert before["ddp/throughput_pairs"] == 12
+    write_comparison(root, refused=8)
+    after = {point.key: point for point in contents.parent_points(wanted, root, 0, known=before)}
+    assert math.isnan(after["ddp/throughput_ratio"].value)  # of what it was MLflow forgets nothing
+    assert after["ddp/throughput_pairs"].value == 4
+    assert after["ddp/throughput_pairs"].timestamp_ms > 1_700_000_000_000  # younger than what it replaces
+
+
+def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path) -> None:
+    write_comparison(root)
+    tracking.publish(config_of(), root)
+    old, children = family(root)
+    assert children["ddp-seed1"].data.tags["verdict"] == "pays"
+    assert old.data.metrics["ddp/throughput_pairs"] == 12
+    write_comparison(root, refused=8)
+    assert tracking.publish(config_of(), root) == tracking.Published(children=4)
+    new, children = family(root)
+    assert new.info.run_id == old.info.run_id
+    for tag in (new.data.tags["verdict.ddp"], children["ddp-seed0"].data.tags["verdict"]):
+        assert tag.startswith("untrusted: throughput: ")
+    assert children["baseline-seed0"].data.tags["verdict"] == "baseline"
+    assert new.data.metrics["ddp/throughput_pairs"] == 4  # the smaller value, as it is younger
+    assert math.isnan(new.data.metrics["ddp/throughput_ratio"])
+    assert agrees(root, config_of())
+
+
+def test_a_child_deleted_by_hand_comes_back_with_its_verdict(root: Path) -> None:
+    write_comparison(root)
+    tracking.publish(config_of(), root)
+    client_of(root).delete_run(family(root)[1]["ddp-seed1"].info.run_id)
+    tracking.publish(config_of(), root)
+    assert family(root)[1]["ddp-seed1"].data.tags["verdict"] == "pays"
 
 
 def test_without_results_there_is_nothing_to_publish(tmp_path: Path) -> None:

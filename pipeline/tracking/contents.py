@@ -41,6 +41,11 @@ MIRRORED = "pipeline.mirrored"
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
 
+VERDICT = "verdict"
+"""Tag of a child; with a variant's name after a point, of a parent: what the comparison says of it."""
+REFUSALS = "refusals"
+"""Tag, likewise: which numbers were refused, and why."""
+
 NOTE_LIMIT = 7900
 """Characters; MLflow's tags end at 8000."""
 
@@ -215,7 +220,7 @@ def child_tags(child: Child) -> dict[str, str]:
         "model_sha256": child.run.model_sha256,
     }
     if child.run.refusals:
-        tags["refusals"] = "\n".join(child.run.refusals)
+        tags[REFUSALS] = "\n".join(child.run.refusals)
     return tags
 
 
@@ -243,17 +248,43 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags["dvc_lock_sha256"] = _sha256(lock)
     if note:
         tags[NOTE] = note
+    for variant, verdict in verdicts(root).items():
+        tags[f"{VERDICT}.{variant}"] = verdict
+        tags[f"{REFUSALS}.{variant}"] = _refusals(root, variant) or "none"  # in place of what an older report said
     return tags
 
 
-def parent_points(wanted: Wanted, root: Path, timestamp_ms: int) -> Iterator[Point]:
-    """The comparison's figures, as ``<variant>/<figure>``: those that ``dvc metrics show`` prints."""
-    for variant in dict.fromkeys(child.variant for child in wanted.children.values()):
-        path = root / REPORTS / "metrics" / f"{variant}.json"
-        if path.exists():
-            for name, value in json.loads(path.read_text(encoding="utf-8")).items():
-                if value is not None:
-                    yield Point(f"{variant}/{name}", float(value), timestamp_ms, 0)
+def verdicts(root: Path) -> dict[str, str]:
+    """By variant: what the comparison says of it, and why it says no more; none without a comparison."""
+    found = {}
+    for each in _compared(root).get("variants", ()):
+        verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
+        plain = verdict not in ("undecided", "untrusted") or not reasons
+        found[str(each["variant"])] = verdict if plain else _cut(f"{verdict}: {'; '.join(reasons)}")
+    return found
+
+
+def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
+    """The comparison's figures, as ``<variant>/<figure>``: those that ``dvc metrics show`` prints.
+
+    ``known``: the metrics that the store holds already. MLflow deletes none, so one that is not known any more becomes
+    not a number. ``timestamp_ms``: when the last run ended; of several values MLflow shows the youngest, so a report
+    that was written later counts from then.
+    """
+    files = [
+        root / REPORTS / "metrics" / f"{variant}.json"
+        for variant in dict.fromkeys(child.variant for child in wanted.children.values())
+    ]
+    files = [file for file in files if file.exists()]
+    youngest = max([timestamp_ms, *(round(file.stat().st_mtime * 1000) for file in files)])
+    figures = {
+        f"{file.stem}/{name}": value
+        for file in files
+        for name, value in json.loads(file.read_text(encoding="utf-8")).items()
+        if isinstance(value, int | float)
+    }
+    for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
+        yield Point(key, float(value), youngest, 0)
 
 
 def parent_note(root: Path) -> str | None:
@@ -303,6 +334,33 @@ def batches(points: Iterable[Point], size: int) -> Iterator[list[Point]]:
             pending = []
     if pending:
         yield pending
+
+
+def _compared(root: Path) -> dict[str, Any]:
+    """The content of comparison.json; empty without one."""
+    path = root / REPORTS / "comparison.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return content
+
+
+def _refusals(root: Path, variant: str) -> str:
+    """Which samples of the bench were refused of a variant, a line a round."""
+    samples = [
+        sample
+        for arm in _compared(root).get("bench", {}).get("arms", ())
+        if (arm["role"], arm["variant"]) == ("variant", variant)
+        for sample in arm["samples"]
+    ]
+    lines = [
+        f"round {index}: {'; '.join(sample['refusals'])}"
+        for index, sample in enumerate(samples, 1)
+        if sample["refusals"]
+    ]
+    return _cut("\n".join(lines))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= NOTE_LIMIT else f"{text[:NOTE_LIMIT]} ..."
 
 
 def _samples(child: Child) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.tracking import contents, stores
-from pipeline.tracking.contents import COMPARISON, COMPLETE, PARENT, REPORT, Child, Wanted
+from pipeline.tracking.contents import COMPARISON, COMPLETE, PARENT, REPORT, RUN, VERDICT, Child, Wanted
 from pipeline.tracking.reconciliation import Changes, reconcile
 from pipeline.tracking.stores import Store
 
@@ -83,6 +83,7 @@ def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> No
             _complete_child(child, changes.adopt[key], wanted, parent_id, store)
         elif key in changes.create:
             _complete_child(child, _record_child(child, wanted, parent_id, store), wanted, parent_id, store)
+    _tag_verdicts(wanted, store)
     if changes.finish_parent:
         _complete_parent(parent_id, wanted, store, config)
 
@@ -151,12 +152,23 @@ def _create_parent(wanted: Wanted, store: Store) -> str:
     return str(run.info.run_id)
 
 
+def _tag_verdicts(wanted: Wanted, store: Store) -> None:
+    """Say on each child what the comparison says of its variant; it may say something else now."""
+    verdicts = contents.verdicts(store.root)
+    for run in store.runs(wanted.key):
+        child = wanted.children.get(run.tags.get(RUN, ""))
+        verdict = verdicts.get(child.variant) if child and run.tags.get(COMPARISON) == wanted.key else None
+        if verdict and run.tags.get(VERDICT) != verdict:
+            store.set_tags(run.run_id, {VERDICT: verdict})
+
+
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:
     client, root = store.client, store.root
     ended_ms = round(max(contents.run_times(child)[1] for child in wanted.children.values()) * 1000)
     store.set_tags(run_id, contents.origin_tags(root, "publish") | contents.parent_tags(config, wanted, root))
     store.log_params(run_id, contents.parent_params(wanted))
-    store.log_points(run_id, contents.parent_points(wanted, root, ended_ms))
+    known = client.get_run(run_id).data.metrics
+    store.log_points(run_id, contents.parent_points(wanted, root, ended_ms, known))
     for file in contents.report_files(root) + contents.context_files(root):
         client.log_artifact(run_id, str(file))
     for file in sorted({child.result_file for child in wanted.children.values()}):

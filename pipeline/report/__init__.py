@@ -1,0 +1,42 @@
+"""The comparison as files: JSON for programs, Markdown for a pull request, one HTML page for a person, and
+what ``dvc metrics`` and ``dvc plots`` read.
+
+The same comparison gives the same bytes. The page needs nothing but itself: no network, no script.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import quote
+
+from pipeline.comparison import Comparison
+from pipeline.report.data import accuracy_csv, loss_csv, metrics, ratios_csv
+from pipeline.report.markdown import markdown
+from pipeline.report.page import html
+from pipeline.report.pictures import Histories
+from pipeline.results import write_text
+
+__all__ = ["REPORTS", "accuracy_csv", "html", "loss_csv", "markdown", "metrics", "ratios_csv", "write"]
+
+REPORTS = Path("reports")
+
+
+def write(comparison: Comparison, histories: Histories, directory: Path = REPORTS) -> None:
+    """Write the whole report into ``directory``.
+
+    ``comparison.{json,md,html}``; ``metrics/<variant>.json``, a row of ``dvc metrics show`` each; ``accuracy.csv``,
+    ``loss.csv`` and ``ratios.csv``, the data of ``dvc plots show``. Metrics of variants that are no longer compared are
+    removed.
+    """
+    write_text(directory / "comparison.json", comparison.to_json())
+    write_text(directory / "comparison.md", markdown(comparison))
+    write_text(directory / "comparison.html", html(comparison, histories))
+    write_text(directory / "accuracy.csv", accuracy_csv(comparison, histories))
+    write_text(directory / "loss.csv", loss_csv(comparison, histories))
+    write_text(directory / "ratios.csv", ratios_csv(comparison))
+    files = {directory / "metrics" / f"{quote(each.variant, safe='')}.json": each for each in comparison.variants}
+    for stale in set((directory / "metrics").glob("*.json")) - files.keys():
+        stale.unlink()
+    for file, each in files.items():
+        write_text(file, json.dumps(metrics(each), indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,101 @@
+"""The comparison as ``dvc metrics`` and ``dvc plots`` read it. MLflow's parent run takes its metrics from here too."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+
+from pipeline.comparison import Compared, Comparison
+from pipeline.report.pictures import Histories
+from pipeline.verdicts import Noise, Ratio
+
+
+def metrics(each: Compared) -> dict[str, float | int | str | None]:
+    """One variant in what ``dvc metrics show`` and ``diff`` print. None is unknown or untrusted; DVC leaves it out."""
+    difference, accuracy = each.accuracy_difference, each.accuracy
+    return {
+        "verdict": each.verdict,
+        "samples_per_second": each.samples_per_second,
+        **_ratio("throughput", each.throughput),
+        "peak_memory_bytes": each.peak_memory_bytes,
+        **_ratio("peak_memory", each.memory),
+        "refused_samples": each.refused,
+        "test_accuracy_mean_fraction": each.test_accuracy_mean_fraction,
+        "accuracy_difference_mean_fraction": difference.mean_fraction if difference else None,
+        "accuracy_difference_low_fraction": accuracy.low_fraction if accuracy else None,
+        "accuracy_difference_high_fraction": accuracy.high_fraction if accuracy else None,
+        "accuracy_more_seeds": accuracy.more_seeds if accuracy else None,
+        "step_p50_ms": each.step_p50_ms,
+        "model_flops_per_second": each.model_flops_per_second,
+        "utilisation_fraction": each.utilisation_fraction,
+        "memory_prediction_error_fraction": each.prediction_error_fraction,
+        "training_samples_per_second": each.training_samples_per_second,
+        "training_peak_memory_bytes": each.training_peak_memory_bytes,
+        "train_seconds": each.train_seconds,
+        "time_to_target_seconds": each.time_to_target.train_seconds,
+    }
+
+
+def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
+    trusted = ratio if ratio and ratio.decision != "untrusted" else None
+    return {
+        f"{name}_ratio": trusted.estimate if trusted else None,
+        f"{name}_ratio_low": trusted.low if trusted else None,
+        f"{name}_ratio_high": trusted.high if trusted else None,
+        f"{name}_pairs": ratio.pairs if ratio else None,
+        f"{name}_more_pairs": ratio.more_pairs if ratio else None,
+    }
+
+
+def ratios_csv(comparison: Comparison) -> str:
+    """The intervals against the baseline, the baseline's own (A/A) included; none that is untrusted or unbounded."""
+    again = f"{comparison.baseline} (A/A)"
+    rows: list[tuple[str, str, Ratio | Noise | None]] = []
+    for each in comparison.variants[1:]:
+        rows += [(each.variant, "throughput", each.throughput), (each.variant, "peak memory", each.memory)]
+    rows += [
+        (again, "throughput", comparison.noise_throughput),
+        (again, "peak memory", comparison.noise_memory),
+    ]
+    return _csv(
+        ("variant", "quantity", "estimate", "low", "high"),
+        (
+            (variant, quantity, ratio.estimate, ratio.low, ratio.high)
+            for variant, quantity, ratio in rows
+            if ratio and not ratio.why_untrusted and ratio.low is not None
+        ),
+    )
+
+
+def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
+    """One row an evaluation, all variants and seeds; no blank field."""
+    return _csv(
+        ("variant", "seed", "epoch", "step", "train_seconds", "test_accuracy"),
+        (
+            (each.variant, row.seed, row.epoch, row.step, row.train_seconds, row.test_accuracy)
+            for each in comparison.variants
+            for row in histories[each.variant]
+            if row.test_accuracy is not None
+        ),
+    )
+
+
+def loss_csv(comparison: Comparison, histories: Histories) -> str:
+    """One row of training loss for each row of history, all variants and seeds; no blank field."""
+    return _csv(
+        ("variant", "seed", "epoch", "step", "train_seconds", "train_loss"),
+        (
+            (each.variant, row.seed, row.epoch, row.step, row.train_seconds, row.train_loss)
+            for each in comparison.variants
+            for row in histories[each.variant]
+        ),
+    )
+
+
+def _csv(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heading)
+    writer.writerows(rows)
+    return text.getvalue()

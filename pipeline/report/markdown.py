@@ -1,0 +1,100 @@
+"""The comparison for a pull request: the verdicts first, then the table, the rest to unfold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pipeline.comparison import Compared, Comparison
+from pipeline.report import words
+from pipeline.report.tables import Column, share_headings, share_rows, tables
+
+LIMIT = 65_536
+"""Characters of a comment on GitHub."""
+CUT = "\n*Cut short: comparison.html has all of it.*\n"
+
+
+def markdown(comparison: Comparison) -> str:
+    """One comment. What does not fit into it is left out from the end, a whole block at a time."""
+    headline, *others = tables(comparison)
+    title = f"### {escaped(words.title(comparison))}: {words.count(len(comparison.variants), 'variant')} compared"
+    job = escaped(f"{', '.join(words.job(comparison))}; commit {words.measured_at(comparison.bench)}.")
+    blocks = [
+        "\n".join([title, "", *_answers(comparison)]),
+        "\n".join(_table(comparison, headline.columns)),
+        _folded("What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in words.basis(comparison))]),
+    ]
+    known = [f"- **{escaped(name)}**: {escaped(text)}" for name, text in words.notes(comparison)]
+    if comparison.shares:
+        blocks.append(_folded("Each technique's own share", _shares(comparison)))
+    if known:
+        blocks.append(_folded("Left out, refused, resumed", known))
+    blocks += [_folded(table.heading, _table(comparison, table.columns)) for table in others]
+    columns = [column for table in (headline, *others) for column in table.columns]
+    blocks.append(_folded("What each number is", [f"- **{each.heading}**: {each.definition}" for each in columns]))
+
+    text = ""
+    for block in blocks:
+        if len(text) + len(block) + len(CUT) + 2 > LIMIT:
+            return text + CUT
+        text += ("\n" if text else "") + block + "\n"
+    return text
+
+
+def _answers(comparison: Comparison) -> list[str]:
+    baseline, *others = comparison.variants
+    lines = []
+    for each in others:
+        said = escaped(words.sentence(each))
+        lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}: {said}")
+        lines += [f"  - {escaped(reason)}" for reason in [*words.sentences(each.reasons), *words.left_out(each)]]
+    return [*lines, f"- **{escaped(baseline.variant)}**: {escaped(words.sentence(baseline))}"]
+
+
+def _verdict(verdict: str | None) -> str:
+    """As a part of a sentence: ddp *pays*, memory is *undecided*."""
+    return f"{'' if verdict in ('pays', 'trades', 'costs') else 'is '}**{verdict}**"
+
+
+def _table(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
+    rows = [[_name(each), *(_cell(column, each) for column in columns)] for each in comparison.variants]
+    return _drawn(["Variant", *(column.heading for column in columns)], rows)
+
+
+def _name(each: Compared) -> str:
+    verdict = f" {words.DOT} {each.verdict}" if each.verdict else ""
+    return f"**{escaped(each.variant)}**{verdict}<br>{escaped(words.techniques(each))}"
+
+
+def _cell(column: Column, each: Compared) -> str:
+    cell = column.cell(each)
+    return "<br>".join(map(escaped, (cell.value, *cell.beside)))
+
+
+def _shares(comparison: Comparison) -> list[str]:
+    rows = [
+        [
+            f"**{escaped(technique)}**<br>in {escaped(variant)}",
+            verdict or words.DASH,
+            *("<br>".join(map(escaped, lines)) for _, lines in cells),
+        ]
+        for variant, technique, verdict, cells in share_rows(comparison)
+    ]
+    notes = [f"- {escaped(text)}" for text in words.share_notes(comparison)]
+    return [*_drawn(share_headings(), rows), *(["", *notes] if notes else [])]
+
+
+def _drawn(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [headings, [":--", *("--:" for _ in headings[1:])], *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _folded(summary: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"<details><summary>{summary}</summary>", "", *lines, "", "</details>"])
+
+
+def escaped(text: str) -> str:
+    """``text`` without a meaning in Markdown or HTML, on one line."""
+    shown = re.sub(r"[ \t\n\r\f\v]+", " ", text).strip()  # a no-break space stays
+    shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]|#~!])", r"\\\1", shown)

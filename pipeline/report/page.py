@@ -1,0 +1,80 @@
+"""The comparison as one page for a person: style and pictures are inside, and nothing else is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+
+from pipeline.comparison import Comparison
+from pipeline.report import pictures, tables, words
+from pipeline.report.pictures import Histories
+
+TEMPLATE = Path(__file__).with_name("page.html")
+
+HUES = 6
+"""Colours of variants in page.html; with more variants they come again, with another dash."""
+DASHES = 4
+
+
+def html(comparison: Comparison, histories: Histories) -> str:
+    """The whole page. Names in it are text, whatever they contain."""
+    page = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    baseline, *others = comparison.variants
+    return page.render(
+        comparison=comparison,
+        words=words,
+        title=words.title(comparison),
+        count=words.count(len(comparison.variants), "variant"),
+        job=words.job(comparison),
+        baseline={"each": baseline, "sentence": words.sentence(baseline)},
+        answers=[
+            {
+                "each": each,
+                "sentence": words.sentence(each),
+                "reasons": words.sentences(each.reasons),
+                "notes": words.left_out(each),
+            }
+            for each in others
+        ],
+        basis=words.basis(comparison),
+        tables=tables.tables(comparison),
+        hues={each.variant: f"v{index % HUES}" for index, each in enumerate(comparison.variants)},
+        dashes={each.variant: f"d{index % DASHES}" for index, each in enumerate(comparison.variants)},
+        forests=pictures.forests(comparison) if others else [],
+        bars=pictures.bars(comparison),
+        front=pictures.front(comparison),
+        charts=pictures.charts(comparison, histories),
+        share_forests=pictures.share_forests(comparison),
+        share_headings=tables.share_headings(),
+        share_rows=tables.share_rows(comparison),
+        share_notes=words.share_notes(comparison),
+        strips=pictures.strips(comparison),
+        samples=_samples(comparison),
+        ledger_rows=tables.ledger_rows(comparison),
+        notes=words.notes(comparison),
+        run_rows={each.variant: tables.run_rows(each) for each in comparison.variants},
+        facts=(
+            ("The job", words.flat(comparison.train)),
+            ("The data", words.flat(comparison.dataset.model_dump())),
+            ("The environment", words.flat(comparison.environment)),
+        ),
+    )
+
+
+def _samples(comparison: Comparison) -> list[tuple[str, list[str], list[str]]]:
+    """Of each arm: throughput in samples a second, and peak memory in MiB, of every round."""
+    return [
+        (
+            arm.name,
+            [_or_refused(each.samples_per_second) for each in arm.samples],
+            [_or_refused(each.peak_memory_bytes and each.peak_memory_bytes / 2**20) for each in arm.samples],
+        )
+        for arm in comparison.bench.arms
+    ]
+
+
+def _or_refused(value: float | None) -> str:
+    return "refused" if value is None else words.number(value, digits=4)

@@ -1,0 +1,255 @@
+"""The tables' columns: each number of a variant with its heading, its one definition and its cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pipeline.comparison import Compared, Comparison
+from pipeline.report import words
+from pipeline.report.words import DASH, UNKNOWN
+
+
+class Cell(NamedTuple):
+    value: str
+    beside: tuple[str, ...] = ()
+    """The value against the baseline's, in short lines; empty for the baseline."""
+    decision: str = ""
+    """What that supports; empty where nothing was decided."""
+
+
+class Column(NamedTuple):
+    heading: str
+    definition: str
+    cell: Callable[[Compared], Cell]
+
+
+class Table(NamedTuple):
+    heading: str
+    columns: tuple[Column, ...]
+
+
+def tables(comparison: Comparison) -> tuple[Table, ...]:
+    """The comparison itself first."""
+    return (
+        Table("The comparison", _headline(comparison)),
+        Table("Where the time goes", _time(comparison)),
+        Table("Memory and arithmetic", _work()),
+    )
+
+
+def _headline(comparison: Comparison) -> tuple[Column, ...]:
+    target = words.target(comparison)
+
+    def throughput(each: Compared) -> Cell:
+        decision = each.throughput.decision if each.throughput else ""
+        return Cell(words.number(each.samples_per_second, "samples/s"), words.ratio_lines(each.throughput), decision)
+
+    def memory(each: Compared) -> Cell:
+        decision = each.memory.decision if each.memory else ""
+        return Cell(words.size(each.peak_memory_bytes), words.ratio_lines(each.memory), decision)
+
+    def accuracy(each: Compared) -> Cell:
+        decision = each.accuracy.decision if each.accuracy else ""
+        return Cell(words.percent(each.test_accuracy_mean_fraction), words.accuracy_lines(each.accuracy), decision)
+
+    def reached(each: Compared) -> Cell:
+        time = each.time_to_target
+        if time.train_seconds is None:
+            seeds = f"{time.reached_count} of {words.count(len(time.seeds), 'seed')}"
+            return Cell("not by every seed" if time.reached_count else "not reached", (seeds,))
+        beside = () if each.variant == comparison.baseline else (words.times(each.time_to_target_ratio),)
+        return Cell(words.number(time.train_seconds, "s"), beside)
+
+    return (
+        Column(
+            "Throughput",
+            "Samples of the global batch over wall seconds of the slowest process, in a window of warm steps: the "
+            "median over the bench's rounds. Beside it the ratio to the baseline: the median of the rounds' ratios, "
+            "with its 95% bootstrap interval.",
+            throughput,
+        ),
+        Column(
+            "Peak memory",
+            "Of the largest process, in the same windows and with the same statistics. On a GPU: the most bytes "
+            "PyTorch had allocated. On a CPU: the peak resident set above what the process held after its imports.",
+            memory,
+        ),
+        Column(
+            "Test accuracy",
+            "Correct over all test samples after the last epoch, mean over seeds. The difference is taken seed by "
+            "seed, in percentage points, with the interval that lies inside the margins exactly if two one-sided "
+            "tests at 95% show that it does not matter.",
+            accuracy,
+        ),
+        Column(
+            f"Time to {target}",
+            f"Training time, without evaluation, at the first evaluation of at least {target} test accuracy; median "
+            "over seeds, given only if every seed reached it. Evaluations are an epoch apart, so it is as coarse, and "
+            "the variants trained one after the other: no interval, no verdict.",
+            reached,
+        ),
+    )
+
+
+def _time(comparison: Comparison) -> tuple[Column, ...]:
+    def steps(each: Compared) -> Cell:
+        parts = [words.number(value) for value in (each.step_p50_ms, each.step_p90_ms, each.step_p99_ms)]
+        return Cell(UNKNOWN if set(parts) == {UNKNOWN} else f"{' / '.join(parts)} ms")
+
+    def training(each: Compared) -> Cell:
+        beside = () if each.variant == comparison.baseline else (words.times(each.train_time_ratio),)
+        return Cell(words.number(each.train_seconds, "s"), beside)
+
+    return (
+        Column(
+            "Step p50 / p90 / p99",
+            "Percentiles of the time of one optimizer step in the bench's windows; medians over its rounds.",
+            steps,
+        ),
+        Column(
+            "Input wait",
+            "Share of the window that the process that waited longest spent waiting for input; median over rounds.",
+            lambda each: Cell(words.percent(each.input_wait_fraction, 1)),
+        ),
+        Column(
+            "Training",
+            "Wall time of all training steps, the first and the warm-up steps included, without evaluation; median "
+            "over seeds. The variants trained one after the other, so its ratio is descriptive.",
+            training,
+        ),
+        Column(
+            "Cold start",
+            "From the start of the process to its first step; of the first seed, as later seeds start warm.",
+            lambda each: Cell(words.number(each.startup_seconds, "s")),
+        ),
+        Column(
+            "First step",
+            "The first step, with compilation, autotuning and allocation; of the first seed. It is in no throughput.",
+            lambda each: Cell(words.number(each.first_step_seconds, "s")),
+        ),
+    )
+
+
+def _work() -> tuple[Column, ...]:
+    def predicted(each: Compared) -> Cell:
+        ledgers = each.ledgers
+        if ledgers is None or ledgers.predicted is None:
+            return Cell(UNKNOWN)
+        return Cell(words.size(ledgers.predicted.peak_bytes))
+
+    def tensors(each: Compared) -> Cell:
+        if each.ledgers is None:
+            return Cell(UNKNOWN)
+        error = each.prediction_error_fraction
+        beside = () if error is None else (f"predicted {100 * error:+.1f}%".replace("-", words.MINUS),)
+        return Cell(words.size(each.ledgers.measured.tensors_bytes), beside)
+
+    def flops(each: Compared) -> Cell:
+        if each.flops is None:
+            return Cell(UNKNOWN)
+        model, executed = each.flops.model_per_sample, each.flops.executed_per_sample
+        beside = (f"{words.times(executed / model)} executed",) if executed > model > 0 else ()
+        return Cell(words.scaled(model, "FLOP"), beside)
+
+    return (
+        Column(
+            "Predicted",
+            "Peak of what tensors take, foreseen from fake tensors without running the job on the device.",
+            predicted,
+        ),
+        Column(
+            "Tensors",
+            "What tensors took at the measured peak, as the allocator counts it, and the prediction's error. On a GPU "
+            "this is the peak itself; on a CPU the peak also holds what the allocator keeps.",
+            tensors,
+        ),
+        Column(
+            "Arithmetic a sample",
+            "Floating-point operations of one forward and one backward pass, counted of matrix products, convolutions "
+            "and attention; a multiplication and an addition are two. Executed: with recomputation.",
+            flops,
+        ),
+        Column(
+            "Achieved",
+            "The model's operations for one sample times the throughput.",
+            lambda each: Cell(words.scaled(each.model_flops_per_second, "FLOP/s")),
+        ),
+        Column(
+            "Utilisation",
+            "Of the dense peak of the variant's devices at its precision; unknown for a device whose peak is not.",
+            lambda each: Cell(words.percent(each.utilisation_fraction, 1)),
+        ),
+    )
+
+
+def share_headings() -> tuple[str, ...]:
+    return (
+        "Technique",
+        "Alone",
+        "Throughput, added",
+        "Throughput, in the stack",
+        "Memory, added",
+        "Memory, in the stack",
+        "Accuracy, added",
+    )
+
+
+def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[str, tuple[str, ...]]]]]:
+    """(variant, technique, verdict of the technique alone, cells in the order of the headings)."""
+    return [
+        (
+            share.variant,
+            share.technique,
+            share.verdict or "",
+            [
+                (heading, lines or (DASH,))
+                for heading, lines in zip(
+                    share_headings()[2:],
+                    (
+                        words.ratio_lines(share.added_throughput),
+                        words.ratio_lines(share.stacked_throughput),
+                        words.ratio_lines(share.added_memory),
+                        words.ratio_lines(share.stacked_memory),
+                        () if share.verdict is None else words.share_accuracy(share),
+                    ),
+                    strict=True,
+                )
+            ],
+        )
+        for share in comparison.shares
+    ]
+
+
+def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
+    """By variant: measured and predicted, each with its parts and its peak in words."""
+    return {
+        each.variant: [
+            [kind, *(words.size(getattr(ledger, f"{part}_bytes")) for part in (*words.LEDGER_PARTS, "peak"))]
+            for kind, ledger in (("measured", each.ledgers.measured), ("predicted", each.ledgers.predicted))
+            if ledger
+        ]
+        for each in comparison.variants
+        if each.ledgers
+    }
+
+
+def run_rows(each: Compared) -> list[list[str]]:
+    """One row a seed, in the order of the page's headings."""
+    paired = each.accuracy_difference.seeds if each.accuracy_difference else ()
+    differences = {item.seed: item.difference_fraction for item in paired}
+    targets = {item.seed: item.train_seconds for item in each.time_to_target.seeds}
+    return [
+        [
+            str(run.seed),
+            f"{run.test_correct:,} of {run.test_count:,}",
+            words.points(differences[run.seed]) if run.seed in differences else DASH,
+            words.number(run.samples_per_second),
+            words.number(run.step_p50_ms, "ms"),
+            words.size(run.peak_memory_bytes),
+            words.number(run.train_seconds, "s"),
+            "not reached" if (time := targets[run.seed]) is None else words.number(time, "s"),
+            run.model_sha256[:12],
+        ]
+        for run in each.runs
+    ]

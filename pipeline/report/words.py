@@ -1,0 +1,331 @@
+"""Numbers and comparisons in words: what Markdown, page and pictures say alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.ablation import Share
+from pipeline.comparison import Compared, Comparison
+from pipeline.results import Arm, Bench, Window
+from pipeline.verdicts import Accuracy, Noise, Ratio
+
+MINUS, TIMES, DASH, JOINED = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
+DOT = "\N{MIDDLE DOT}"
+UNKNOWN, UNTRUSTED = "unknown", "untrusted"
+
+LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
+"""Of ``results.Ledger``, in the order in which they are shown."""
+
+
+# Numbers
+
+
+def number(value: float | None, unit: str = "", digits: int = 3) -> str:
+    """``value`` with at least ``digits`` significant digits and its unit."""
+    if value is None:
+        return UNKNOWN
+    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    text = f"{value:,.{max(0, digits - magnitude)}f}".replace("-", MINUS)
+    return f"{text}{JOINED if unit else ''}{unit}"
+
+
+def size(value: float | None) -> str:
+    """Bytes in the largest unit of which there is one."""
+    if value is None:
+        return UNKNOWN
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return number(value / unit, name)
+    return f"{value:g}{JOINED}B"
+
+
+def scaled(value: float | None, unit: str) -> str:
+    """``value`` with the prefix that leaves one to three digits before the point.
+
+    >>> scaled(2.5e9, "FLOP/s").replace(JOINED, " ")
+    '2.50 GFLOP/s'
+    """
+    if value is None:
+        return UNKNOWN
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return number(value / factor, prefix + unit)
+    return number(value, unit)
+
+
+def percent(fraction: float | None, decimals: int = 2) -> str:
+    return UNKNOWN if fraction is None else f"{100 * fraction:.{decimals}f}%"
+
+
+def plain_percent(fraction: float) -> str:
+    """A percentage that a person chose, as that person wrote it: 3%."""
+    return f"{100 * fraction:g}%"
+
+
+def points(fraction: float | None) -> str:
+    """A difference in percentage points, with its sign; one that rounds to zero has none."""
+    if fraction is None:
+        return UNKNOWN
+    text = f"{100 * fraction:+.2f}"
+    return "0.00" if float(text) == 0 else text.replace("-", MINUS)
+
+
+def plain_points(fraction: float) -> str:
+    value = f"{100 * fraction:g}"
+    return f"{value}{JOINED}point{'' if value == '1' else 's'}"
+
+
+def times(ratio: float | None, decimals: int = 2) -> str:
+    return UNKNOWN if ratio is None else f"{_bare(ratio, decimals)}{TIMES}"
+
+
+def _bare(ratio: float, decimals: int) -> str:
+    return f"{ratio:.{decimals if ratio >= 0.1 else decimals + 1}f}"
+
+
+def count(amount: int, noun: str) -> str:
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def target(comparison: Comparison) -> str:
+    return plain_percent(comparison.target_accuracy_fraction)
+
+
+def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings and lists of them as dotted keys with their values as text."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping) and value:
+            rows += flat(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
+    return rows
+
+
+# Intervals
+
+
+def estimate(ratio: Ratio | Noise) -> str:
+    return times(ratio.estimate, _decimals(ratio))
+
+
+def interval(ratio: Ratio | Noise) -> str:
+    """The ends of the interval, or why there are none."""
+    if ratio.low is None or ratio.high is None:
+        return f"no interval from {count(ratio.pairs, 'pair')}"
+    return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
+
+
+def _decimals(ratio: Ratio | Noise) -> int:
+    """One more where two would make the ends of a narrow interval look the same."""
+    return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
+
+
+def points_interval(accuracy: Accuracy) -> str:
+    if accuracy.low_fraction is None or accuracy.high_fraction is None:
+        return f"no interval from {count(accuracy.seeds, 'seed')}"
+    return _to(points(accuracy.low_fraction), points(accuracy.high_fraction))
+
+
+def _to(low: str, high: str) -> str:
+    return f"{low}{JOINED}to{JOINED}{high}"
+
+
+def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
+    """A ratio for a table: itself and its interval. An untrusted one shows no number."""
+    if ratio is None:
+        return ()
+    if ratio.decision == "untrusted":
+        return (UNTRUSTED,)
+    marked = " undecided" if ratio.decision == "undecided" else ""
+    return (f"{estimate(ratio)}{marked}", interval(ratio))
+
+
+def ratio_text(ratio: Ratio | None) -> str:
+    """The same on one line."""
+    if ratio is None:
+        return DASH
+    lines = ratio_lines(ratio)
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ({lines[1]})"
+
+
+def accuracy_lines(accuracy: Accuracy | None) -> tuple[str, ...]:
+    if accuracy is None:
+        return ()
+    marked = " undecided" if accuracy.decision == "undecided" else ""
+    return (f"{points(accuracy.mean_fraction)} points{marked}", points_interval(accuracy))
+
+
+# Sentences
+
+
+def sentence(each: Compared) -> str:
+    """What the verdict on one variant rests on, in plain words; of the baseline, its figures."""
+    if each.throughput is None or each.memory is None or each.accuracy is None:
+        speed = number(each.samples_per_second, "samples/s") if each.samples_per_second else "throughput unknown"
+        memory = f"{size(each.peak_memory_bytes)} of peak memory" if each.peak_memory_bytes else "peak memory unknown"
+        accuracy = percent(each.test_accuracy_mean_fraction)
+        return f"The reference: {speed}, {memory}, {accuracy} test accuracy (mean of {count(len(each.runs), 'seed')})."
+    parts = [
+        _ratio_part(each.throughput, "throughput"),
+        _ratio_part(each.memory, "peak memory"),
+        _accuracy_part(each.accuracy),
+    ]
+    text = ", ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _ratio_part(ratio: Ratio, noun: str) -> str:
+    if ratio.decision == "untrusted":
+        return f"{noun} {UNTRUSTED}"
+    if ratio.decision == "same":
+        return f"{noun} unchanged within {plain_percent(ratio.margin)} ({interval(ratio)})"
+    if ratio.decision == "undecided":
+        return f"{noun} undecided at {estimate(ratio)} ({interval(ratio)})"
+    return f"{estimate(ratio)} the {noun} ({interval(ratio)})"
+
+
+def _accuracy_part(accuracy: Accuracy) -> str:
+    if accuracy.decision == "same":
+        return f"accuracy unchanged within {plain_points(accuracy.margin_fraction)} ({points_interval(accuracy)})"
+    shown = f"{points(accuracy.mean_fraction)}{JOINED}points ({points_interval(accuracy)})"
+    return f"accuracy undecided at {shown}" if accuracy.decision == "undecided" else f"accuracy {shown}"
+
+
+def sentences(fragments: Sequence[str]) -> list[str]:
+    """Each with a capital and a full stop."""
+    return [f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in fragments]
+
+
+def share_notes(comparison: Comparison) -> list[str]:
+    """What the numbers of the techniques' shares do not say by themselves."""
+    notes = []
+    for share in comparison.shares:
+        name = f"{share.technique} in {share.variant}"
+        if share.why_not:
+            notes.append(f"{name} was not measured: {share.why_not.rstrip('.')}.")
+        if share.interaction:
+            notes.append(f"{name}: {share.interaction}")
+    return notes
+
+
+def share_accuracy(share: Share) -> tuple[str, ...]:
+    """Where the accuracy of a technique alone comes from, as it is trained only if a variant does just that."""
+    if share.accuracy is None:
+        return ("not trained alone",)
+    return (*accuracy_lines(share.accuracy), f"variant {share.accuracy_from}")
+
+
+def basis(comparison: Comparison) -> list[str]:
+    """What the verdicts rest on."""
+    bench, margins = comparison.bench, comparison.margins
+    rounds = len(bench.arms[0].samples)
+    stopped = ", after which it was interrupted" if bench.interrupted else ""
+    return [
+        f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant ran {count(bench.steps, 'step')} "
+        "in a fresh process, in an order that is reversed every other round. A ratio is the median over the rounds, "
+        "with its 95% interval.",
+        f"Accuracy: {count(len(comparison.seeds), 'seed')}, paired, with two one-sided tests.",
+        f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
+        f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",
+        f"A/A, {comparison.baseline} against itself: {_calm(comparison.noise_throughput, 'throughput')}, "
+        f"{_calm(comparison.noise_memory, 'peak memory')}.",
+    ]
+
+
+def _calm(noise: Noise, noun: str) -> str:
+    return noise.why_untrusted or f"{estimate(noise)} the {noun} ({interval(noise)})"
+
+
+def noise_text(noise: Noise) -> str:
+    if noise.estimate is None:
+        return UNKNOWN
+    return f"{estimate(noise)} ({interval(noise)})"
+
+
+def left_out(each: Compared) -> list[str]:
+    """Techniques that were asked for and are in none of the variant's numbers."""
+    return [f"Left out: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
+
+
+def notes(comparison: Comparison) -> list[tuple[str, str]]:
+    """(variant or arm, what a reader of its numbers must know): left out, refused, resumed, not predicted."""
+    found: list[tuple[str, str]] = []
+    for each in comparison.variants:
+        name = each.variant
+        found += [(name, text) for text in left_out(each)]
+        ledgers = each.ledgers
+        if ledgers and ledgers.why_not_predicted:
+            found.append((name, f"Memory not predicted: {ledgers.why_not_predicted.rstrip('.')}."))
+        found += [
+            (name, f"Refused in training, seed {_listed(seeds)}: {reason.rstrip('.')}.")
+            for reason, seeds in _by_reason([(run.seed, run) for run in each.runs]).items()
+        ]
+        resumed = [run.seed for run in each.runs if run.resumes]
+        if resumed:
+            found.append((name, f"Interrupted and resumed: seed {_listed(resumed)}."))
+    return found + [(arm.name, text) for arm in comparison.bench.arms for text in refusals(arm)]
+
+
+def refusals(arm: Arm) -> list[str]:
+    """Which of the bench's samples of an arm were refused, and why."""
+    return [
+        f"Refused in the bench, round {_listed(rounds)}: {reason.rstrip('.')}."
+        for reason, rounds in _by_reason(list(enumerate(arm.samples, 1))).items()
+    ]
+
+
+def _by_reason(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for index, window in windows:
+        for reason in dict.fromkeys(window.refusals):
+            found.setdefault(reason, []).append(index)
+    return found
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# The job
+
+
+def title(comparison: Comparison) -> str:
+    return f"{comparison.train.get('model', 'model')} on {comparison.dataset.name}"
+
+
+def setup(each: Compared) -> str:
+    """How a variant ran."""
+    backend = f" over {each.backend}" if each.backend else ""
+    return f"{count(each.world_size, 'process')}{backend}"
+
+
+def techniques(each: Compared) -> str:
+    return ", ".join(each.techniques) or "no technique"
+
+
+def job(comparison: Comparison) -> list[str]:
+    """What every variant trained, and where."""
+    train, data = comparison.train, comparison.dataset
+    parts = [
+        comparison.device,
+        count(comparison.parameter_count, "parameter"),
+        f"{data.train_count:,} training and {data.test_count:,} test images",
+    ]
+    if "epochs" in train:
+        parts.append(count(train["epochs"], "epoch"))
+    if "batch_size" in train:
+        parts.append(f"global batch {train['batch_size']}")
+    return [*parts, f"seed{'s' if len(comparison.seeds) > 1 else ''} {_listed(comparison.seeds)}"]
+
+
+def measured_at(bench: Bench) -> str:
+    """The commit of the measurement, in words."""
+    if bench.commit is None:
+        return UNKNOWN
+    commit = bench.commit.rstrip("+")[:12]
+    return f"{commit}, with changes" if bench.commit.endswith("+") else commit

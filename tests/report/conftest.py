@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from pipeline.comparison import Comparison
+from pipeline.results import Flops, HistoryRow, Result
+from tests.factories import make_bench, make_comparison, make_histories, make_result, make_results, make_run
+
+REASON = "other processes took 31% of the CPU's time"
+HOSTILE = "$\\x_1$<img src=x onerror=alert(1)>|`*\"'&"
+
+
+def plain(text: str) -> str:
+    """``text`` with the signs of a keyboard."""
+    return text.translate({0xA0: " ", ord("\N{MINUS SIGN}"): "-", ord("\N{MULTIPLICATION SIGN}"): "x"})
+
+
+class Made(NamedTuple):
+    """A comparison and what it was made from."""
+
+    comparison: Comparison
+    histories: Mapping[str, Sequence[HistoryRow]]
+
+
+def made(measured: Sequence[Result], **bench: Any) -> Made:
+    histories = make_histories(measured)
+    return Made(make_comparison(measured, make_bench(measured, **bench), histories), histories)
+
+
+@pytest.fixture(scope="session")
+def usual() -> Made:
+    """ddp pays and memory, whose techniques were measured one by one, trades."""
+    return made(make_results(), ablate=True)
+
+
+@pytest.fixture(scope="session")
+def mixed() -> Made:
+    """A variant of each verdict, named after it; what makes it so is its throughput or its accuracy."""
+    throughput = {"pays": 1.5, "costs": 0.7, "neutral": 1.0, "undecided": 1.04, "untrusted": 1.5, "trades": 1.5}
+    measured = [
+        make_result(name, [make_run(seed, test_correct=9000 + 3 * seed) for seed in range(3)])
+        for name in ("baseline", *throughput)
+    ]
+    refused = {"untrusted": dict.fromkeys(range(2, 10), REASON)}
+    return made(measured, throughput=throughput, memory={"trades": 1.5}, refused=refused)
+
+
+@pytest.fixture(scope="session")
+def noisy() -> Made:
+    """A machine on which nothing can be trusted."""
+    return made(make_results(), noise=0.5, refused={})
+
+
+@pytest.fixture(scope="session")
+def alone() -> Made:
+    """A baseline with nothing beside it, of which speed and memory are unknown."""
+    runs = [make_run(seed, samples_per_second=None, peak_memory_bytes=None) for seed in range(3)]
+    every = {"baseline": dict.fromkeys(range(12), REASON)}
+    return made([make_result("baseline", runs)], refused=every)
+
+
+@pytest.fixture(scope="session")
+def silent() -> Made:
+    """A machine that tells no memory, and a model in which nothing can be counted."""
+    bench = make_bench()
+    arms = tuple(
+        arm.model_copy(
+            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
+        )
+        for arm in bench.arms
+    )
+    flops = dict.fromkeys(bench.flops, Flops(model_per_sample=0, executed_per_sample=0, peak_per_second=None))
+    return made(make_results(), arms=arms, flops=flops)
+
+
+@pytest.fixture(scope="session")
+def hostile() -> Made:
+    """Names and reasons that would be markup, were they not text."""
+    baseline = make_result("baseline")
+    config = {**baseline.config, "train": {**baseline.config["train"], "model": HOSTILE}}
+    other = make_result(HOSTILE, config=config, left_out={HOSTILE: HOSTILE}, device=HOSTILE)
+    measured = [baseline.model_copy(update={"config": config, "device": HOSTILE}), other]
+    return made(measured, refused={HOSTILE: dict.fromkeys(range(8), HOSTILE)}, commit=HOSTILE)

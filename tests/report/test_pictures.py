@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeline.report import pictures
+from pipeline.report.pictures import Scale
+from pipeline.report.words import LEDGER_PARTS
+from pipeline.results import HistoryRow
+from tests.factories import make_history, make_results
+from tests.report.conftest import REASON, Made, made
+
+
+def digits(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}"
+
+
+@pytest.mark.parametrize(
+    ("scale", "value", "at"),
+    [(Scale(0, 10), 2.5, 25), (Scale(-1, 1), 0, 50), (Scale(0.5, 2, True), 1, 50), (Scale(0.25, 4, True), 2, 75)],
+)
+def test_a_scale_places_values(scale: Scale, value: float, at: float) -> None:
+    assert scale.at(value) == at
+
+
+@pytest.mark.parametrize(
+    ("scale", "labels"),
+    [
+        (Scale(0, 10), ["0", "2", "4", "6", "8", "10"]),
+        (Scale(0, 203), ["0", "50", "100", "150", "200"]),
+        (Scale(-1.2, 2.2), ["-1", "0", "1", "2"]),
+        (Scale(0.93, 1.08, True), ["0.95", "1.00", "1.05"]),
+        (Scale(0.4, 1.3, True), ["0.4", "0.6", "0.8", "1.0", "1.2"]),
+        (Scale(0.2, 5, True), ["0.25", "0.5", "1", "2", "4"]),
+        (Scale(0.01, 120, True), ["0.015625", "0.125", "1", "8", "64"]),
+    ],
+)
+def test_ticks_are_few_round_values_in_their_places(scale: Scale, labels: list[str]) -> None:
+    ticks = scale.ticks(digits)
+    assert [tick.label for tick in ticks] == labels
+    assert [tick.at for tick in ticks] == [scale.at(float(label)) for label in labels]
+
+
+def test_every_variant_and_the_baseline_again_has_a_whisker(mixed: Made) -> None:
+    throughput, memory, accuracy = pictures.forests(mixed.comparison)
+    names = [each.variant for each in mixed.comparison.variants[1:]]
+    for forest in (throughput, memory):
+        assert [row.label for row in forest.rows] == [*names, "baseline again (A/A)"]
+    assert [row.label for row in accuracy.rows] == names
+    whiskers = [mark.whisker for forest in (throughput, memory, accuracy) for row in forest.rows for mark in row.marks]
+    for whisker in whiskers:
+        assert whisker
+        if whisker.low is not None and whisker.high is not None:
+            assert 0 <= whisker.low <= whisker.at <= whisker.high <= 100
+    looks = {row.label: row.marks[0].whisker.look for row in throughput.rows if row.marks[0].whisker}
+    assert looks == {
+        "pays": "better", "costs": "worse", "neutral": "same", "undecided": "undecided", "untrusted": "untrusted",
+        "trades": "better", "baseline again (A/A)": "noise",
+    }  # fmt: skip
+
+
+def test_a_whisker_beyond_the_shaded_margin_is_a_difference(mixed: Made) -> None:
+    throughput = pictures.forests(mixed.comparison)[0]
+    left, right = throughput.band[0], sum(throughput.band)
+    assert left < throughput.none < right
+    assert right - throughput.none == pytest.approx(throughput.none - left, abs=0.02)  # on a scale of ratios
+    for row in throughput.rows:
+        whisker = row.marks[0].whisker
+        assert whisker
+        if whisker.low is None or whisker.high is None:
+            continue
+        inside = left <= whisker.low and whisker.high <= right
+        outside = whisker.high < left or whisker.low > right
+        assert (inside, outside) == (whisker.look in ("same", "noise"), whisker.look in ("better", "worse"))
+
+
+def test_what_is_untrusted_has_no_number_beside_its_whisker(mixed: Made, noisy: Made) -> None:
+    throughput = pictures.forests(mixed.comparison)[0]
+    [row] = [row for row in throughput.rows if row.label == "untrusted"]
+    assert row.marks[0].value == "untrusted"
+    assert "untrusted: untrusted" in throughput.alt
+    values = [row.marks[0].value for row in pictures.forests(noisy.comparison)[0].rows]
+    assert values == ["untrusted"] * 3
+
+
+def test_what_the_machine_does_not_tell_has_no_whisker(silent: Made) -> None:
+    throughput, memory, _ = pictures.forests(silent.comparison)
+    assert all(mark.whisker for row in throughput.rows for mark in row.marks)
+    assert [(row.marks[0].value, row.marks[0].whisker) for row in memory.rows] == [("untrusted", None)] * 3
+
+
+def test_techniques_have_a_whisker_added_and_one_in_the_stack(usual: Made) -> None:
+    throughput, memory = pictures.share_forests(usual.comparison)
+    for forest in (throughput, memory):
+        captions = {row.label: [mark.caption for mark in row.marks] for row in forest.rows}
+        assert captions.pop("bf16") == []
+        assert list(captions) == ["channels_last", "activation_checkpointing", "gradient_accumulation=4"]
+        assert all(both == ["added", "in the stack"] for both in captions.values())
+    assert throughput.rows[-1].note == "not measured"
+
+
+def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
+    drawn = pictures.bars(usual.comparison)
+    assert drawn
+    assert [(variant, [bar.caption for bar in bars]) for variant, bars in drawn.rows] == [
+        (name, ["measured", "predicted"]) for name in ("baseline", "ddp", "memory")
+    ]
+    largest = max(each.ledgers.measured.peak_bytes for each in usual.comparison.variants if each.ledgers)
+    for each, (_, bars) in zip(usual.comparison.variants, drawn.rows, strict=True):
+        assert each.ledgers
+        assert each.ledgers.predicted
+        for bar, ledger in zip(bars, (each.ledgers.measured, each.ledgers.predicted), strict=True):
+            ends = [round(segment.left + segment.width, 2) for segment in bar.segments]
+            assert [segment.left for segment in bar.segments] == [0, *ends[:-1]]  # no gap, no overlap
+            assert ends[-1] == pytest.approx(100 * ledger.peak_bytes / (1.02 * largest), abs=0.01)
+            whole = [part for part in LEDGER_PARTS if getattr(ledger, f"{part}_bytes")]
+            assert [segment.part for segment in bar.segments] == whole
+        measured, predicted = bars
+        assert measured.tensors == pytest.approx(100 * each.ledgers.measured.tensors_bytes / (1.02 * largest), abs=0.01)
+        assert predicted.tensors is None
+    assert "communication" not in drawn.parts  # of one process
+
+
+def test_without_ledgers_there_are_no_bars() -> None:
+    assert pictures.bars(made(make_results(), ledgers={}).comparison) is None
+
+
+def test_the_front_goes_through_what_nothing_beats(usual: Made) -> None:
+    front = pictures.front(usual.comparison)
+    assert front
+    baseline, ddp, memory = front.points
+    assert (baseline.x, baseline.y) == front.baseline
+    assert (baseline.across, baseline.along) == (None, None)
+    assert ddp.x > baseline.x > memory.x
+    assert memory.y > baseline.y > ddp.y  # y grows downwards: less memory stands lower
+    for point in (ddp, memory):
+        assert point.across
+        assert point.along
+        assert point.across[0] < point.x < point.across[1]
+        assert point.along[0] > point.y > point.along[1]
+    assert [point.on_front for point in front.points] == [each.on_front for each in usual.comparison.variants]
+    assert front.steps == (  # from the left edge through memory, baseline and ddp to the top
+        (0, memory.y, memory.x, memory.y), (memory.x, memory.y, memory.x, baseline.y),
+        (memory.x, baseline.y, baseline.x, baseline.y), (baseline.x, baseline.y, baseline.x, ddp.y),
+        (baseline.x, ddp.y, ddp.x, ddp.y), (ddp.x, ddp.y, ddp.x, 0),
+    )  # fmt: skip
+
+
+def test_what_is_not_trusted_has_no_place_at_the_front(mixed: Made, noisy: Made) -> None:
+    front = pictures.front(mixed.comparison)
+    assert front
+    assert front.absent == ("untrusted",)
+    assert "untrusted" not in {point.variant for point in front.points}
+    assert pictures.front(noisy.comparison) is None
+
+
+def row(seed: int, step: int, seconds: float, accuracy: float | None) -> HistoryRow:
+    return HistoryRow(
+        seed=seed, epoch=step / 100, step=step, train_seconds=seconds, learning_rate=0.1, train_loss=1.0,
+        samples_per_second=None, test_accuracy=accuracy,
+    )  # fmt: skip
+
+
+def test_a_thin_line_a_seed_and_a_thick_mean(usual: Made) -> None:
+    histories = {each.variant: make_history() for each in usual.comparison.variants}
+    histories["ddp"] = [
+        row(0, 100, 2.0, 0.5), row(0, 200, 4.0, 0.7), row(1, 100, 4.0, 0.6), row(1, 150, 5.0, None),
+        row(1, 200, 8.0, 0.9), row(2, 100, 3.0, 0.4), row(2, 200, 6.0, 0.8), row(7, 100, 9.0, 0.1),
+    ]  # fmt: skip
+    accuracy, loss = pictures.charts(usual.comparison, histories)
+    for chart in (accuracy, loss):
+        assert [(line.variant, line.thick) for line in chart.lines] == [
+            (name, thick) for name in ("baseline", "ddp", "memory") for thick in (False, False, False, True)
+        ]
+    *seeds, mean = [
+        [tuple(map(float, pair.split(","))) for pair in line.points.split()]
+        for line in accuracy.lines
+        if line.variant == "ddp"
+    ]
+    assert len(seeds) == 3  # the run of seed 7 is not part of the result
+    for index in (0, 1):
+        for axis in (0, 1):
+            assert mean[index][axis] == pytest.approx(sum(seed[index][axis] for seed in seeds) / 3, abs=0.01)
+    assert accuracy.target
+    assert accuracy.target.label == "target 85%"
+    assert loss.target is None
+
+
+def test_every_sample_is_a_dot_or_a_cross(usual: Made) -> None:
+    throughput, memory = pictures.strips(usual.comparison)
+    assert [strip.label for strip in throughput.strips] == [arm.name for arm in usual.comparison.bench.arms]
+    assert {len(strip.dots) for strip in throughput.strips} == {12}
+    assert all(0 < dot.x < 100 and 0 <= dot.y <= 100 for strip in throughput.strips for dot in strip.dots)
+    crosses = {(s.label, n): dot.title for s in throughput.strips for n, dot in enumerate(s.dots) if dot.refused}
+    assert crosses == {("ddp", 4): f"round 5: refused, {REASON}"}
+    assert not any(dot.refused for strip in memory.strips for dot in strip.dots)
+
+
+def test_one_outlier_flattens_no_other_sample() -> None:
+    bench = made(make_results()).comparison.bench
+    slow = bench.arms[0].samples[3].model_copy(update={"samples_per_second": 900.0})
+    samples = (*bench.arms[0].samples[:3], slow, *bench.arms[0].samples[4:])
+    arms = (bench.arms[0].model_copy(update={"samples": samples}), *bench.arms[1:])
+    comparison = made(make_results(), arms=arms).comparison
+    baseline = pictures.strips(comparison)[0].strips[0]
+    assert baseline.dots[3].y == 90
+    others = [dot.y for index, dot in enumerate(baseline.dots) if index != 3]
+    assert max(others) - min(others) > 10

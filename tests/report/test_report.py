@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline import report
+from tests.report.conftest import HOSTILE, REASON, Made
+
+
+def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -> None:
+    contents = []
+    for name in ("one", "two"):
+        report.write(*usual, tmp_path / name)
+        files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        contents.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in files})
+    assert contents[0] == contents[1]
+    assert sorted(contents[0]) == [
+        "accuracy.csv",
+        "comparison.html",
+        "comparison.json",
+        "comparison.md",
+        "loss.csv",
+        "metrics/baseline.json",
+        "metrics/ddp.json",
+        "metrics/memory.json",
+        "ratios.csv",
+    ]
+    assert contents[0]["comparison.json"].decode() == usual.comparison.to_json()
+
+
+def test_the_reason_for_distrust_stands_in_every_file(mixed: Made, tmp_path: Path) -> None:
+    report.write(*mixed, tmp_path)
+    values = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
+    [each] = [each for each in values["variants"] if each["verdict"] == "untrusted"]
+    assert any(REASON in reason for reason in each["reasons"])
+    assert REASON in (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert REASON.replace("'", "&#39;") in (tmp_path / "comparison.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["noisy", "alone", "silent"])
+def test_what_cannot_be_told_is_still_a_report(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    found: Made = request.getfixturevalue(name)
+    report.write(found.comparison, found.histories, tmp_path)
+    assert (tmp_path / "comparison.html").exists()
+
+
+def test_metrics_of_a_variant_that_is_gone_are_removed(usual: Made, alone: Made, tmp_path: Path) -> None:
+    report.write(*usual, tmp_path)
+    report.write(*alone, tmp_path)
+    assert [path.name for path in (tmp_path / "metrics").iterdir()] == ["baseline.json"]
+
+
+def test_names_stay_inside_the_directory(hostile: Made, tmp_path: Path) -> None:
+    bad = "../../outside"
+    baseline, other = hostile.comparison.variants
+    comparison = hostile.comparison.model_copy(
+        update={"variants": (baseline, other.model_copy(update={"variant": bad}))}
+    )
+    report.write(comparison, {**hostile.histories, bad: hostile.histories[HOSTILE]}, tmp_path / "a/b/reports")
+    assert {path.name for path in (tmp_path / "a/b/reports/metrics").iterdir()} == {
+        "baseline.json",
+        "..%2F..%2Foutside.json",
+    }

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.report import words
+from pipeline.verdicts import Accuracy, Ratio
+from tests.factories import make_results, make_run
+from tests.report.conftest import REASON, Made, made, plain
+
+
+def ratio(**changes: Any) -> Ratio:
+    values: dict[str, Any] = {
+        "estimate": 1.42, "low": 1.38, "high": 1.47, "pairs": 12, "refused": 0, "margin": 0.03, "decision": "better",
+        "more_pairs": None, "why_untrusted": None,
+    }  # fmt: skip
+    return Ratio(**values | changes)
+
+
+def accuracy(**changes: Any) -> Accuracy:
+    values: dict[str, Any] = {
+        "mean_fraction": 0.0003, "low_fraction": -0.002, "high_fraction": 0.0026, "seeds": 3, "margin_fraction": 0.01,
+        "decision": "same", "more_seeds": None,
+    }  # fmt: skip
+    return Accuracy(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (words.number(20_000.4, "samples/s"), "20,000 samples/s"),
+        (words.number(12.345, "ms"), "12.3 ms"),
+        (words.number(None, "ms"), "unknown"),
+        (words.size(0), "0 B"),
+        (words.size(88 * 2**10), "88.0 KiB"),
+        (words.size(200 * 2**20), "200 MiB"),
+        (words.size(3 * 2**29), "1.50 GiB"),
+        (words.scaled(6_300_000, "FLOP"), "6.30 MFLOP"),
+        (words.scaled(1.2e12, "FLOP/s"), "1.20 TFLOP/s"),
+        (words.percent(0.9, 2), "90.00%"),
+        (words.plain_percent(0.03), "3%"),
+        (words.points(-0.00001), "0.00"),
+        (words.points(-0.0123), "-1.23"),
+        (words.plain_points(0.01), "1 point"),
+        (words.plain_points(0.005), "0.5 points"),
+        (words.times(1.5), "1.50x"),
+        (words.times(0.0456), "0.046x"),
+        (words.count(1, "process"), "1 process"),
+        (words.count(2, "process"), "2 processes"),
+    ],
+)
+def test_numbers_have_their_digits_and_their_unit(shown: str, text: str) -> None:
+    assert plain(shown) == text
+
+
+def test_the_ends_of_a_narrow_interval_can_be_told_apart() -> None:
+    assert plain(words.ratio_text(ratio())) == "1.42x (1.38 to 1.47)"
+    narrow = ratio(estimate=0.5502, low=0.5488, high=0.5511)
+    assert plain(words.ratio_text(narrow)) == "0.550x (0.549 to 0.551)"
+
+
+def test_what_is_untrusted_shows_no_number() -> None:
+    assert words.ratio_text(ratio(decision="untrusted", why_untrusted="throughput: too noisy")) == "untrusted"
+
+
+def test_too_few_pairs_have_no_interval() -> None:
+    few = ratio(low=None, high=None, pairs=4, decision="undecided")
+    assert plain(words.ratio_text(few)) == "1.42x undecided (no interval from 4 pairs)"
+    one = accuracy(low_fraction=None, high_fraction=None, seeds=1, decision="undecided")
+    assert words.accuracy_lines(one) == ("+0.03 points undecided", "no interval from 1 seed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "1.42x the throughput (1.38 to 1.47), 1.42x the peak memory (1.38 to 1.47), accuracy unchanged within "
+             "1 point (-0.20 to +0.26)."),
+        ({"throughput": ratio(estimate=1.0, low=0.98, high=1.01, decision="same")},
+         "Throughput unchanged within 3% (0.98 to 1.01), 1.42x the peak memory"),
+        ({"throughput": ratio(decision="undecided", more_pairs=6)}, "Throughput undecided at 1.42x (1.38 to 1.47), "),
+        ({"throughput": ratio(decision="untrusted", why_untrusted="noise")}, "Throughput untrusted, 1.42x the peak"),
+        ({"accuracy": accuracy(mean_fraction=-0.02, low_fraction=-0.03, high_fraction=-0.01, decision="worse")},
+         ", accuracy -2.00 points (-3.00 to -1.00)."),
+        ({"accuracy": accuracy(decision="undecided")}, ", accuracy undecided at +0.03 points (-0.20 to +0.26)."),
+    ],
+)  # fmt: skip
+def test_a_sentence_says_what_each_decision_rests_on(usual: Made, changes: dict[str, Any], said: str) -> None:
+    values = {"throughput": ratio(), "memory": ratio(decision="worse"), "accuracy": accuracy()} | changes
+    assert said in plain(words.sentence(usual.comparison.variants[1].model_copy(update=values)))
+
+
+def test_the_baseline_is_the_reference(usual: Made, alone: Made) -> None:
+    assert plain(words.sentence(usual.comparison.variants[0])) == (
+        "The reference: 20,215 samples/s, 200 MiB of peak memory, 90.07% test accuracy (mean of 3 seeds)."
+    )
+    assert "throughput unknown" in words.sentence(alone.comparison.variants[0])
+
+
+def test_the_basis_names_rounds_margins_and_the_baseline_against_itself(usual: Made) -> None:
+    rounds, seeds, margins, calm = map(plain, words.basis(usual.comparison))
+    assert rounds.startswith("Speed and memory: 12 rounds; in each, every variant ran 120 steps in a fresh process")
+    assert seeds.startswith("Accuracy: 3 seeds, paired")
+    assert "3% of throughput, 3% of memory, 1 point of accuracy" in margins
+    assert calm.startswith("A/A, baseline against itself: 0.99x the throughput (0.99 to 1.01), 1.000x the peak memory")
+
+
+def test_a_noisy_machine_is_called_one(noisy: Made) -> None:
+    why = noisy.comparison.noise_throughput.why_untrusted
+    assert why
+    assert f"A/A, baseline against itself: {why}, " in words.basis(noisy.comparison)[-1]
+
+
+def test_notes_say_what_was_left_out_refused_and_resumed() -> None:
+    baseline, ddp, memory = make_results()
+    runs = (
+        make_run(0),
+        make_run(1, refusals=("the GPU throttled",)),
+        make_run(2, refusals=("the GPU throttled", "something recompiled."), resumes=1),
+    )
+    refused = {"ddp": {4: REASON, 6: REASON, 7: "the allocator retried"}}
+    comparison, _ = made([baseline, ddp, memory.model_copy(update={"runs": runs})], refused=refused)
+    assert words.notes(comparison) == [
+        ("memory", "Left out: bf16, as this CPU would emulate it."),
+        ("memory", "Refused in training, seed 1, 2: the GPU throttled."),
+        ("memory", "Refused in training, seed 2: something recompiled."),
+        ("memory", "Interrupted and resumed: seed 2."),
+        ("ddp", f"Refused in the bench, round 5, 7: {REASON}."),
+        ("ddp", "Refused in the bench, round 8: the allocator retried."),
+    ]
+
+
+def test_shares_that_disagree_or_are_missing_are_named(usual: Made) -> None:
+    notes = words.share_notes(usual.comparison)
+    assert any(note.startswith("activation_checkpointing in memory: The effect on peak memory") for note in notes)
+    assert "bf16 in memory was not measured: this CPU would emulate it." in notes
+
+
+@pytest.mark.parametrize(
+    ("commit", "said"),
+    [("0123456789abcdef", "0123456789ab"), ("0123456789abcdef+", "0123456789ab, with changes"), (None, "unknown")],
+)
+def test_the_commit_of_the_measurement(usual: Made, commit: str | None, said: str) -> None:
+    assert words.measured_at(usual.comparison.bench.model_copy(update={"commit": commit})) == said
+
+
+def test_lists_of_devices_are_shown_key_by_key() -> None:
+    assert words.flat({"gpus": [{"model": "A"}, {"model": "B"}], "none": [], "flags": ["x"]}) == [
+        ("gpus.0.model", "A"),
+        ("gpus.1.model", "B"),
+        ("none", "[]"),
+        ("flags", '["x"]'),
+    ]

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.ablation import Share, shares
+from pipeline.config import Margins
+from pipeline.results import Bench
+from pipeline.verdicts import Accuracy, Noise, accuracy
+from tests.factories import make_arm, make_bench, make_result, make_results
+
+CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_untrusted=None)
+NOISY = CALM.model_copy(update={"why_untrusted": "throughput: too noisy"})
+STACK: dict[str, Any] = {"channels_last": True, "gradient_accumulation": 4}
+
+
+def found(bench: Bench, accuracies: dict[str, Accuracy] | None = None, noise: Noise = CALM) -> dict[str, Share]:
+    return {share.technique: share for share in shares(bench, accuracies or {}, Margins(), (noise, noise))}
+
+
+def bench_of(
+    *,
+    variant: tuple[float, float] = (1.0, 1.0),
+    without: tuple[float, float] = (1.0, 1.0),
+    alone: tuple[float, float] = (1.0, 1.0),
+    refused: dict[int, str] | None = None,
+    **changes: Any,
+) -> Bench:
+    """One technique, channels_last, of one stack; throughput and memory as multiples of the baseline's."""
+    arms = (
+        make_arm("baseline"),
+        make_arm("stack", applied=STACK, throughput=variant[0], memory=variant[1]),
+        make_arm("stack", "with", "channels_last", applied={"channels_last": True}, throughput=alone[0],
+                 memory=alone[1], refused=refused),
+        make_arm("stack", "without", "channels_last", applied={"gradient_accumulation": 4}, throughput=without[0],
+                 memory=without[1]),
+        make_arm("baseline", "again"),
+    )  # fmt: skip
+    measured = [make_result("baseline"), make_result("stack", applied=STACK)]
+    return make_bench(measured, **{"arms": arms} | changes)
+
+
+def test_a_share_is_the_baseline_with_the_technique_and_the_stack_over_the_stack_without_it() -> None:
+    share = found(bench_of(variant=(2.0, 0.5), without=(1.6, 0.7), alone=(1.3, 0.9)))["channels_last"]
+    ratios = (share.added_throughput, share.added_memory, share.stacked_throughput, share.stacked_memory)
+    for ratio, expected in zip(ratios, (1.3, 0.9, 2.0 / 1.6, 0.5 / 0.7), strict=True):
+        assert ratio
+        assert ratio.estimate == pytest.approx(expected, rel=0.02)
+        assert ratio.low
+        assert ratio.high
+        assert 0.98 * expected < ratio.low <= ratio.high < 1.02 * expected
+        assert (ratio.pairs, ratio.refused, ratio.margin) == (12, 0, 0.03)
+    assert (share.variant, share.why_not) == ("stack", None)
+
+
+@pytest.mark.parametrize(
+    ("alone", "verdict"),
+    [((1.3, 1.0), "pays"), ((1.3, 1.3), "trades"), ((0.8, 1.0), "costs"), ((1.0, 1.0), "neutral")],
+)
+def test_the_verdict_is_that_of_the_technique_alone(alone: tuple[float, float], verdict: str) -> None:
+    share = found(bench_of(alone=alone, variant=(1.0, 1.0), without=(2.0, 0.5)))["channels_last"]
+    assert (share.verdict, share.accuracy, share.accuracy_from) == (verdict, None, None)
+
+
+def test_accuracy_is_that_of_a_trained_variant_which_applies_exactly_this() -> None:
+    measured = [
+        make_result("baseline"),
+        make_result("stack", applied=STACK),
+        make_result("wide", applied={"channels_last": True}),
+    ]
+    arms = [*bench_of(alone=(1.3, 1.0)).arms, make_arm("wide", applied={"channels_last": True})]
+    bench = make_bench(measured, arms=tuple(arms))
+    same, lost, unknown = accuracy([0.0] * 3, 0.01), accuracy([-0.03] * 3, 0.01), accuracy([0.0], 0.01)
+    for known, verdict in ((same, "pays"), (lost, "trades"), (unknown, "undecided")):
+        share = found(bench, {"stack": lost, "wide": known})["channels_last"]
+        assert (share.accuracy_from, share.accuracy, share.verdict) == ("wide", known, verdict)
+
+
+@pytest.mark.parametrize(
+    ("processes", "world_size", "same"), [("auto", 2, True), (2, 2, True), ("auto", 4, False), (4, 4, False)]
+)
+def test_how_many_processes_is_a_part_of_what_was_trained(processes: int | str, world_size: int, same: bool) -> None:
+    ddp = {"parallelism": "ddp", "processes": processes}
+    arms = [
+        *(arm for arm in bench_of().arms if arm.role != "with"),
+        make_arm("stack", "with", "ddp", applied={"parallelism": "ddp"}, world_size=2, backend="gloo"),
+        make_arm("ddp", applied=ddp, world_size=world_size, backend="gloo"),
+    ]
+    share = found(make_bench(make_results(), arms=tuple(arms)), {"ddp": accuracy([0.0] * 3, 0.01)})["ddp"]
+    assert share.accuracy_from == ("ddp" if same else None)
+
+
+def test_what_was_not_measured_says_why_and_nothing_else() -> None:
+    bench = bench_of(not_ablated={"stack": {"bf16": "this CPU would emulate it"}})
+    share = found(bench)["bf16"]
+    assert share == Share(variant="stack", technique="bf16", why_not="this CPU would emulate it")
+    assert list(found(bench)) == ["channels_last", "bf16"]
+    none = found(make_bench(not_ablated={"ddp": {"ddp": "it is all that ddp applies"}}))
+    assert none == {"ddp": Share(variant="ddp", technique="ddp", why_not="it is all that ddp applies")}
+
+
+def test_one_half_of_a_share_stands_alone() -> None:
+    bench = bench_of(alone=(1.3, 1.0))
+    reduced = bench.model_copy(update={"arms": tuple(arm for arm in bench.arms if arm.role != "without")})
+    share = found(reduced)["channels_last"]
+    assert (share.verdict, share.stacked_throughput, share.stacked_memory) == ("pays", None, None)
+    assert share.interaction is None
+    alone = bench.model_copy(update={"arms": tuple(arm for arm in bench.arms if arm.role != "with")})
+    share = found(alone)["channels_last"]
+    assert (share.verdict, share.added_throughput) == (None, None)
+    assert share.stacked_throughput
+
+
+def test_a_noisy_machine_leaves_no_share_to_trust() -> None:
+    share = found(bench_of(alone=(1.3, 1.0), variant=(0.5, 1.0)), noise=NOISY)["channels_last"]
+    assert share.added_throughput
+    assert (share.verdict, share.added_throughput.decision, share.interaction) == ("untrusted", "untrusted", None)
+
+
+def test_a_technique_that_was_mostly_refused_is_untrusted() -> None:
+    throttled = dict.fromkeys(range(8), "it throttled")
+    share = found(bench_of(alone=(1.5, 1.0), refused=throttled))["channels_last"]
+    assert share.added_throughput
+    assert share.stacked_throughput
+    assert (share.verdict, share.stacked_throughput.decision) == ("untrusted", "same")
+    assert share.added_throughput.why_untrusted
+    assert "8 of 12 rounds" in share.added_throughput.why_untrusted
+
+
+@pytest.mark.parametrize(
+    ("alone", "beside", "how"),
+    [
+        ((1.3, 1.0), (0.8, 1.0), "The effect on throughput turns round"),
+        ((1.3, 1.0), (1.6, 1.0), "The effect on throughput is larger"),
+        ((1.3, 1.0), (1.1, 1.0), "The effect on throughput is smaller"),
+        ((0.7, 1.0), (0.9, 1.0), "The effect on throughput is smaller"),
+        ((1.0, 0.7), (1.0, 0.9), "The effect on peak memory is smaller"),
+        ((1.0, 0.7), (1.0, 1.4), "The effect on peak memory turns round"),
+        ((1.3, 1.0), (1.3, 1.0), None),
+        ((1.0, 0.7), (1.0, 0.71), None),  # the intervals do not overlap, and it does not matter
+        ((1.0, 1.0), (1.02, 1.02), None),
+    ],
+)
+def test_interactions_are_named_where_alone_and_beside_others_disagree(
+    alone: tuple[float, float], beside: tuple[float, float], how: str | None
+) -> None:
+    sentence = found(bench_of(alone=alone, variant=beside))["channels_last"].interaction
+    assert (sentence is None) == (how is None)
+    if how:
+        assert sentence
+        assert sentence.startswith(f"{how} beside the other techniques: ")
+        assert sentence.count("The effect") == 1
+
+
+def test_an_interaction_shows_both_ratios() -> None:
+    share = found(bench_of(alone=(1.3, 1.3), variant=(0.8, 1.0)))["channels_last"]
+    numbers = [share.stacked_throughput, share.added_throughput, share.stacked_memory, share.added_memory]
+    beside, alone, *memory = [f"{each.estimate:.2f} ({each.low:.2f} to {each.high:.2f})" for each in numbers if each]
+    assert share.interaction == (
+        f"The effect on throughput turns round beside the other techniques: {beside}, against {alone} alone. "
+        f"The effect on peak memory is smaller beside the other techniques: {memory[0]}, against {memory[1]} alone."
+    )
+
+
+def test_intervals_that_overlap_are_no_interaction() -> None:
+    """Far apart by their estimates, on a machine on which nobody can tell."""
+    noisy = [
+        make_arm("baseline", noise=0.3),
+        make_arm("stack", applied=STACK, noise=0.3),
+        make_arm("stack", "with", "channels_last", throughput=1.2, noise=0.3),
+        make_arm("stack", "without", "channels_last", noise=0.3),
+    ]
+    share = found(bench_of(arms=tuple(noisy)))["channels_last"]
+    assert share.added_throughput
+    assert share.stacked_throughput
+    assert abs((share.added_throughput.estimate or 0) - (share.stacked_throughput.estimate or 0)) > 0.03
+    assert share.interaction is None
+
+
+def test_two_stacks_have_shares_of_their_own() -> None:
+    arms = [
+        *bench_of(alone=(1.3, 1.0)).arms,
+        make_arm("other", applied=STACK),
+        make_arm("other", "with", "channels_last", throughput=1.3),
+        make_arm("other", "without", "channels_last", throughput=0.5),
+    ]
+    both = shares(bench_of(arms=tuple(arms)), {}, Margins(), (CALM, CALM))
+    assert [(share.variant, share.technique) for share in both] == [
+        ("stack", "channels_last"),
+        ("other", "channels_last"),
+    ]
+    first, second = (share.stacked_throughput for share in both)
+    assert first
+    assert second
+    assert first.estimate == pytest.approx(1.0, rel=0.02)
+    assert second.estimate == pytest.approx(2.0, rel=0.02)
