@@ -16,20 +16,22 @@ PREPARED = Path("data/prepared")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the process's exit code: 2 for a mistake that the person can put right."""
+    """Run one command and return the process's exit code: 2 for a mistake that the person can put right.
+
+    Only ``gate`` has others of its own.
+    """
     parsed = _parser().parse_args(arguments)
     from pipeline.config import PipelineError
 
-    command: Callable[[argparse.Namespace], None] = parsed.command
+    command: Callable[[argparse.Namespace], int | None] = parsed.command
     try:
-        command(parsed)
+        return command(parsed) or 0
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, command: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
+    def add(name: str, command: Callable[[argparse.Namespace], int | None], about: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=about, description=about)
         added.set_defaults(command=command)
         return added
@@ -49,14 +51,31 @@ def _parser() -> argparse.ArgumentParser:
     add("prepare", _prepare, "Decode the raw files once, into packed arrays.")
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
     train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
+    add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
     add("compare", _compare, "Compare the variants' results; write reports/.")
     add("publish", _publish, "Make MLflow agree with the result files.")
+    gate = add("gate", _gate, "Tell whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
+    gate.add_argument(
+        "--against",
+        required=True,
+        metavar="REVISION|FILE",
+        help="a git revision, measured beside this work tree, or a recorded reports/comparison.json",
+    )
+    memory = add("predict-memory", _predict_memory, "Predict variants' peak memory without running them; does it fit?")
+    memory.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
+    memory.add_argument(
+        "--memory", metavar="SIZE", help="of the device, such as 24GiB: what fits, and the largest batch"
+    )
+    memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
+    memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
-    # Training starts this one itself, so it has no line in the list.
+    # The next two are started by others, so they have no line in the list.
     follow = commands.add_parser("follow", description="Mirror a running training to MLflow. Started by train.")
     follow.add_argument("variant", metavar="VARIANT")
     follow.set_defaults(command=_follow)
+    arms = commands.add_parser("arms", description="Measure variants on request. Started by bench and gate.")
+    arms.set_defaults(command=_arms)
     return parser
 
 
@@ -80,9 +99,9 @@ def _fetch(_: argparse.Namespace) -> None:
 
 def _prepare(_: argparse.Namespace) -> None:
     from pipeline import config
-    from pipeline.data import prepared
+    from pipeline.data import packing
 
-    prepared.prepare(config.load(), RAW, PREPARED)
+    packing.prepare(config.load(), RAW, PREPARED)
 
 
 def _train(parsed: argparse.Namespace) -> None:
@@ -94,12 +113,28 @@ def _train(parsed: argparse.Namespace) -> None:
     job.run(params, parsed.variant, machine, PREPARED)
 
 
+def _bench(_: argparse.Namespace) -> None:
+    from pipeline import benchmark, config, environment
+
+    benchmark.run(config.load(), environment.machine())
+
+
+def _arms(_: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import arm
+
+    arm.serve(params, machine, PREPARED)
+
+
 def _compare(_: argparse.Namespace) -> None:
-    from pipeline import comparison, config, report
+    from pipeline import comparison, config, report, results
 
     params = config.load()
     measured, histories = comparison.read_all(params.variants)
-    report.write(comparison.compare(measured, histories, params.compare, comparison.read_environment()), histories)
+    bench, environment = results.read_bench(), comparison.read_environment()
+    report.write(comparison.compare(measured, histories, bench, params.compare, environment), histories)
     print(f"report: {report.REPORTS / 'comparison.html'}")
 
 
@@ -107,6 +142,29 @@ def _publish(_: argparse.Namespace) -> None:
     from pipeline import config, tracking
 
     tracking.publish(config.load())
+
+
+def _gate(parsed: argparse.Namespace) -> int:
+    from pipeline import config, gate
+
+    return gate.run(config.load(), parsed.against)
+
+
+def _predict_memory(parsed: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import ledger
+
+    ledger.show(
+        params,
+        machine,
+        parsed.variants,
+        PREPARED,
+        memory=parsed.memory,
+        device=parsed.device,
+        batch_size=parsed.batch_size,
+    )
 
 
 def _follow(parsed: argparse.Namespace) -> None:

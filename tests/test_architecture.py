@@ -14,13 +14,15 @@ from tests.imports import imported, modules, own, tree
 LAYERS = (
     {"config", "stats"},
     {"results"},
-    {"environment", "distributed", "measurement", "checkpoints", "models", "data"},
-    {"techniques", "tracking"},
+    {"environment", "distributed", "measurement", "checkpoints", "models", "data", "verdicts"},
+    {"ablation", "detectors", "techniques", "tracking"},
     {"evaluation"},
     {"training"},
+    {"ledger", "flops"},
     {"job"},
+    {"arm"},
     {"benchmark", "comparison"},
-    {"report"},
+    {"gate", "report"},
     {"cli"},
     {"__main__"},
 )

@@ -15,12 +15,13 @@ from tests.imports import PACKAGE, closure, imported, modules, tree
 ROOT = PACKAGE.parent
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 STAGES: dict[str, dict[str, Any]] = {name: stage.get("do", stage) for name, stage in PIPELINE["stages"].items()}
-KEPT_IN_GIT = {"reports/accuracy.csv", "reports/loss.csv", "reports/metrics"}
+KEPT_IN_GIT = {"reports/accuracy.csv", "reports/loss.csv", "reports/ratios.csv", "reports/metrics"}
 MAKES = {
     "environment": {"environment.json"},
     "fetch": {"data/raw"},
     "prepare": {"data/prepared"},
     "train": {"results/${key}.json", "results/${key}/history.csv", "results/${key}/system.csv", "models/${key}"},
+    "bench": {"bench.json"},
     "compare": {"reports/comparison.html", "reports/comparison.json", "reports/comparison.md", *KEPT_IN_GIT},
     "publish": set(),
 }
@@ -51,7 +52,8 @@ def test_what_notices_another_machine_and_what_mirrors_to_mlflow_always_run() ->
 
 
 def test_what_is_measured_depends_on_the_environment_and_the_data() -> None:
-    assert {"environment.json", "data/prepared"} <= set(STAGES["train"]["deps"])
+    for stage in ("train", "bench"):
+        assert {"environment.json", "data/prepared"} <= set(STAGES[stage]["deps"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -89,7 +91,8 @@ def test_deps_are_the_imports(stage: str) -> None:
         for file in (sorted((ROOT / dep).rglob("*.*")) if (ROOT / dep).is_dir() else [ROOT / dep])
         if "__pycache__" not in file.parts
     }
-    runs = {file for module in closure(routed(stage)) for file in files(module)}
+    imports = routed(stage) | (routed("arms") if stage == "bench" else set())  # which it starts as processes
+    runs = {file for module in closure(imports) for file in files(module)}
     assert listed == runs, f"dvc.yaml lists too much: {sorted(listed - runs)}, and lacks: {sorted(runs - listed)}"
 
 
@@ -100,7 +103,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 def test_a_fresh_clone_is_planned_whole_and_the_environment_first(fresh: Clone) -> None:
-    stages = ["environment", "fetch", "prepare", "train@baseline", "train@ddp", "train@memory", "compare", "publish"]
+    stages = ["environment", "fetch", "prepare", "train@baseline", "train@ddp", "train@memory"]
+    stages += ["bench", "compare", "publish"]
     assert fresh.run("dvc", "stage", "list", "--name-only").split() == stages
     planned = fresh.run("dvc", "repro", "--dry", fails=True)  # at the first file that is not there yet
     assert planned.startswith("Running stage 'environment'")

@@ -1,0 +1,36 @@
+"""A commit held against another: have throughput, memory or accuracy got worse beyond the margins?
+
+The *head* is this work tree, with its uncommitted changes. The *base* is what it is held against: a revision, which is
+measured beside the head on this machine, or a ``reports/comparison.json`` that was recorded in the same environment.
+Ratios are the head's figure over the base's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.config import Config
+from pipeline.gate.decision import EXIT_CODES, GateError
+from pipeline.gate.measuring import measured
+from pipeline.gate.recording import recorded
+from pipeline.gate.words import markdown
+from pipeline.results import write_text
+
+__all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "run"]
+
+JSON_FILE = Path("reports/gate.json")
+MARKDOWN_FILE = Path("reports/gate.md")
+
+
+def run(config: Config, against: str) -> int:
+    """Hold this work tree against ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
+
+    Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell. Raises
+    GateError and other PipelineErrors.
+    """
+    gated = recorded(config, Path(against)) if Path(against).is_file() else measured(config, against)
+    text = markdown(gated)
+    write_text(JSON_FILE, gated.to_json())
+    write_text(MARKDOWN_FILE, text)
+    print(text, end="")
+    return EXIT_CODES[gated.outcome]

@@ -1,0 +1,108 @@
+"""A commit and this work tree, each in a temporary copy of its own in which DVC and the stages run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.gate.decision import GateError
+
+
+@contextmanager
+def copies(commit: str) -> Iterator[tuple[Path, Path]]:
+    """The project as ``commit`` has it, and as this work tree has it, ignored files left out.
+
+    Both are copies, so that neither lies in a better place, and nothing that runs there touches the work tree, the
+    index or a branch. Git knows nothing of them: there is no second work tree to forget. They share this checkout's
+    DVC cache, so what DVC has once made is restored, and what it makes there is not made again here.
+    """
+    here = Path.cwd()
+    cache = _output([sys.executable, "-m", "dvc", "cache", "dir"], "this is no DVC repository")
+    top, prefix = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--show-prefix")
+    scratch = here / ".dvc" / "tmp"
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gate-", dir=scratch, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        index = {"GIT_INDEX_FILE": str(folder / "index")}
+        _git("-C", top, "read-tree", commit, **index)
+        _git("-C", top, "checkout-index", "--all", f"--prefix={folder}/base/", **index)
+        listed = _git("-C", top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+        for file in filter(None, dict.fromkeys(listed)):
+            source, target = Path(top, file), folder / "head" / file
+            if source.is_file() or source.is_symlink():  # not deleted, no submodule
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target, follow_symlinks=False)
+        roots = folder / "base" / prefix, folder / "head" / prefix
+        for root in roots:
+            if (root / ".dvc").is_dir():
+                settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
+                (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
+        yield roots
+
+
+def dvc(root: Path, *arguments: str) -> None:
+    """Run DVC in a copy; what it and its stages write goes to stderr. Raises GateError if it fails."""
+    print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "dvc", *arguments]
+    if subprocess.run(command, cwd=root, env=_variables(), stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
+        raise GateError(f"`dvc {' '.join(arguments)}` failed in {root}; what it wrote stands above.")
+
+
+def check_arms(root: Path, label: str) -> None:
+    """Raise GateError if the code in ``root`` cannot measure itself."""
+    command = [sys.executable, "-m", "pipeline", "arms", "--help"]
+    own = (root / "pipeline").is_dir()  # and not an installed one
+    if not own or subprocess.run(command, cwd=root, env=_variables(), capture_output=True).returncode:
+        raise GateError(
+            f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Hold this "
+            "work tree against a newer commit, or against a recorded reports/comparison.json."
+        )
+
+
+def commit_of(revision: str) -> str:
+    """The full hash. Raises GateError if there is no such file, repository or revision."""
+    _git("rev-parse", "--git-dir")
+    try:
+        return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    except GateError:
+        raise GateError(
+            f"--against: found {revision!r}, which is no file and no revision that this repository knows. A shallow "
+            "clone knows few: `git fetch --unshallow`."
+        ) from None
+
+
+def head_commit() -> str | None:
+    """What is checked out, with "+" if files, also new ones, differ from it; None before the first commit."""
+    try:
+        return _git("rev-parse", "--verify", "HEAD") + ("+" if _git("status", "--porcelain") else "")
+    except GateError:
+        return None
+
+
+def _git(*arguments: str, **variables: str) -> str:
+    return _output(["git", *arguments], f"git {' '.join(arguments)} failed here", **variables)
+
+
+def _output(command: list[str], otherwise: str, **variables: str) -> str:
+    """What ``command`` prints. Raises GateError, which begins with ``otherwise``, if it fails."""
+    try:
+        done = subprocess.run(command, env=_variables() | variables, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise GateError(f"{command[0]} is not installed; --against a revision needs it.") from None
+    if done.returncode:
+        raise GateError(f"{otherwise}: {done.stderr.strip()}")
+    return done.stdout.removesuffix("\n")
+
+
+def _variables() -> dict[str, str]:
+    """The variables for other processes: they find this Python, the repository around them (in a git hook, variables
+    name one), and for MLflow the embedded store, which vanishes with the copy."""
+    hidden = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "MLFLOW_TRACKING_URI"}
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

@@ -1,0 +1,275 @@
+"""What the samples of base and head support: a decision for each variant and quantity, and the outcome of all."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import ndtr, stdtrit
+
+from pipeline import stats, verdicts
+from pipeline.config import Config, Margins, PipelineError
+from pipeline.results import Arm, Record, Window
+from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Decision, Noise, Quantity, Ratio
+
+Outcome = Literal["passed", "worse", "untrusted"]
+EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}
+"""2 is a mistake that the person can put right, as everywhere."""
+
+
+class GateError(PipelineError):
+    """The two cannot be held against each other. The message says why and what to do."""
+
+
+class Held(Record):
+    """One variant of the head against the same of the base."""
+
+    variant: str
+    throughput: Ratio | None
+    """None: this machine does not tell it. The same goes for memory."""
+    memory: Ratio | None
+    accuracy: Accuracy | None
+    """None: not asked for, or no seed was trained on both sides."""
+
+
+class Judged(Record):
+    """What the samples of both sides support."""
+
+    outcome: Outcome
+    noise_throughput: Noise
+    """The base's baseline against itself; of two recordings, the noisier baseline."""
+    noise_memory: Noise
+    variants: tuple[Held, ...]
+    together: Held | None
+    """The geometric mean of all variants' ratios in each round: what hits all of them shows here first. None for a
+    single variant, and for recordings."""
+
+
+class Side(Record):
+    """Base or head."""
+
+    commit: str | None
+    """With "+" if the files differed from it. None: not known."""
+    environment: str
+    """Hash of the fingerprint, as the side's own code takes it."""
+    arms: tuple[Arm, ...]
+    """With the raw samples. Measured side by side, those of one index on both sides belong to one round."""
+    test_accuracies: dict[str, dict[int, float]]
+    """Variant -> seed -> fraction."""
+
+
+class Gated(Judged):
+    """``reports/gate.json``."""
+
+    schema_: Literal[1] = 1
+    mode: Literal["side by side", "recorded"]
+    against: str
+    """As it was asked for."""
+    margins: Margins
+    base: Side
+    head: Side
+    remarks: tuple[str, ...]
+    """What else to know: jobs that differ, variants that only one side has, an interruption."""
+    seconds: float | None
+    """The rounds took; None for recordings."""
+    budget: str
+    """The key of params.yaml that ended the measurement."""
+
+    def to_json(self) -> str:
+        values = self.model_dump(mode="json")
+        ordered = {"schema": values.pop("schema_"), "exit_code": EXIT_CODES[self.outcome], **values}
+        return json.dumps(ordered, indent=1, allow_nan=False) + "\n"
+
+
+def judge(
+    base: Mapping[str, Arm],
+    head: Mapping[str, Arm],
+    noise: tuple[Noise, Noise],
+    margins: Margins,
+    accuracies: Mapping[str, Accuracy],
+    *,
+    paired: bool,
+) -> Judged:
+    """Decide on the variants, by name, that both sides have.
+
+    ``noise`` is that of throughput and of memory. ``paired``: samples of one index were measured side by side.
+    """
+
+    def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio | None:
+        if _untold((*of_head.samples, *of_base.samples), quantity):
+            return None
+        margin, machine = (margins.throughput, noise[0]) if quantity is THROUGHPUT else (margins.memory, noise[1])
+        return (verdicts.ratio if paired else unpaired)(of_head, of_base, quantity, margin, machine)
+
+    names = [name for name in base if name in head]
+    held = [
+        Held(
+            variant=name,
+            throughput=ratio(head[name], base[name], THROUGHPUT),
+            memory=ratio(head[name], base[name], MEMORY),
+            accuracy=accuracies.get(name),
+        )
+        for name in names
+    ]
+    together = None
+    if paired and len(names) > 1:
+        arms = [head[name] for name in names], [base[name] for name in names]
+        together = Held(
+            variant="all together",
+            throughput=ratio(*_means(*arms, THROUGHPUT), THROUGHPUT),
+            memory=ratio(*_means(*arms, MEMORY), MEMORY),
+            accuracy=None,
+        )
+    return Judged(
+        outcome=_outcome([*held, together] if together else held),
+        noise_throughput=noise[0],
+        noise_memory=noise[1],
+        variants=tuple(held),
+        together=together,
+    )
+
+
+def noises(baseline: Arm, again: Arm, max_spread: float) -> tuple[Noise, Noise]:
+    """What the machine made of two equal arms: of throughput, and of memory."""
+    return (
+        verdicts.noise(baseline, again, THROUGHPUT, max_spread),
+        verdicts.noise(baseline, again, MEMORY, max_spread),
+    )
+
+
+def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
+    """As ``verdicts.ratio``, for samples that are no pairs; ``pairs`` counts those of the arm that has fewer."""
+    samples = (*arm.samples, *reference.samples)
+    above, below = (
+        [value for sample in each.samples if (value := getattr(sample, quantity.field))] for each in (arm, reference)
+    )
+    refused = len(samples) - len(above) - len(below)
+    why_untrusted = machine.why_untrusted
+    if not (above and below) or refused > len(samples) / 2:
+        reasons = [reason for sample in samples for reason in sample.refusals]
+        most = statistics.mode(reasons) if reasons else "this machine does not tell it"
+        why_untrusted = (
+            f"{quantity.noun}: {refused} of {len(samples)} samples had to be refused, most often because: {most}"
+        )
+    interval = unpaired_ratio(above, below) if above and below else None
+    decision: Decision = "untrusted"
+    if interval and not why_untrusted:
+        decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
+    bounded = interval is not None and interval.low > 0
+    return Ratio(
+        estimate=interval.estimate if interval else None,
+        low=interval.low if interval and bounded else None,
+        high=interval.high if interval and bounded else None,
+        pairs=min(len(above), len(below)),
+        refused=refused,
+        margin=margin,
+        decision=decision,
+        more_pairs=stats.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
+        why_untrusted=why_untrusted,
+    )
+
+
+def unpaired_ratio(
+    a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> stats.Interval:
+    """The median of ``a`` over the median of ``b``, positive samples of any lengths, with a bootstrap interval.
+
+    Medians are taken of logarithms, and both samples are resampled. The interval is the expanded percentile one, as in
+    ``stats.paired_ratio``, at the levels of the shorter sample, whose length is ``count``.
+    """
+    above, below = (np.sort(np.log(np.asarray(values, dtype=np.float64))) for values in (a, b))
+    count = min(len(above), len(below))
+    estimate = math.exp(np.median(above) - np.median(below))
+    if 2.0 ** (1 - count) > 1 - confidence:
+        return stats.Interval(estimate, 0.0, math.inf, count)
+    generator = np.random.default_rng(seed)
+    over, under = (
+        np.median(values[generator.integers(len(values), size=(resamples, len(values)))], axis=1)
+        for values in (above, below)
+    )
+    tail = ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - confidence) / 2))
+    low, high = np.exp(np.quantile(over - under, [tail, 1 - tail]))
+    return stats.Interval(estimate, float(low), float(high), count)
+
+
+def _outcome(held: Sequence[Held]) -> Outcome:
+    """Something worse counts, whatever else cannot be told; a quantity of which nothing can be told is no pass."""
+    columns = zip(*((each.throughput, each.memory, each.accuracy) for each in held), strict=True)
+    decisions = [{each.decision for each in column if each} for column in columns]
+    if any("worse" in each for each in decisions):
+        return "worse"
+    return "untrusted" if {"untrusted"} in decisions else "passed"
+
+
+def _untold(samples: Sequence[Window], quantity: Quantity) -> bool:
+    """Whether no sample holds the figure, and not because it was refused: this machine does not tell it."""
+    return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
+
+
+def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:
+    """One arm a side: in every round the geometric mean over the variants of which the figures of both are known."""
+    sides: tuple[list[Window], list[Window]] = ([], [])
+    for windows in zip(*(arm.samples for arm in (*head, *base)), strict=True):
+        figures = [getattr(window, quantity.field) for window in windows]
+        pairs = zip(figures[: len(head)], figures[len(head) :], strict=True)
+        known = [pair for pair in pairs if all(pair)]
+        why = tuple(dict.fromkeys(reason for window in windows for reason in window.refusals))
+        for side, samples in enumerate(sides):
+            mean = statistics.geometric_mean(pair[side] for pair in known) if known else None
+            samples.append(windows[0].model_copy(update={quantity.field: mean, "refusals": why}))
+    of_head, of_base = (head[0].model_copy(update={"samples": tuple(samples)}) for samples in sides)
+    return of_head, of_base
+
+
+# What both ways to come by samples need.
+
+
+def in_common(base: Mapping[str, Any], head: Mapping[str, Any], against: str) -> list[str]:
+    """The variants, by name, of both. Raises GateError if there is none."""
+    if names := [name for name in base if name in head]:
+        return names
+    raise GateError(
+        f"{against} and this work tree have no variant in common: there are {', '.join(base)} there and "
+        f"{', '.join(head)} here. At least one name must stand under variants on both sides."
+    )
+
+
+def accuracies(
+    config: Config,
+    names: Sequence[str],
+    base: Mapping[str, Mapping[int, float]],
+    head: Mapping[str, Mapping[int, float]],
+) -> tuple[dict[str, Accuracy], list[str]]:
+    """The head's test accuracies (variant -> seed -> fraction) minus the base's; and why some are not compared."""
+    if not config.gate.accuracy:
+        return {}, ["Accuracy was not compared: gate.accuracy is false."]
+    found, missing = {}, []
+    for name in names:
+        if seeds := sorted(base[name].keys() & head[name].keys()):
+            differences = [head[name][seed] - base[name][seed] for seed in seeds]
+            found[name] = verdicts.accuracy(differences, config.compare.margins.accuracy)
+        else:
+            missing.append(f"The accuracy of {name} was not compared: the two have trained no seed in common.")
+    return found, missing
+
+
+def unshared(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
+    """Names the variants that only one side has, and that nothing is held against."""
+    alone = {
+        "base": [name for name in base if name not in head],
+        "head": [name for name in head if name not in base],
+    }
+    return [f"Only the {side} has: {', '.join(names)}." for side, names in alone.items() if names]
+
+
+def differing(base: Any, head: Any, path: str) -> list[str]:
+    """A line for each value that differs, with its dotted path."""
+    if isinstance(base, Mapping) and isinstance(head, Mapping):
+        keys = dict.fromkeys([*base, *head])
+        return [line for key in keys for line in differing(base.get(key), head.get(key), f"{path}.{key}")]
+    return [f"{path}: base {json.dumps(base)}, head {json.dumps(head)}"] if base != head else []

@@ -1,0 +1,119 @@
+"""This checkout's comparison, held against one that was recorded earlier."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from pipeline.comparison import Comparison
+from pipeline.config import Config
+from pipeline.gate.decision import (
+    Gated,
+    GateError,
+    Side,
+    accuracies,
+    differing,
+    in_common,
+    judge,
+    noises,
+    unshared,
+)
+from pipeline.verdicts import Noise
+
+COMPARISON_FILE = Path("reports/comparison.json")
+
+
+def recorded(config: Config, path: Path) -> Gated:
+    """Hold ``reports/comparison.json`` against the comparison in ``path``.
+
+    Raises GateError if they are not of one job in one environment, naming what differs.
+    """
+    base, head = _read(path), _read(COMPARISON_FILE)
+    if problems := [*_environment_problems(base, head, path), *_job_problems(base, head, path)]:
+        raise GateError("\n".join(problems))
+    there, here = ({arm.variant: arm for arm in each.bench.arms if arm.role == "variant"} for each in (base, head))
+    names = in_common(there, here, str(path))
+    settings = config.compare
+    found = _noise(base, settings.max_spread, path), _noise(head, settings.max_spread, COMPARISON_FILE)
+    throughput, memory = (max(each, key=_loudness) for each in zip(*found, strict=True))
+    of_base, of_head = _side(base), _side(head)
+    compared, missing = accuracies(config, names, of_base.test_accuracies, of_head.test_accuracies)
+    variants = [{name: each.bench.config["variants"][name] for name in names} for each in (base, head)]
+    return Gated(
+        **dict(judge(there, here, (throughput, memory), settings.margins, compared, paired=False)),
+        mode="recorded",
+        against=str(path),
+        margins=settings.margins,
+        base=of_base,
+        head=of_head,
+        remarks=(
+            "Recorded at different times: a change of the machine in between cannot be told from a change of the code. "
+            "Held against a revision, both are measured side by side.",
+            *unshared(there, here),
+            *differing(variants[0], variants[1], "variants"),
+            *missing,
+        ),
+        seconds=None,
+        budget="bench.max_minutes",
+    )
+
+
+def _read(path: Path) -> Comparison:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        for each in (values, values["bench"]):
+            each["schema_"] = each.pop("schema")
+        return Comparison.model_validate(values)
+    except FileNotFoundError:
+        raise GateError(f"{path} is missing; run `dvc repro`, which writes it.") from None
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise GateError(
+            f"{path} is not a comparison that this version can read: give a reports/comparison.json that this version "
+            f"wrote, or a revision. ({error})"
+        ) from None
+
+
+def _side(comparison: Comparison) -> Side:
+    return Side(
+        commit=comparison.bench.commit,
+        environment=comparison.environment["hash"],
+        arms=tuple(arm for arm in comparison.bench.arms if arm.role in ("variant", "again")),
+        test_accuracies={
+            each.variant: {run.seed: run.test_correct / run.test_count for run in each.runs}
+            for each in comparison.variants
+        },
+    )
+
+
+def _environment_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:
+    there, here = base.environment, head.environment
+    if there["hash"] == here["hash"]:
+        return []
+    return [
+        f"{path} was measured in environment {there['hash'][:12]} and {COMPARISON_FILE} in {here['hash'][:12]}: "
+        "numbers of different machines or software are not compared. Against a revision, both would be measured here.",
+        *differing(there | {"hash": None}, here | {"hash": None}, "environment"),
+    ]
+
+
+def _job_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:
+    found = [
+        *differing(base.train | {"seeds": None}, head.train | {"seeds": None}, "train"),
+        *differing(base.dataset.model_dump(), head.dataset.model_dump(), "dataset"),
+    ]
+    return [f"{path} and {COMPARISON_FILE} are of different jobs, which are not compared.", *found] if found else []
+
+
+def _noise(comparison: Comparison, max_spread: float, path: Path) -> tuple[Noise, Noise]:
+    bench = comparison.bench
+    baseline, again = bench.arm("variant", bench.baseline), bench.arm("again", bench.baseline)
+    if not (baseline and again):
+        raise GateError(
+            f"{path} holds no baseline that was measured twice: run `dvc repro bench compare` for it again."
+        )
+    return noises(baseline, again, max_spread)
+
+
+def _loudness(noise: Noise) -> tuple[bool, float]:
+    return noise.why_untrusted is not None, noise.high / noise.low if noise.low and noise.high else math.inf

@@ -1,0 +1,708 @@
+"""A commit against another: the decision, recordings, the copies that are measured side by side, and all in earnest."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import gate
+from pipeline.benchmark import Asked, Rounds
+from pipeline.config import Config, Margins, parse
+from pipeline.gate import copies, measuring, recording
+from pipeline.gate.copies import check_arms, commit_of, head_commit
+from pipeline.gate.decision import GateError, Judged, judge, noises, unpaired_ratio
+from pipeline.results import Arm
+from pipeline.verdicts import Accuracy, accuracy
+from tests.conftest import Clone
+from tests.factories import (
+    ENVIRONMENT,
+    make_arm,
+    make_bench,
+    make_comparison,
+    make_result,
+    make_run,
+    make_window,
+)
+
+SPEED, PEAK = 20_000.0, 200 * 2**20
+
+
+def arm(
+    name: str = "head baseline",
+    *,
+    throughput: float = 1.0,
+    memory: float = 1.0,
+    noise: float = 0.01,
+    drift: float = 0.1,
+    rounds: int = 14,
+    refused: Sequence[int] = (),
+    told: bool = True,
+    **changes: Any,
+) -> Arm:
+    """An arm of a machine that drifts; ``noise`` is drawn anew for each name. Without ``told``, memory is unknown."""
+    draw = random.Random(name)
+    samples = [
+        make_window(
+            samples_per_second=SPEED * throughput * (1 + drift * math.sin(index)) * math.exp(draw.gauss(0, noise)),
+            peak_memory_bytes=round(PEAK * memory),
+            refusals=("another process took half of the CPU",) if index in refused else (),
+        ).model_copy(update={} if told else {"peak_memory_bytes": None})
+        for index in range(rounds)
+    ]
+    return make_arm(**{"name": name, "variant": name.split()[1], "samples": tuple(samples)} | changes)
+
+
+def judged(
+    *heads: Arm,
+    noise: float = 0.01,
+    drift: float = 0.1,
+    accuracies: Mapping[str, Accuracy] | None = None,
+    paired: bool = True,
+) -> Judged:
+    """``heads`` against bases of the same variants, on a machine with that noise and drift."""
+
+    def of_base(variant: str, name: str) -> Arm:
+        head = heads[0].samples
+        told = head[0].peak_memory_bytes is not None
+        return arm(name, variant=variant, noise=noise, drift=drift, rounds=len(head), told=told)
+
+    base = {each.variant: of_base(each.variant, f"base {each.variant}") for each in heads}
+    found = noises(base["baseline"], of_base("baseline", "base baseline again"), max_spread=0.15)
+    return judge(base, {each.variant: each for each in heads}, found, Margins(), accuracies or {}, paired=paired)
+
+
+def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
+    """By variant, of throughput and of memory."""
+    rows = [*found.variants, *([found.together] if found.together else [])]
+    return {
+        row.variant: (
+            row.throughput.decision if row.throughput else None,
+            row.memory.decision if row.memory else None,
+        )
+        for row in rows
+    }
+
+
+# The decision.
+
+
+def test_nothing_worse_passes() -> None:
+    found = judged(arm(), arm("head ddp"))
+    assert found.outcome == "passed"
+    assert set(decisions(found).values()) == {("same", "same")}
+
+
+@pytest.mark.parametrize(
+    ("throughput", "memory", "expected"),
+    [
+        (0.9, 1.0, ("worse", "same")),
+        (1.0, 1.1, ("same", "worse")),
+        (1.1, 0.9, ("better", "better")),
+        (1.2, 1.2, ("better", "worse")),
+    ],
+)
+@pytest.mark.parametrize("paired", [True, False])
+def test_what_counts_as_worse(throughput: float, memory: float, expected: tuple[str, str], paired: bool) -> None:
+    drift = 0.1 if paired else 0.0
+    found = judged(arm(throughput=throughput, memory=memory, drift=drift), drift=drift, paired=paired)
+    assert decisions(found) == {"baseline": expected}
+    assert found.outcome == ("worse" if "worse" in expected else "passed")
+
+
+def test_samples_that_are_no_pairs_know_no_drift() -> None:
+    assert decisions(judged(arm(throughput=0.9), paired=False)) == {"baseline": ("undecided", "same")}
+
+
+def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
+    lost = accuracy([-0.03, -0.031, -0.029], 0.01)
+    assert judged(arm(), accuracies={"baseline": lost}).outcome == "worse"
+    found = judged(arm(), accuracies={"baseline": accuracy([-0.03], 0.01)})
+    assert found.outcome == "passed"
+    assert found.variants[0].accuracy is not None
+    assert found.variants[0].accuracy.decision == "undecided"
+
+
+def test_what_is_undecided_is_no_alarm() -> None:
+    found = judged(arm(throughput=0.97))
+    assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("undecided", "same"))
+    assert found.variants[0].throughput is not None
+    assert found.variants[0].throughput.more_pairs
+
+
+def test_a_noisy_machine_decides_nothing_about_speed_but_a_leak_still_shows() -> None:
+    slower = judged(arm(throughput=0.5, noise=0.5), noise=0.5)
+    assert (slower.outcome, decisions(slower)["baseline"]) == ("untrusted", ("untrusted", "same"))
+    assert judged(arm(memory=1.5, noise=0.5), noise=0.5).outcome == "worse"
+
+
+def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
+    refused = arm("head ddp", refused=range(10), throughput=0.5)
+    found = judged(arm(), refused)
+    assert found.outcome == "passed"
+    assert decisions(found)["ddp"] == ("untrusted", "same")
+    assert judged(arm(throughput=0.8), refused).outcome == "worse"
+
+
+def test_memory_that_the_machine_does_not_tell_is_not_judged() -> None:
+    found = judged(arm(told=False))
+    assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("same", None))
+
+
+def test_too_few_rounds_are_no_pass() -> None:
+    assert judged(arm(rounds=5)).outcome == "untrusted"
+
+
+def test_what_hits_all_variants_shows_in_all_of_them_together_first() -> None:
+    """With this noise, each variant's own interval reaches into the margin; that of their mean does not."""
+    names = ("baseline", "ddp", "memory", "other")
+    slower = judged(*(arm(f"head {name}", throughput=0.94, noise=0.04) for name in names), noise=0.04)
+    assert {decisions(slower)[name] for name in names} == {("undecided", "same")}
+    assert slower.together is not None
+    assert decisions(slower)[slower.together.variant] == ("worse", "same")
+    assert slower.outcome == "worse"
+    assert judged(arm(), paired=True).together is None, "of one variant there is nothing to put together"
+    assert judged(arm(), arm("head ddp"), paired=False).together is None, "the rounds of recordings are no pairs"
+
+
+def test_together_means_the_ratios_of_what_is_known() -> None:
+    heads = [arm(throughput=0.8, noise=0.0), arm("head ddp", throughput=1.25, noise=0.0, refused=(0, 1))]
+    found = judged(*heads, noise=0.0)
+    assert found.together is not None
+    assert found.together.throughput is not None
+    assert found.together.throughput.estimate == pytest.approx(1.0)  # 0.8 x 1.25; in two rounds 0.8 alone
+    assert found.together.throughput.low == pytest.approx(1.0)
+    assert found.together.throughput.refused == 0
+
+
+def test_an_unpaired_ratio_is_that_of_the_medians() -> None:
+    found = unpaired_ratio([2.0] * 8, [1.0] * 20)
+    assert (found.estimate, found.low, found.high, found.count) == pytest.approx((2.0, 2.0, 2.0, 8))
+    few = unpaired_ratio([2.0] * 5, [1.0] * 20)
+    assert (few.estimate, few.low, few.high) == (2.0, 0.0, math.inf)
+    draw = np.random.default_rng(1)
+    a, b = draw.lognormal(size=12), draw.lognormal(size=9)
+    assert unpaired_ratio(a, b) == unpaired_ratio(draw.permutation(a), draw.permutation(b))
+    assert unpaired_ratio(3 * a, b).low == pytest.approx(3 * unpaired_ratio(a, b).low)
+
+
+def test_an_unpaired_interval_holds_the_ratio_in_95_percent() -> None:
+    draw = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        a, b = draw.lognormal(0.1, 0.05, size=12), draw.lognormal(0.0, 0.1, size=15)
+        found = unpaired_ratio(a, b, resamples=1000)
+        held += found.low <= math.exp(0.1) <= found.high
+    assert 0.92 <= held / 400 <= 0.99
+
+
+# Against a recording.
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose reports/comparison.json is the factory's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports").mkdir()
+    recording.COMPARISON_FILE.write_text(make_comparison().to_json(), encoding="utf-8")
+    return tmp_path
+
+
+def configured(**sections: Any) -> Config:
+    return parse({"variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}}} | sections)
+
+
+def recorded(**sides: Any) -> Path:
+    """A file with the factory's comparison, but for ``sides``: keys of its bench, or whole fields."""
+    file = Path("main.json")
+    bench = {key: sides.pop(key) for key in list(sides) if key in ("throughput", "memory")}
+    made = make_comparison(bench=make_bench(**bench)).model_copy(update=sides)
+    file.write_text(made.to_json(), encoding="utf-8")
+    return file
+
+
+@pytest.mark.usefixtures("checkout")
+def test_the_same_recording_is_no_worse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate.run(configured(), str(recorded())) == 0
+    text = gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+    assert capsys.readouterr().out == text
+    assert text.startswith("**Nothing was shown to be worse; undecided: throughput (baseline, ddp, memory).**\n")
+    assert "a change of the machine in between cannot be told from a change of the code" in text
+    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    assert (values["schema"], values["exit_code"], values["outcome"], values["mode"]) == (1, 0, "passed", "recorded")
+    assert values["head"]["commit"] == "c" * 40
+    assert values["variants"][0]["accuracy"]["decision"] == "same"
+
+
+@pytest.mark.usefixtures("checkout")
+def test_a_recording_that_was_better_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    faster = recorded(throughput={"baseline": 1.0, "ddp": 3.2, "memory": 0.8}, memory={"memory": 0.3, "ddp": 1.01})
+    assert gate.run(configured(), str(faster)) == 1
+    assert capsys.readouterr().out.startswith("**Worse than the base: throughput (ddp), peak memory (memory).**\n")
+
+
+@pytest.mark.usefixtures("checkout")
+def test_recorded_accuracies_are_paired_by_seed() -> None:
+    better = [
+        make_result(
+            "baseline", [make_run(seed, test_correct=correct) for seed, correct in ((2, 9290), (0, 9300), (1, 9330))]
+        )
+    ]
+    file = Path("main.json")
+    file.write_text(make_comparison(better, make_bench(better)).to_json(), encoding="utf-8")
+    assert gate.run(configured(), str(file)) == 1
+    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    assert values["variants"][0]["accuracy"]["mean_fraction"] == pytest.approx(-0.03)
+    assert values["variants"][0]["accuracy"]["high_fraction"] == pytest.approx(-0.03)
+    assert "Only the head has: ddp, memory." in values["remarks"]
+    assert gate.run(configured(gate={"accuracy": False}), str(file)) == 0
+
+
+@pytest.mark.usefixtures("checkout")
+def test_other_seeds_leave_the_accuracy_out() -> None:
+    others = [make_result("baseline", [make_run(seed) for seed in (7, 8)])]
+    file = Path("main.json")
+    file.write_text(make_comparison(others, make_bench(others)).to_json(), encoding="utf-8")
+    assert gate.run(configured(), str(file)) == 0
+    assert "The accuracy of baseline was not compared" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("checkout")
+def test_another_environment_and_another_job_are_refused_by_name() -> None:
+    elsewhere = ENVIRONMENT | {"hash": "f" * 64, "software": ENVIRONMENT["software"] | {"torch": "2.15.0"}}
+    train = make_comparison().train
+    file = recorded(environment=elsewhere, train=train | {"batch_size": 128, "seeds": [9]})
+    with pytest.raises(GateError) as refused:
+        gate.run(configured(), str(file))
+    assert str(refused.value).splitlines() == [
+        "main.json was measured in environment ffffffffffff and reports/comparison.json in eeeeeeeeeeee: numbers of "
+        "different machines or software are not compared. Against a revision, both would be measured here.",
+        'environment.software.torch: base "2.15.0", head "2.11.0"',
+        "main.json and reports/comparison.json are of different jobs, which are not compared.",
+        "train.batch_size: base 128, head 256",
+    ]
+    assert not gate.JSON_FILE.exists()
+
+
+@pytest.mark.usefixtures("checkout")
+def test_recordings_without_a_common_variant_are_refused() -> None:
+    other = [make_result("other")]
+    Path("main.json").write_text(make_comparison(other, make_bench(other)).to_json(), encoding="utf-8")
+    with pytest.raises(GateError, match="no variant in common: there are other there and baseline, ddp, memory here"):
+        gate.run(configured(), "main.json")
+
+
+@pytest.mark.usefixtures("checkout")
+@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"schema": 1, "bench": {"schema": 1}}'])
+def test_a_file_that_is_no_comparison(content: str) -> None:
+    Path("main.json").write_text(content, encoding="utf-8")
+    with pytest.raises(GateError, match=r"^main.json is not a comparison that this version can read: give a reports/"):
+        gate.run(configured(), "main.json")
+
+
+def test_this_checkouts_comparison_must_be_there(checkout: Path) -> None:
+    recording.COMPARISON_FILE.rename(checkout / "main.json")
+    with pytest.raises(GateError, match=r"^reports/comparison\.json is missing; run `dvc repro`"):
+        gate.run(configured(), "main.json")
+
+
+# The copies.
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A git and DVC repository with one commit, in a state that no commit has; the current directory."""
+    path = tmp_path / "repository"
+    (path / ".dvc").mkdir(parents=True)
+    (path / ".dvc" / "config").touch()
+    (path / ".gitignore").write_text("/ignored\n/.dvc/tmp\n/.dvc/config.local\n", encoding="utf-8")
+    for name in ("kept", "changed", "deleted"):
+        (path / name).write_text("old", encoding="utf-8")
+    monkeypatch.chdir(path)
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "test")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "test@example.org")
+    run("git", "init", "--quiet")
+    run("git", "add", "--all")
+    run("git", "commit", "--quiet", "--message", "first")
+    (path / "changed").write_text("new", encoding="utf-8")
+    (path / "deleted").unlink()
+    (path / "untracked").write_text("new", encoding="utf-8")
+    (path / "ignored").write_text("new", encoding="utf-8")
+    run("git", "add", "changed")
+    (path / "changed").write_text("newest", encoding="utf-8")
+    return path
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in root.iterdir() if path.is_file()}
+
+
+def test_the_copies_are_the_commit_and_the_work_tree(repository: Path) -> None:
+    ours = {".gitignore": (repository / ".gitignore").read_text(encoding="utf-8"), "kept": "old"}
+    with copies.copies(commit_of("HEAD")) as (base, head):
+        assert contents(base) == ours | {"changed": "old", "deleted": "old"}
+        assert contents(head) == ours | {"changed": "newest", "untracked": "new"}
+        for root in (base, head):
+            found = subprocess.run(
+                [sys.executable, "-m", "dvc", "cache", "dir"], cwd=root, check=True, capture_output=True, text=True
+            )
+            assert found.stdout.strip() == str(repository / ".dvc" / "cache"), "what is known is shared"
+    assert list((repository / ".dvc" / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GateError])
+def test_nothing_is_left_behind_or_touched(repository: Path, error: type[BaseException]) -> None:
+    def state() -> tuple[object, ...]:
+        git = [path for path in (repository / ".git").rglob("*") if path.is_file()]
+        return contents(repository), {path: path.read_bytes() for path in git}, run("git", "worktree", "list")
+
+    run("git", "status")  # refreshes the index
+    before, commit = state(), commit_of("HEAD")
+
+    def fail() -> None:
+        with copies.copies(commit) as roots:
+            (roots[1] / "changed").write_text("in the copy", encoding="utf-8")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert state() == before
+    assert list((repository / ".dvc" / "tmp").iterdir()) == []
+
+
+def test_the_project_may_be_a_part_of_the_repository_and_git_may_have_set_variables(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "project").mkdir()
+    for name in (".dvc", "kept"):
+        (repository / name).rename(repository / "project" / name)
+    run("git", "add", "--all")
+    run("git", "commit", "--quiet", "--message", "second")
+    monkeypatch.chdir(repository / "project")
+    monkeypatch.setenv("GIT_DIR", "elsewhere")  # as in a hook
+    monkeypatch.setenv("GIT_INDEX_FILE", "elsewhere")
+    with copies.copies(commit_of("HEAD")) as roots:
+        assert [contents(root) for root in roots] == [{"kept": "old"}] * 2
+
+
+def test_the_head_says_whether_it_is_a_commit(repository: Path) -> None:
+    commit = run("git", "rev-parse", "HEAD").strip()
+    assert head_commit() == f"{commit}+"
+    run("git", "add", "--all")
+    run("git", "commit", "--quiet", "--message", "second")
+    assert head_commit() == run("git", "rev-parse", "HEAD").strip() != commit == commit_of("HEAD~1")
+    (repository / "untracked too").touch()
+    assert str(head_commit()).endswith("+")
+
+
+@pytest.mark.usefixtures("repository")
+def test_an_unknown_revision() -> None:
+    with pytest.raises(GateError, match="--against: found 'no-such', which is no file and no revision that this repos"):
+        gate.run(configured(), "no-such")
+
+
+def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(GateError, match=r"not a git repository"):
+        gate.run(configured(), "main")
+
+
+@pytest.mark.usefixtures("repository")
+def test_no_dvc_repository(repository: Path) -> None:
+    (repository / ".dvc" / "config").unlink()
+    (repository / ".dvc").rmdir()
+    with pytest.raises(GateError, match=r"^this is no DVC repository: "):
+        gate.run(configured(), "HEAD")
+
+
+def test_a_base_that_cannot_measure_itself(repository: Path) -> None:
+    commit = run("git", "rev-parse", "HEAD").strip()
+    message = rf"^HEAD \({commit[:12]}\) cannot be measured: it has no `python -m pipeline arms`"
+    with pytest.raises(GateError, match=message):
+        gate.run(configured(), "HEAD")
+    (repository / "pipeline").mkdir()
+    (repository / "pipeline" / "__main__.py").write_text("raise SystemExit(2)", encoding="utf-8")
+    with pytest.raises(GateError, match="older than the gate"):
+        check_arms(repository, "main")
+    (repository / "pipeline" / "__main__.py").write_text("", encoding="utf-8")
+    check_arms(repository, "main")
+
+
+def test_a_stage_that_fails_is_named(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        GateError, match=r"^`dvc repro environment prepare` failed in .*repository; what it wrote stands"
+    ):
+        copies.dvc(repository, "repro", "environment", "prepare")
+    captured = capfd.readouterr()
+    assert (captured.out, "dvc.yaml" in captured.err) == ("", True)
+
+
+# Side by side, with sides that only pretend.
+
+
+@dataclass
+class Pretended:
+    """What the two sides are, and what their measurement gives."""
+
+    about: list[dict[str, Any]]
+    speeds: dict[str, float] = field(default_factory=dict)
+    correct: tuple[int, int] = (9000, 9000)
+    rounds: int = 14
+    interrupted: bool = False
+    spoiled: int = 0
+    """So many short samples of the first arm are refused."""
+    asked: list[str] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    """Sides with the variants baseline and ddp, equal until a test changes them."""
+    monkeypatch.chdir(tmp_path)
+    variants = configured().model_dump(mode="json")["variants"]
+    about = {"environment": "e" * 64, "dataset": {"name": "digits", "sha256": "d"}, "train": {"epochs": 3}}
+    sides = Pretended([about | {"variants": dict(variants)} for _ in range(2)])
+
+    class Server:
+        def __init__(self, root: Path) -> None:
+            self.side = ("base", "head").index(root.name)
+
+        def __enter__(self) -> Server:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def describe(self) -> dict[str, Any]:
+            return sides.about[self.side]
+
+        def measure(self, name: str, *_: object) -> dict[str, Any]:
+            reasons: tuple[str, ...] = ()
+            if name.endswith("again") and sides.spoiled:
+                sides.spoiled -= 1
+                reasons = ("another process took half of the CPU",)
+            window = make_window(samples_per_second=25_600.0, refusals=reasons)  # 10 ms a step
+            return {"window": window.model_dump(mode="json")}
+
+    @contextmanager
+    def two(_: str) -> Iterator[tuple[Path, Path]]:
+        yield tmp_path / "base", tmp_path / "head"
+
+    def dvc(root: Path, *arguments: str) -> None:
+        sides.ran.append(" ".join((root.name, *arguments)))
+        for stage in arguments:
+            if stage.startswith("train@"):
+                file = root / "results" / f"{stage.removeprefix('train@')}.json"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                correct = sides.correct[("base", "head").index(root.name)]
+                runs = [make_run(seed, test_correct=correct + seed).model_dump() for seed in (0, 1, 2)]
+                file.write_text(json.dumps({"runs": runs}), encoding="utf-8")
+
+    def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int) -> Rounds:
+        sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
+        assert (seconds, max_rounds, steps) == (300.0, None, 150)
+        made = tuple(
+            arm(each.name, throughput=sides.speeds.get(each.name, 1.0), rounds=sides.rounds, variant=each.variant)
+            for each in arms
+        )
+        return Rounds(arms=made, steps=steps, seconds=299.0, interrupted=sides.interrupted)
+
+    monkeypatch.setattr(measuring, "commit_of", lambda _: "a" * 40)
+    monkeypatch.setattr(measuring, "head_commit", lambda: "b" * 40 + "+")
+    monkeypatch.setattr(measuring, "check_arms", lambda *_: None)
+    for name, value in (("Server", Server), ("copies", two), ("dvc", dvc), ("measure", measure)):
+        monkeypatch.setattr(measuring, name, value)
+    return sides
+
+
+def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pretended: Pretended) -> None:
+    assert gate.run(configured(), "main") == 0
+    assert pretended.asked == [
+        "base baseline again of 0, again",
+        "base baseline of 0, variant",
+        "head baseline of 1, variant",
+        "base ddp of 0, variant",
+        "head ddp of 1, variant",
+    ]
+    trained = "repro train@baseline train@ddp"
+    made = "repro environment prepare"
+    assert pretended.ran == [f"base {made}", f"head {made}", f"base {trained}", f"head {trained}"]
+    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    assert (values["mode"], values["against"], values["exit_code"]) == ("side by side", "main", 0)
+    assert (values["base"]["commit"], values["head"]["commit"]) == ("a" * 40, "b" * 40 + "+")
+    assert [each["name"] for each in values["base"]["arms"]] == ["base baseline again", "base baseline", "base ddp"]
+    assert len(values["head"]["arms"][0]["samples"]) == 14
+    assert values["head"]["test_accuracies"]["ddp"] == {"0": 0.9, "1": 0.9001, "2": 0.9002}
+    assert values["margins"] == Margins().model_dump()
+
+
+def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pretended) -> None:
+    pretended.speeds = {"head baseline": 0.8, "head ddp": 0.8}
+    pretended.correct = (9000, 8000)
+    assert gate.run(configured(), "main") == 1
+    lines = gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "**Worse than the base: throughput (baseline, ddp, all together), accuracy (baseline, ddp).**"
+    assert lines[2:4] == [
+        "| head against base | throughput | peak memory | test accuracy, points |",
+        "| --- | --- | --- | --- |",
+    ]
+    (baseline,) = [line for line in lines if line.startswith("| baseline")]
+    assert "0.80" in baseline
+    assert "**worse** | 1.000 (1.000 to 1.000) same | -10.00 (-10.00 to -10.00) **worse** |" in baseline
+    (together,) = [line for line in lines if line.startswith("| all together")]
+    assert together.endswith("| 1.000 (1.000 to 1.000) same | not compared |")
+    assert (
+        f"* Base `{'a' * 12}`, head `{'b' * 12}` with uncommitted changes; side by side, 14 rounds in 299 s"
+        in "\n".join(lines)
+    )
+    assert len("\n".join(lines)) < 2000, "it goes into a pull request"
+
+
+def test_what_differs_between_the_sides_is_named(pretended: Pretended) -> None:
+    base, head = pretended.about
+    base["variants"]["gone"], head["variants"]["new"] = {}, {}
+    head["train"] = {"epochs": 4}
+    head["variants"]["ddp"] = head["variants"]["ddp"] | {"processes": 4}
+    gate.run(configured(gate={"accuracy": False}), "main")
+    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    assert values["remarks"] == [
+        "Only the base has: gone.",
+        "Only the head has: new.",
+        "train.epochs: base 3, head 4",
+        'variants.ddp.processes: base "auto", head 4',
+        "Accuracy was not compared: gate.accuracy is false.",
+    ]
+    assert pretended.ran == ["base repro environment prepare", "head repro environment prepare"], "nothing was trained"
+    assert [each["variant"] for each in values["variants"]] == ["baseline", "ddp"]
+
+
+def test_other_data_and_no_common_variant_are_refused(pretended: Pretended) -> None:
+    pretended.about[1]["variants"] = {"other": {}}
+    with pytest.raises(
+        GateError, match="main and this work tree have no variant in common: there are baseline, ddp there"
+    ):
+        gate.run(configured(), "main")
+    pretended.about[1]["dataset"] = {"name": "mnist", "sha256": "d"}
+    with pytest.raises(GateError, match=r'(?s)trains on other data.*dataset\.name: base "digits", head "mnist"'):
+        gate.run(configured(), "main")
+
+
+def test_without_the_baseline_another_variant_shows_the_noise(pretended: Pretended) -> None:
+    del pretended.about[0]["variants"]["baseline"]
+    assert gate.run(configured(), "main") == 0
+    assert pretended.asked[0] == "base ddp again of 0, again"
+
+
+@pytest.mark.parametrize(("rounds", "enough"), [(5, False), (6, True)])
+def test_an_interrupted_measurement(pretended: Pretended, rounds: int, enough: bool) -> None:
+    pretended.rounds, pretended.interrupted = rounds, True
+    if enough:
+        assert gate.run(configured(), "main") == 0
+        assert "* Interrupted after 6 rounds.\n" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+    else:
+        with pytest.raises(GateError, match=r"^interrupted after 5 round\(s\); at least 6 are needed to decide.$"):
+            gate.run(configured(), "main")
+
+
+def test_a_sample_that_other_load_spoiled_says_nothing_about_steps(pretended: Pretended) -> None:
+    pretended.spoiled = 2
+    assert gate.run(configured(), "main") == 0  # of 150 steps, as the fixture asserts
+    assert pretended.spoiled == 0
+
+
+# In earnest.
+
+
+PLANTED = """
+
+def _planted(step, rate):
+    import itertools
+    import time
+
+    kept = []
+
+    def slow_and_leaking(self, micro_batches):
+        batch = next(micro_batches)
+        kept.append(batch[0].repeat(200, 1, 1, 1))
+        started = time.perf_counter()
+        step(self, itertools.chain([batch], micro_batches))
+        until = 3 * time.perf_counter() - 2 * started
+        while time.perf_counter() < until:
+            pass
+
+    return slow_and_leaking, lambda *arguments: 1e-4 * rate(*arguments)
+
+
+TrainingStep.__call__, learning_rate = _planted(TrainingStep.__call__, learning_rate)
+"""
+"""Appended to training.py: a step takes three times as long and keeps its batch, and the learning rate is too low."""
+
+
+@pytest.fixture(scope="module")
+def earnest(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """A clone that trains digits in seconds. So few rounds know their noise by their spread alone, which is allowed to
+    be anything here: what is planted is far larger, and a busy machine must not fail a test."""
+    margins = {"throughput": 0.3, "memory": 0.3, "accuracy": 0.02}
+    params = {
+        "fetch.dataset": "digits",
+        "train.epochs": 3,
+        "train.seeds": [0, 1],
+        "train.batch_size": 64,
+        "publish.live": False,
+        "bench": {"max_rounds": 7, "window_seconds": 0.2, "max_foreign_load": 1.0, "max_input_wait": 1.0},
+        "compare": {"margins": margins, "max_spread": 1000.0},
+        "gate": {"max_minutes": 10.0},
+        "variants": {"baseline": {}},
+    }
+    return Clone(tmp_path_factory.mktemp("earnest"), params)
+
+
+def against_head(clone: Clone, exit_code: int) -> tuple[str, dict[str, Any]]:
+    command = [sys.executable, "-m", "pipeline", "gate", "--against", "HEAD"]
+    output = clone.run("sh", "-c", '"$@"; echo "exit code $?"', "gate", *command)
+    assert output.endswith(f"exit code {exit_code}\n"), output
+    values: dict[str, Any] = json.loads((clone.path / gate.JSON_FILE).read_text(encoding="utf-8"))
+    return output, values["variants"][0]
+
+
+@pytest.mark.slow
+def test_a_comment_passes(earnest: Clone) -> None:
+    training = earnest.path / "pipeline" / "training.py"
+    plain = training.read_text(encoding="utf-8")
+    training.write_text(f"{plain}\n# A comment.\n", encoding="utf-8")
+    before = earnest.run("git", "status", "--short")
+    output, baseline = against_head(earnest, 0)
+    assert "with uncommitted changes; side by side, 7 rounds" in output
+    assert (baseline["accuracy"]["decision"], baseline["accuracy"]["mean_fraction"]) == ("same", 0.0)
+    assert earnest.run("git", "status", "--short") == before == " M pipeline/training.py\n"
+    assert not (earnest.path / "results").exists(), "what was trained is in DVC's cache"
+    training.write_text(plain, encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_slower_loop_a_leak_and_a_lower_accuracy_are_caught(earnest: Clone) -> None:
+    with (earnest.path / "pipeline" / "training.py").open("a", encoding="utf-8") as file:
+        file.write(PLANTED)
+    output, baseline = against_head(earnest, 1)
+    assert "**Worse than the base: throughput (baseline), peak memory (baseline), accuracy (baseline).**\n" in output
+    assert {key: baseline[key]["decision"] for key in ("throughput", "memory", "accuracy")} == dict.fromkeys(
+        ("throughput", "memory", "accuracy"), "worse"
+    )
+    assert baseline["throughput"]["estimate"] == pytest.approx(1 / 3, rel=0.3)
+    assert list((earnest.path / ".dvc" / "tmp").glob("gate-*")) == []
