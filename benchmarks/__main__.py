@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does, for both arms of every pair
 
-from benchmarks import data_path, stages
+from benchmarks import data_path, ledgers, stages
 from pipeline import environment, results
 
 FIGURES = Path(__file__).parent / "figures"
@@ -21,6 +21,7 @@ FIGURES = Path(__file__).parent / "figures"
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.run()["cases"]["plain"],
     "data_path_augmented": lambda: data_path.run()["cases"]["augmented"],
+    "ledgers": ledgers.predictions,
     "textbook": stages.textbook,
     "bare_loop": stages.bare_loop,
     "tracking": stages.tracking,
@@ -53,13 +54,10 @@ def main() -> None:
         figures["benchmarks"][name] = figure
         results.write_text(path, json.dumps(figures, indent=1) + "\n")
         lower = figure.get("lower_is_better", False)
-        met = (
-            (figure["median_ratio"] <= figure["target_ratio"])
-            if lower
-            else (figure["median_ratio"] >= figure["target_ratio"])
-        )
+        value = figure["worst_ratio"] if "worst_ratio" in figure else figure["median_ratio"]
+        met = value <= figure["target_ratio"] if lower else value >= figure["target_ratio"]
         print(
-            f"{name:20} {figure['median_ratio']:8.3f}  target {'at most' if lower else 'at least'} "
+            f"{name:20} {value:8.3f}  target {'at most' if lower else 'at least'} "
             f"{figure['target_ratio']:g}  {'met' if met else 'MISSED'}  ({time.perf_counter() - started:.0f} s)",
             flush=True,
         )

@@ -5,7 +5,7 @@ whose training step takes 10% longer. ``error_rates`` draws trials from it, each
 default budget gives, so that the machine's drift stays in, and lets the gate's own code decide. ``full`` runs complete
 gates, which confirm the pool.
 
-    python -m benchmarks.gate pool FILE --minutes 120
+    python -m benchmarks.gate pool FILE --minutes 180
     python -m benchmarks.gate rates FILE
     python -m benchmarks.gate full --trials 5
 """
@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import config, environment, results
-from pipeline.benchmark import Server, measure
+from pipeline.benchmark import Rounds, Server, measure
 from pipeline.config import Compare, Config, Gate
 from pipeline.gate.decision import Judged, judge, noises
 from pipeline.gate.measuring import arms_of, steps_of
@@ -62,44 +63,46 @@ TrainingStep.__call__ = _slower(TrainingStep.__call__)
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
 
 
-def pool(minutes: float) -> dict[str, Any]:
+def pool(minutes: float, part_minutes: float = 15.0) -> dict[str, Any]:
     """Real rounds of base (its baseline twice), an equal head and a slower one, for so many minutes.
 
-    Speeds and peaks by arm, one a round, None where they were refused. An interruption keeps the complete rounds.
+    In parts of ``part_minutes``, each with new servers, as every gate starts new ones. Speeds and peaks by arm, one a
+    round, None where they were refused. An interruption keeps the complete rounds.
     """
     params = config.load(ROOT / config.PARAMS_FILE)
-    names = list(params.variants)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    ended = time.monotonic() + 60 * minutes
+    parts: list[Rounds] = []
+    with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
-        sides = {}
-        for side in ("base", "head", "slow"):
-            checkout = _checkout(Path(folder, side), params)
+        checkouts = {side: _checkout(Path(folder, side), params) for side in ("base", "head", "slow")}
+        plant(checkouts["slow"])
+        for checkout in checkouts.values():
             (checkout.path / "data").mkdir()
             (checkout.path / "data" / "prepared").symlink_to(packed)
-            if side == "slow":
-                plant(checkout)
             checkout.stage("environment")
-            server = stack.enter_context(Server(checkout.path))
-            sides[side] = (server, server.describe())
-        arms = arms_of(names, params.compare.baseline, sides)
-        steps = steps_of(arms, params.bench.window_seconds)
-        rounds = measure(arms, seconds=60 * minutes, max_rounds=None, steps=steps)
-    count = len(rounds.arms[0].samples)
-    samples = [sample for arm in rounds.arms for sample in arm.samples]
-    gates_share = 1 - len(names) / len(arms)  # a gate has no third side
+        while time.monotonic() < ended and not (parts and parts[-1].interrupted):
+            seconds = min(60 * part_minutes, ended - time.monotonic())
+            with ExitStack() as stack:
+                servers = {side: stack.enter_context(Server(each.path)) for side, each in checkouts.items()}
+                sides = {side: (server, server.describe()) for side, server in servers.items()}
+                arms = arms_of(list(params.variants), params.compare.baseline, sides)
+                steps = steps_of(arms, params.bench.window_seconds)
+                parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps))
+    counts = [len(part.arms[0].samples) for part in parts]
+    samples = {arm.name: [sample for part in parts for sample in _of(part, arm.name)] for arm in parts[0].arms}
+    refused = sum(bool(sample.refusals) for each in samples.values() for sample in each)
+    gates_share = 1 - len(params.variants) / len(samples)  # a gate has no third side
     return {
         "environment": environment.fingerprint(),
         "measured_on": time.strftime("%Y-%m-%d"),
         "slowdown_fraction": SLOWDOWN_FRACTION,
-        "rounds": count,
-        "steps": rounds.steps,
-        "seconds": round(rounds.seconds),
-        "seconds_per_gate_round": round(rounds.seconds / count * gates_share, 2),
-        "samples": len(samples),
-        "refused_samples": sum(bool(sample.refusals) for sample in samples),
+        "rounds": counts,
+        "steps": [part.steps for part in parts],
+        "seconds_per_gate_round": round(sum(part.seconds for part in parts) / sum(counts) * gates_share, 2),
+        "refused_fraction": round(refused / (len(samples) * sum(counts)), 4),
         "arms": {
-            arm.name: {key: [_rounded(getattr(sample, key)) for sample in arm.samples] for key in QUANTITIES}
-            for arm in rounds.arms
+            name: {key: [_rounded(getattr(sample, key)) for sample in each] for key in QUANTITIES}
+            for name, each in samples.items()
         },
     }
 
@@ -107,30 +110,31 @@ def pool(minutes: float) -> dict[str, Any]:
 def error_rates(recorded: Mapping[str, Any], trials: int = 1000, minutes: float | None = None) -> dict[str, Any]:
     """Decide ``trials`` gates of equal sides, and as many with the slower head, on blocks of consecutive rounds.
 
-    ``minutes``: a gate's budget; None: the default one. Blocks begin anywhere in the pool and overlap, so there is no
-    more in all trials together than in ``independent_blocks`` of them.
+    ``minutes``: a gate's budget; None: the default one. A block begins anywhere in a part of the pool and ends in it.
+    Blocks overlap: all trials together know no more than ``independent_blocks`` of them.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
     budget = 60 * (Gate().max_minutes if minutes is None else minutes)
     rounds = int(budget / recorded["seconds_per_gate_round"])
-    if rounds > recorded["rounds"]:
-        raise SystemExit(f"the pool has {recorded['rounds']} rounds, and a gate of {budget:.0f} s has {rounds}")
+    ends = list(accumulate(recorded["rounds"], initial=0))
+    possible = [start for first, end in pairwise(ends) for start in range(first, end - rounds + 1)]
+    if not possible:
+        raise SystemExit(f"a gate of {budget:.0f} s has {rounds} rounds, and no part of the pool has so many")
     draw = random.Random(0)
-    starts = [draw.randint(0, recorded["rounds"] - rounds) for _ in range(trials)]
     outcomes: dict[str, Counter[str]] = {"head": Counter(), "slow": Counter()}
-    for start in starts:
+    for start in (draw.choice(possible) for _ in range(trials)):
         block = {name: _cut(arm, start, start + rounds) for name, arm in arms.items()}
         for side, counted in outcomes.items():
             counted[_in_words(_judge(block, side))] += 1
     return {
         "trials": trials,
         "rounds_per_trial": rounds,
-        "independent_blocks": recorded["rounds"] // rounds,
+        "independent_blocks": sum(count // rounds for count in recorded["rounds"]),
         "slowdown_fraction": recorded["slowdown_fraction"],
         "false_alarm_rate": sum(count for words, count in outcomes["head"].items() if "worse" in words) / trials,
         "found_rate": sum(count for words, count in outcomes["slow"].items() if "throughput" in words) / trials,
-        "equal": dict(outcomes["head"]),
-        "slower": dict(outcomes["slow"]),
+        "equal": dict(outcomes["head"].most_common()),
+        "slower": dict(outcomes["slow"].most_common()),
     }
 
 
@@ -239,6 +243,7 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
         for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True)
     ]
     return Arm(
+        parameter_count=0,
         name=name,
         role="again" if name.endswith(" again") else "variant",
         variant=name.split()[1],
@@ -254,6 +259,10 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
     )
 
 
+def _of(part: Rounds, name: str) -> tuple[Window, ...]:
+    return next(arm.samples for arm in part.arms if arm.name == name)
+
+
 def _cut(arm: Arm, start: int, end: int) -> Arm:
     return arm.model_copy(update={"samples": arm.samples[start:end]})
 
@@ -265,7 +274,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("pool", help="record rounds into FILE")
     recording.add_argument("file", type=Path)
-    recording.add_argument("--minutes", type=float, default=120.0)
+    recording.add_argument("--minutes", type=float, default=180.0)
     rating = commands.add_parser("rates", help="error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
     rating.add_argument("--trials", type=int, default=1000)

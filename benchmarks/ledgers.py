@@ -18,11 +18,11 @@ from pipeline.distributed import fork
 from pipeline.job import ready, training_of
 from pipeline.results import Ledger
 
-WARM_STEPS, MEASURED_STEPS = 3, 3
+WARM_STEPS, MEASURED_STEPS = 2, 2
 SAMPLES = 1024
 GRAY, COLOUR = (1, 28, 28), (3, 32, 32)
 STACK = {"precision": "bf16", "channels_last": True, "activation_checkpointing": True, "gradient_accumulation": 4}
-VIT = {"model_options": {"image_size": 64}, "optimizer": "adamw"}
+VIT = {"model_options": {"image_size": 96}}
 
 CASES: dict[str, tuple[tuple[int, int, int], str, int, dict[str, Any], dict[str, Any]]] = {
     "small_cnn": (GRAY, "small_cnn", 256, {}, {}),
@@ -41,8 +41,11 @@ CASES: dict[str, tuple[tuple[int, int, int], str, int, dict[str, Any], dict[str,
     "resnet9, bf16": (COLOUR, "resnet9", 16, {"precision": "bf16"}, {"model_options": {"base_width": 16}}),
     "resnet18": (COLOUR, "resnet18", 64, {}, {}),
     "mobilenet_v3_small": (COLOUR, "mobilenet_v3_small", 64, {}, {"augment": {"crop_padding": 4, "flip": True}}),
-    "vit_b_16, adamw": (COLOUR, "vit_b_16", 32, {}, VIT),
-    "vit_b_16, checkpointing, adamw": (COLOUR, "vit_b_16", 32, {"activation_checkpointing": True}, VIT),
+    "vit_b_16": (COLOUR, "vit_b_16", 32, {}, VIT),
+    "vit_b_16, checkpointing, adamw": (
+        *(COLOUR, "vit_b_16", 32),
+        *({"activation_checkpointing": True}, VIT | {"optimizer": "adamw"}),
+    ),
 }
 """Shape, model, global batch, variant, and what else there is under ``train``."""
 
@@ -54,7 +57,7 @@ def predictions() -> dict[str, Any]:
     ``worst_ratio`` is the one farthest from 1, or its inverse if that is above 1: lower is better.
     """
     machine = environment.machine()
-    cases = {}
+    cases, ratios = {}, []
     with tempfile.TemporaryDirectory() as folder:
         data = {shape: _random_images(Path(folder, f"{shape[0]}"), shape) for shape in (GRAY, COLOUR)}
         for name, (shape, model, batch_size, variant, train) in CASES.items():
@@ -71,6 +74,7 @@ def predictions() -> dict[str, Any]:
             measured = max(ranks, key=lambda rank: rank.peak_bytes)
             ((predicted, seconds),) = fork(_predict, (config, how, data[shape]), 1, preload=("pipeline.job",))
             ratio = predicted.peak_bytes / measured.tensors_bytes
+            ratios.append(ratio)
             cases[name] = {
                 "ratio": ratio,
                 "measured": measured.model_dump(),
@@ -78,7 +82,7 @@ def predictions() -> dict[str, Any]:
                 "prediction_seconds": seconds,
             }
             print(f"{name:45} {ratio:.4f}  {measured.tensors_bytes / 2**20:8.1f} MiB  {seconds:.1f} s", flush=True)
-    worst = max(max(case["ratio"], 1 / case["ratio"]) for case in cases.values())
+    worst = max(max(ratio, 1 / ratio) for ratio in ratios)
     return {"worst_ratio": worst, "target_ratio": 1.05, "lower_is_better": True, "cases": cases}
 
 

@@ -40,6 +40,7 @@ class Measured(Record):
     threads_per_process: int
     placement: Literal["resident", "streamed"]
     device: str
+    parameter_count: int
     window: Window
     ledgers: Ledgers | None = None
     """Only if asked for, like the next."""
@@ -101,7 +102,7 @@ def _measure(
                 pass
             with training.paused():
                 window = window_of(training, asked_steps=steps, max_input_wait=config.bench.max_input_wait)
-                found = _ledgers(training, config, plan) if ledgers else None
+                found = _ledgers(training, config, plan, window) if ledgers else None
                 counted = _flops(training, config, plan, environment) if ledgers else None
         return Measured(
             applied=plan.applied.model_dump(mode="json"),
@@ -111,21 +112,25 @@ def _measure(
             threads_per_process=torch.get_num_threads(),
             placement=placement,
             device=device_name_of(world, environment),
+            parameter_count=sum(parameter.numel() for parameter in training.model.parameters()),
             window=window,
             ledgers=found,
             flops=counted,
         )
 
 
-def _ledgers(training: Training, config: Config, plan: Plan) -> Ledgers | None:
-    """The variant's ledger as measured on the largest rank, and as predicted; None where memory cannot be measured."""
+def _ledgers(training: Training, config: Config, plan: Plan, window: Window) -> Ledgers | None:
+    """The variant's ledger as measured on the largest rank, and as predicted; None if the peak is unknown."""
     from pipeline import ledger  # most arms need none
 
-    ranks = training.world.gather(ledger.measured(training, training.memory.peak_bytes))
+    own_peak = None if window.peak_memory_bytes is None else training.memory.peak_bytes
+    ranks = training.world.gather(ledger.measured(training, own_peak))
     known = [each for each in ranks if each is not None]
     if not known:
         return None
     predicted, why_not = None, None
+    if not training.world.is_main:  # every rank's prediction is the same
+        return None
     try:
         predicted = ledger.predicted(config, plan, training.dataset, training.batches.placement)
     except ledger.PredictionError as error:

@@ -16,10 +16,12 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from pipeline import results
-from pipeline.config import Config, Machine, PipelineError, Variant, plan
+from pipeline.config import Config, Machine, PipelineError, plan
 from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Window
 
 CALIBRATION_STEPS = 20
+CALIBRATIONS = 5
+"""As often is the short sample taken that says how many steps to measure, while other load spoils it."""
 FEWEST_STEPS = 10
 
 
@@ -55,7 +57,10 @@ class Server(AbstractContextManager["Server"]):
 
     def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
         """``steps`` warm steps of a variant in a fresh process or world; ``arm.Measured`` as plain values."""
-        return self._ask(do="measure", name=name, values=values, steps=steps, ledgers=ledgers)
+        try:
+            return self._ask(do="measure", name=name, values=values, steps=steps, ledgers=ledgers)
+        except BenchError as error:
+            raise BenchError(f"{name} cannot be measured: {error}") from None
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         questions, answers = self._process.stdin, self._process.stdout
@@ -119,8 +124,13 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
                 complete: dict[str, Window] = {}
                 for asked in arms[:: 1 if len(rounds) % 2 == 0 else -1]:
                     answer = asked.server.measure(asked.name, asked.values, steps)
-                    complete[asked.name] = Window.model_validate(answer.pop("window"))
-                    facts[asked.name] = answer
+                    complete[asked.name] = Window.model_validate(answer["window"])
+                    found = {key: answer[key] for key in _FACTS}
+                    if facts.setdefault(asked.name, found) != found:
+                        raise BenchError(
+                            f"{asked.name} ran differently from round to round: {facts[asked.name]}, then {found}. "
+                            "If the placement differs, set train.placement; else leave its code as it is."
+                        )
                     bar.n = min(round(seconds), round(time.monotonic() - started))
                     bar.set_postfix_str(f"round {len(rounds) + 1}, {asked.name}")
                 rounds.append(complete)
@@ -137,7 +147,7 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
                 variant=asked.variant,
                 technique=asked.technique,
                 samples=tuple(complete[asked.name] for complete in rounds),
-                **{key: facts[asked.name][key] for key in _FACTS},
+                **facts[asked.name],
             )
             for asked in arms
         ),
@@ -147,13 +157,18 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
     )
 
 
-_FACTS = ("applied", "left_out", "backend", "world_size", "threads_per_process", "placement", "device")
+_FACTS = tuple(name for name in Arm.model_fields if name not in ("name", "role", "variant", "technique", "samples"))
+"""What a server says of an arm beside its samples."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
 
 
-def steps_for(window: Window, seconds: float) -> int:
-    """How many steps of ``window``'s speed take ``seconds``."""
-    return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))) if window.step_p50_ms else CALIBRATION_STEPS
+def steps_of(arm: Asked, seconds: float) -> int:
+    """As many steps as ``arm`` takes ``seconds`` for, by short samples of it."""
+    for _ in range(CALIBRATIONS):
+        window = Window.model_validate(arm.server.measure(arm.name, arm.values, CALIBRATION_STEPS)["window"])
+        if window.step_p50_ms:
+            return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3)))
+    return CALIBRATION_STEPS
 
 
 def run(config: Config, machine: Machine) -> None:
@@ -167,19 +182,17 @@ def run(config: Config, machine: Machine) -> None:
         variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
         ledgers: dict[str, Ledgers] = {}
         flops: dict[str, Flops] = {}
-        steps = CALIBRATION_STEPS
         for name, values in variants.items():  # also the warm-up: from here on the files are in memory
             answer = server.measure(name, values, CALIBRATION_STEPS, ledgers=True)
             if answer["ledgers"] is not None:
                 ledgers[name] = Ledgers.model_validate(answer["ledgers"])
             if answer["flops"] is not None:
                 flops[name] = Flops.model_validate(answer["flops"])
-            if name == baseline:
-                steps = steps_for(Window.model_validate(answer["window"]), settings.window_seconds)
         asked = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
         ablated, not_ablated = _ablation(config, machine, server)
         again = Asked(f"{baseline} again", "again", baseline, None, server, variants[baseline])
         arms = [*asked, *ablated, again]
+        steps = steps_of(again, settings.window_seconds)
         print(f"bench: {len(arms)} arms of {steps} steps, rounds for {settings.max_minutes:g} minutes", flush=True)
         rounds = measure(arms, seconds=60 * settings.max_minutes, max_rounds=settings.max_rounds, steps=steps)
     bench = Bench(
@@ -206,17 +219,24 @@ def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[As
     """The arms that show each technique's own share in the variants to ablate, and why some have none."""
     arms: list[Asked] = []
     without: dict[str, dict[str, str]] = {}
-    base = config.variants[config.compare.baseline]
+    base = plan(config, config.compare.baseline, machine).applied
     for name in config.bench.ablate:
         ours = plan(config, name, machine)
-        without[name] = dict(ours.left_out)
-        techniques = ours.applied.techniques()
+        asked = ours.asked.techniques()
+        without[name] = {key: reason for key, reason in ours.left_out.items() if key in asked}
+        techniques = {
+            technique: keys
+            for technique, keys in ours.applied.techniques().items()
+            if any(getattr(ours.applied, key) != getattr(base, key) for key in keys)
+        }
+        shared = ours.applied.techniques().keys() - techniques.keys()
+        without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies it too")
         if len(techniques) < 2:
-            without[name] |= dict.fromkeys(techniques, f"it is all that {name} applies: the variant itself shows it")
+            without[name] |= dict.fromkeys(techniques, f"it is all that {name} changes: the variant itself shows it")
             continue
         for technique, keys in techniques.items():
             added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})
-            reduced = ours.applied.model_copy(update={key: getattr(Variant(), key) for key in keys})
+            reduced = ours.applied.model_copy(update={key: getattr(base, key) for key in keys})
             alone, rest = f"{config.compare.baseline} with {technique} of {name}", f"{name} without {technique}"
             arms += [
                 Asked(alone, "with", name, technique, server, added.model_dump(mode="json")),

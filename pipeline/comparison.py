@@ -212,7 +212,7 @@ def compare(
     """Compare every result with the baseline's.
 
     On the Pareto front is what nothing beats in throughput, memory and accuracy against the baseline's; a difference
-    from the baseline that was shown not to matter counts as none, and one that is not trusted has no place there.
+    from the baseline that was not shown to matter counts as none, and one that is not trusted has no place there.
 
     Raises ComparisonError if the results and the bench are not those of one job in one environment: ``environment`` is
     the content of environment.json.
@@ -243,9 +243,20 @@ def compare(
         arm, difference = _arm(bench, "variant", result.variant), accuracy_difference(result, baseline)
         throughput = verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, noise_throughput)
         memory = verdicts.ratio(arm, reference, MEMORY, margins.memory, noise_memory)
-        accuracy = verdicts.accuracy([each.difference_fraction for each in difference.seeds], margins.accuracy)
-        verdict = verdicts.verdict([throughput.decision, memory.decision, accuracy.decision])
+        accuracy = verdicts.accuracy(
+            [each.difference_fraction for each in difference.seeds], margins.accuracy, 1 / baseline.dataset.test_count
+        )
+        known = [throughput.decision, accuracy.decision]
+        known += [] if verdicts.untold((arm, reference), MEMORY) else [memory.decision]
+        verdict = verdicts.verdict(known)
         return _Judged(throughput, memory, accuracy, difference, verdict, _reasons(throughput, memory, accuracy, bench))
+
+    def trusted(result: Result) -> tuple[bool, bool]:
+        """Whether the variant's speeds and its peak memory may be shown."""
+        if result is baseline:
+            return not noise_throughput.why_untrusted, not noise_memory.why_untrusted
+        judgement = judgements[result.variant]
+        return judgement.throughput.decision != "untrusted", judgement.memory.decision != "untrusted"
 
     others = [result for result in measured if result is not baseline]
     judgements = {result.variant: judged(result) for result in others}
@@ -269,7 +280,7 @@ def compare(
                 variant=result.variant,
                 on_front=result.variant in front,
                 **(_REFERENCE if result is baseline else judgements[result.variant]._asdict()),
-                **_from_bench(bench, result.variant),
+                **_from_bench(bench, result.variant, *trusted(result)),
                 **_from_training(result, baseline, time_to_target(result, histories[result.variant], target), time),
             )
             for result in (baseline, *others)
@@ -361,6 +372,9 @@ def _reasons(throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench)
     return tuple(reasons)
 
 
+_DECIDED = ("better", "worse")
+
+
 def _front(baseline: str, judgements: Mapping[str, _Judged], *noises: Noise) -> set[str]:
     """The variants that no other one beats, by their ratios and differences to the baseline; see ``compare``."""
     if any(noise.why_untrusted for noise in noises):
@@ -370,24 +384,28 @@ def _front(baseline: str, judgements: Mapping[str, _Judged], *noises: Noise) -> 
         throughput, memory, accuracy = judgement.throughput, judgement.memory, judgement.accuracy
         if judgement.verdict != "untrusted" and throughput.estimate is not None and memory.estimate is not None:
             points[variant] = (
-                1.0 if throughput.decision == "same" else throughput.estimate,
-                1.0 if memory.decision == "same" else memory.estimate,
-                0.0 if accuracy.decision == "same" else accuracy.mean_fraction,
+                throughput.estimate if throughput.decision in _DECIDED else 1.0,
+                memory.estimate if memory.decision in _DECIDED else 1.0,
+                accuracy.mean_fraction if accuracy.decision in _DECIDED else 0.0,
             )
     names = list(points)
     return {names[index] for index in stats.pareto_front(list(points.values()), [True, False, True])}
 
 
-def _from_bench(bench: Bench, variant: str) -> dict[str, Any]:
-    """The fields of Compared that the bench measured."""
+def _from_bench(bench: Bench, variant: str, speeds: bool, memory: bool) -> dict[str, Any]:
+    """The fields of Compared that the bench measured; ``speeds``, ``memory``: whether these are trusted."""
     arm, ledgers, flops = _arm(bench, "variant", variant), bench.ledgers.get(variant), bench.flops.get(variant)
-    speed, peak = _median_known(arm, "samples_per_second"), _median_known(arm, "peak_memory_bytes")
+
+    def median(field: str, trusted: bool) -> float | None:
+        known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
+        return statistics.median(known) if known and trusted else None
+
+    speed, peak = median("samples_per_second", speeds), median("peak_memory_bytes", memory)
     predicted = ledgers.predicted if ledgers else None
     achieved = flops.model_per_sample * speed if flops and speed else None
     return {
         "samples_per_second": speed,
-        **{name: _median_known(arm, name) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms")},
-        "input_wait_fraction": _median_known(arm, "input_wait_fraction"),
+        **{name: median(name, speeds) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")},
         "peak_memory_bytes": None if peak is None else round(peak),
         "refused": sum(bool(sample.refusals) for sample in arm.samples),
         "ledgers": ledgers,
@@ -501,6 +519,12 @@ def _bench_problems(
             problems.append(
                 f"the bench measured variant {result.variant!r} with {_ran(arm)}, but {_ran(result)} was trained"
             )
+        elif (arm.parameter_count, arm.placement) != (result.parameter_count, result.placement):
+            problems.append(
+                f"the bench measured variant {result.variant!r} with {arm.parameter_count:,} parameters and the data "
+                f"set {arm.placement}; trained was one with {result.parameter_count:,} and the data set "
+                f"{result.placement}: the model's code has changed, or memory was short (then set train.placement)"
+            )
     counts = {arm.name: len(arm.samples) for arm in bench.arms}
     if len(set(counts.values())) > 1:
         problems.append(f"the bench holds unequal numbers of samples, which do not pair: {counts}")
@@ -523,9 +547,3 @@ def _described(dataset: Dataset) -> str:
 
 def _quotient(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
-
-
-def _median_known(arm: Arm, field: str) -> float | None:
-    """Of the samples in which the field was not refused."""
-    known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
-    return statistics.median(known) if known else None

@@ -25,6 +25,8 @@ PROC = Path("/proc")
 CPUS = Path("/sys/devices/system/cpu")
 
 GPU_SAMPLE_SECONDS = 0.1
+MAX_THROTTLED_FRACTION = 0.05
+"""Of the measured windows, on a CPU."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
@@ -81,9 +83,9 @@ def detectors(device: torch.device, *, root_pid: int, max_foreign_load: float | 
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if max_foreign_load is not None and cores and (PROC / "stat").exists():
         found.append(ForeignLoad(cores, root_pid, max_foreign_load))
-    counts = [file for core in sorted(cores) for file in CPUS.glob(f"cpu{core}/thermal_throttle/*_throttle_count")]
-    if counts:
-        found.append(CpuThrottling(counts))
+    totals = [file for core in sorted(cores) for file in CPUS.glob(f"cpu{core}/thermal_throttle/*_total_time_ms")]
+    if totals:
+        found.append(CpuThrottling(totals))
     if device.type == "cuda":
         found += _gpu_detectors(device, root_pid)
     return found
@@ -159,9 +161,12 @@ class ForeignLoad(Detector):
         self.window_seconds = 0.0
         """The measured windows' length."""
         self.own_seconds = 0.0
-        """CPU time of the job in them."""
-        self.taken_seconds = 0.0
-        """CPU time that others took from it."""
+        """CPU time of the job in them, as the next three are of the allowed cores."""
+        self.busy_seconds = 0.0
+        self.idle_seconds = 0.0
+        self.stolen_seconds = 0.0
+        self.waited_seconds: float | None = None
+        """The job's threads stood ready without a core; None where the kernel does not tell."""
 
     def open(self) -> None:
         self._before = self._usage()
@@ -171,16 +176,28 @@ class ForeignLoad(Detector):
         if not measured or before is None:
             return
         now = self._usage()
-        own, busy = now.own - before.own, now.busy - before.busy
-        foreign = max(0.0, busy - own)
-        if now.waits:
-            harm = sum(max(0.0, wait - before.waits.get(thread, 0.0)) for thread, wait in now.waits.items())
-        else:
-            harm = max(0.0, foreign - (now.idle - before.idle))
-        stolen = (now.stolen - before.stolen) * own / (own + foreign) if own > 0 else 0.0
         self.window_seconds += now.moment - before.moment
-        self.own_seconds += own
-        self.taken_seconds += min(foreign, harm) + stolen
+        self.own_seconds += now.own - before.own
+        self.busy_seconds += now.busy - before.busy
+        self.idle_seconds += now.idle - before.idle
+        self.stolen_seconds += now.stolen - before.stolen
+        if now.waits:
+            waited = sum(max(0.0, wait - before.waits.get(thread, 0.0)) for thread, wait in now.waits.items())
+            self.waited_seconds = (self.waited_seconds or 0.0) + waited
+
+    @property
+    def taken_seconds(self) -> float:
+        """CPU time that others took from the job.
+
+        Of all windows together: the counters tick in hundredths of a second, more than a short window lasts, and what
+        ticks too early in one ticks too late in another.
+        """
+        own, foreign = self.own_seconds, max(0.0, self.busy_seconds - self.own_seconds)
+        harm = self.waited_seconds
+        if harm is None:
+            harm = max(0.0, foreign - self.idle_seconds)
+        stolen = self.stolen_seconds * own / (own + foreign) if own > 0 else 0.0
+        return min(foreign, harm) + stolen
 
     def refusals(self) -> list[Refusal]:
         due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
@@ -246,33 +263,40 @@ def _waits(pid: int) -> list[tuple[str, float]]:
 
 
 class CpuThrottling(Detector):
-    """The CPU got too hot and slowed down. ``counts``: files that each hold a count of such events so far."""
+    """The CPU got too hot and slowed down. ``totals``: files that each hold the milliseconds of that so far.
 
-    def __init__(self, counts: Sequence[Path]) -> None:
-        self._counts = counts
+    A core at full load often touches its limit for a moment; that belongs to its speed, as a GPU's power cap does.
+    """
+
+    def __init__(self, totals: Sequence[Path]) -> None:
+        self._totals = totals
         self._before: list[int] = []
-        self.events = 0
-        """On the core or package that was throttled most often."""
+        self._opened = 0.0
+        self.window_seconds = 0.0
+        self.throttled_seconds = 0.0
+        """The core or package that was throttled longest."""
 
     def open(self) -> None:
-        self._before = self._read()
+        self._before, self._opened = self._read(), time.monotonic()
 
     def close(self, *, measured: bool) -> None:
         if measured:
-            self.events += max(now - before for now, before in zip(self._read(), self._before, strict=True))
+            self.window_seconds += time.monotonic() - self._opened
+            longest = max(now - before for now, before in zip(self._read(), self._before, strict=True))
+            self.throttled_seconds += longest / 1e3
 
     def refusals(self) -> list[Refusal]:
-        if not self.events:
+        if self.throttled_seconds <= MAX_THROTTLED_FRACTION * self.window_seconds:
             return []
         return [
             Refusal(
-                f"the CPU got too hot and was throttled {self.events} time(s); cool it better or limit its clock, and "
-                "measure again"
+                f"the CPU got too hot and was throttled for {self.throttled_seconds:.2f} of {self.window_seconds:.2f} "
+                "s; cool it better or limit its clock, and measure again"
             )
         ]
 
     def _read(self) -> list[int]:
-        return [int(file.read_text(encoding="ascii")) for file in self._counts]
+        return [int(file.read_text(encoding="ascii")) for file in self._totals]
 
 
 def _gpu_detectors(device: torch.device, root_pid: int) -> list[Detector]:

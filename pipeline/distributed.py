@@ -85,6 +85,11 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            dist.barrier()
+
     def broadcast_buffers_(self, model: nn.Module) -> None:
         """Give every rank the main rank's buffers (BatchNorm's running statistics differ by rank in training)."""
         if self.size > 1:
@@ -196,8 +201,8 @@ def fork(worker: Callable[..., T], arguments: tuple[Any, ...], processes: int, *
 
     Each is a fork of a server that has imported the modules ``preload`` and done nothing else, so it is as fresh as a
     new interpreter, without paying for the imports again; the server starts with the first call. ``worker``, its
-    arguments and what it returns must be picklable. Raises WorkerError with the message of the rank that failed first;
-    the other ranks are ended.
+    arguments and what it returns must be picklable. Raises WorkerError with the message of a rank that failed; the
+    other ranks are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))

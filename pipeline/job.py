@@ -53,6 +53,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, Dataset, Placement]]:
     """This process as a rank of the variant's world, with all set up that comes before a model."""
     keep_freed_memory()
+    models.load(config.train.model)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
     Memory.note_imports()
     dataset = read_dataset(prepared)

@@ -52,6 +52,14 @@ def build(name: str, options: dict[str, Any], *, channels: int, height: int, wid
     return model
 
 
+def load(name: str) -> None:
+    """Import what building ``name`` needs, and build nothing: what is imported then is no memory of the training."""
+    if ":" in name:
+        _factory(name)
+    elif name not in _OWN:
+        import torchvision  # noqa: F401
+
+
 def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
     """Two 5x5 convolutions of 20 channels and two linear layers, 320-50-10 for 28x28x1: the textbook's net.
 
@@ -219,8 +227,8 @@ class _Resize:
         return F.interpolate(inputs[0], self.size, mode="bilinear", antialias=self.antialias)
 
 
-def _from_factory(name: str, options: dict[str, Any], data: dict[str, int]) -> nn.Module:
-    """``module:factory`` of the user's own. What it raises itself comes through, with its traceback."""
+def _factory(name: str) -> Callable[..., Any]:
+    """The function that ``module:factory`` names."""
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
         raise ModelError(f"train.model: found {name!r}; expected module:factory, such as nets:my_net.")
@@ -245,6 +253,13 @@ def _from_factory(name: str, options: dict[str, Any], data: dict[str, int]) -> n
         raise ModelError(
             f"train.model: found {name!r}, which is {factory!r}; expected a function that returns a model."
         )
+    found: Callable[..., Any] = factory
+    return found
+
+
+def _from_factory(name: str, options: dict[str, Any], data: dict[str, int]) -> nn.Module:
+    """A model of the user's own. What the factory raises itself comes through, with its traceback."""
+    factory = _factory(name)
     signature = inspect.signature(factory)
     try:
         signature.bind(**data, **options)

@@ -159,18 +159,18 @@ class Result(Record):
 
 
 class Ledger(Record):
-    """Where the bytes of a peak are. The parts add up to ``peak_bytes``."""
+    """Where the bytes are at the moment of the peak. The parts add up to ``peak_bytes``."""
 
     parameters_bytes: int
     """Parameters and buffers."""
     gradients_bytes: int
     optimizer_state_bytes: int
     activations_bytes: int
-    """What the forward pass keeps for the backward pass, and temporary tensors, at the moment of the peak."""
+    """What the forward pass keeps for the backward pass, temporary tensors, and what kernels take inside."""
     communication_bytes: int
     """Buckets of the gradients' all-reduce beyond the gradients themselves."""
     data_bytes: int
-    """The resident data set and the input batch."""
+    """The resident data set (not the mapped file on a CPU), the epoch's random draws and the input batch."""
     rest_bytes: int
     """What belongs to none of them: libraries' workspaces, the allocator's rounding; on a CPU also its free blocks."""
     peak_bytes: int
@@ -218,6 +218,7 @@ class Arm(Record):
     threads_per_process: int
     placement: Literal["resident", "streamed"]
     device: str
+    parameter_count: int
     samples: tuple[Window, ...]
     """One a round; those of one index were measured side by side."""
 

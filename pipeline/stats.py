@@ -16,6 +16,9 @@ Decision = Literal["better", "worse", "same", "undecided"]
 FEWEST_PAIRS = 6
 """Fewer pairs bound nothing at 95%: already all of them lying on one side of the median is too likely."""
 
+NEGLIGIBLE = 0.001
+"""A bias of the baseline against itself up to here (memory that differs by a page, say) disturbs no comparison."""
+
 _FORESEEABLE = 1000
 """More pairs or seeds than this are no plan."""
 
@@ -120,13 +123,13 @@ def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
     """Why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything; None if not.
 
     ``aa`` is the 95% interval, whose width says how noisy the machine was. ``wide`` is the 99% interval of the same
-    pairs: if it excludes 1, the arms of a pair did not meet the same machine. A quiet one is distrusted in about 1% of
-    all cases: that is what an interval means.
+    pairs: if it excludes 1, by more than the ``NEGLIGIBLE`` that changes no decision, the arms of a pair did not meet
+    the same machine. A quiet one is distrusted in about 1% of all cases: that is what an interval means.
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
         return f"{shown} in {aa.count} pair(s), and at least {FEWEST_PAIRS} are needed to know how noisy the machine is"
-    if not wide.low <= 1 <= wide.high:
+    if wide.low > 1 + NEGLIGIBLE or wide.high < 1 / (1 + NEGLIGIBLE):
         return f"{shown} ({wide.low:.3f} to {wide.high:.3f}, 99%), which excludes 1: the machine changed within pairs"
     if aa.spread > max_spread:
         return (
@@ -144,7 +147,7 @@ class Equivalence:
     high: float
     """The 1 - 2 alpha interval of the mean; infinite for a single difference."""
     deviation: float
-    """Sample standard deviation of the differences; 0 for a single one."""
+    """Sample standard deviation of the differences, or their resolution if that is more; 0 for a single one."""
     count: int
     margin: float
     confidence: float
@@ -174,7 +177,9 @@ class Equivalence:
         return self.low > self.margin
 
 
-def equivalence(differences: ArrayLike, margin: float, *, confidence: float = 0.95) -> Equivalence:
+def equivalence(
+    differences: ArrayLike, margin: float, *, confidence: float = 0.95, resolution: float = 0.0
+) -> Equivalence:
     """Whether paired differences (variant minus baseline, one a seed, in the margin's unit) are too small to matter.
 
     Two one-sided paired t-tests at alpha = 1 - confidence, which reject together exactly when the 1 - 2 alpha interval
@@ -182,8 +187,9 @@ def equivalence(differences: ArrayLike, margin: float, *, confidence: float = 0.
     procedure and the power approach", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
 
     One difference supports nothing: its interval is infinite and its p-values are 1. Two or more that are all the same
-    leave the test no doubt: the interval has no width. Raises ValueError for no or non-finite differences, or a margin
-    that is not positive.
+    leave the test no doubt: the interval has no width. Differences of counts often are the same by chance;
+    ``resolution`` is their smallest step, and the deviation counts as no less. Raises ValueError for no or non-finite
+    differences, or a margin that is not positive.
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
@@ -193,7 +199,7 @@ def equivalence(differences: ArrayLike, margin: float, *, confidence: float = 0.
     count, mean = len(values), float(values.mean())
     if count == 1:
         return Equivalence(mean, -math.inf, math.inf, 0.0, count, margin, confidence, p_lower=1.0, p_upper=1.0)
-    deviation = float(values.std(ddof=1))
+    deviation = max(float(values.std(ddof=1)), resolution)
     error = deviation / math.sqrt(count)
     half = float(stdtrit(count - 1, confidence)) * error
     p_lower = float(stdtr(count - 1, -_quotient(mean + margin, error)))

@@ -241,7 +241,7 @@ class Training:
                 if self.steps % per_epoch == 0:
                     yield self._end_epoch()
                 elif self.steps % self.train.history_every_steps == 0:
-                    yield self._row()
+                    yield self._row(self.clock.train_seconds_now())
                 else:
                     yield None
 
@@ -295,9 +295,10 @@ class Training:
         checkpoints.restore_random_state(mine["random"])
 
     def _open(self) -> None:
-        self.memory.open()
         for detector in self.detectors:
             detector.open()
+        self.world.meet()  # or the time that one rank's detectors take would be all ranks' first step's
+        self.memory.open()
         self.clock.open()
 
     def _close(self) -> None:
@@ -309,18 +310,17 @@ class Training:
             detector.close(measured=measured)
 
     def _end_epoch(self) -> HistoryRow:
-        row = self._row()
-        self._close()
+        self._close()  # reading the losses is no step's time
+        row = self._row(self.clock.train_seconds)
         started = self.clock.now()
         self.score = evaluate(self.model, self.dataset, self.world, self.plan.micro_batch_size)
         self.evaluate_seconds += self.clock.now() - started
         return row.model_copy(update={"test_loss": self.score.loss, "test_accuracy": self.score.accuracy})
 
-    def _row(self) -> HistoryRow:
+    def _row(self, seconds: float) -> HistoryRow:
         per_epoch = self.batches.steps_per_epoch
         with self._located():
             loss = self.losses.take()
-        seconds = self.clock.train_seconds_now()
         last_steps, last_seconds = self._last_row
         self._last_row = (self.steps, seconds)
         new_steps = self.steps - last_steps

@@ -77,6 +77,12 @@ class Noise(Record):
     why_untrusted: str | None
 
 
+def untold(arms: Sequence[Arm], quantity: Quantity) -> bool:
+    """Whether no sample holds the figure, and not because it was refused: this machine does not tell it."""
+    samples = [sample for arm in arms for sample in arm.samples]
+    return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
+
+
 def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> Noise:
     """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
     above, below, _, why_untrusted = _pairs(again, baseline, quantity)
@@ -125,9 +131,9 @@ def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: 
     )
 
 
-def accuracy(differences: Sequence[float], margin: float) -> Accuracy:
-    """``differences`` in test accuracy, one a seed."""
-    test = stats.equivalence(differences, margin)
+def accuracy(differences: Sequence[float], margin: float, resolution: float = 0.0) -> Accuracy:
+    """``differences`` in test accuracy, one a seed; ``resolution``: what one test sample makes."""
+    test = stats.equivalence(differences, margin, resolution=resolution)
     decision: Decision = "undecided"
     if test.equivalent:
         decision = "same"

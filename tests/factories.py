@@ -176,6 +176,7 @@ def make_arm(
     )
     values: dict[str, Any] = {
         "name": name,
+        "parameter_count": 21_840,
         "role": role,
         "variant": variant,
         "technique": technique,

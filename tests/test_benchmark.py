@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from pipeline import benchmark, environment
-from pipeline.benchmark import Asked, BenchError, Server, measure, steps_for
+from pipeline.benchmark import Asked, BenchError, Server, measure, steps_of
 from pipeline.config import Machine, Variant, parse
 from pipeline.data import packing, sources
 from pipeline.results import Window, read_bench
@@ -24,6 +24,8 @@ class FakeServer(Server):
     def __init__(self, interrupt_at: int | None = None) -> None:
         super().__init__()
         self.asked: list[str] = []
+        self.step_p50_ms: list[float | None] = []
+        """Of the samples to come, in order; 1 where there is no more."""
         self.interrupt_at = interrupt_at
 
     def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
@@ -39,7 +41,12 @@ class FakeServer(Server):
             "threads_per_process": 2,
             "placement": "resident",
             "device": "Example CPU",
-            "window": make_window(samples_per_second=1000.0 + len(self.asked), measured_steps=steps).model_dump(),
+            "parameter_count": 1,
+            "window": make_window(
+                samples_per_second=1000.0 + len(self.asked),
+                measured_steps=steps,
+                step_p50_ms=self.step_p50_ms.pop(0) if self.step_p50_ms else 1.0,
+            ).model_dump(),
         }
 
 
@@ -82,10 +89,27 @@ def test_an_interruption_keeps_the_complete_rounds() -> None:
         measure(arms(FakeServer(interrupt_at=1), "a", "b"), seconds=60, max_rounds=9, steps=1)
 
 
-def test_steps_fill_the_window() -> None:
-    assert steps_for(make_window(step_p50_ms=20.0), 1.5) == 75
-    assert steps_for(make_window(step_p50_ms=900.0), 1.5) == 10
-    assert steps_for(make_window(step_p50_ms=None), 1.5) == 20
+@pytest.mark.parametrize(
+    ("found", "steps", "samples"),
+    [([20.0], 75, 1), ([900.0], 10, 1), ([None, None, 30.0], 50, 3), ([None] * 5, 20, 5)],
+)
+def test_steps_fill_the_window(found: list[float | None], steps: int, samples: int) -> None:
+    server = FakeServer()
+    server.step_p50_ms = found
+    assert steps_of(arms(server, "baseline")[0], 1.5) == steps
+    assert len(server.asked) == samples
+
+
+def test_an_arm_that_runs_differently_from_round_to_round_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    measured = server.measure
+
+    def moved(*arguments: Any, **options: Any) -> dict[str, Any]:
+        return measured(*arguments, **options) | {"placement": "resident" if len(server.asked) < 3 else "streamed"}
+
+    monkeypatch.setattr(server, "measure", moved)
+    with pytest.raises(BenchError, match=r"a ran differently from round to round: .*resident.*streamed"):
+        measure(arms(server, "a"), seconds=60, max_rounds=4, steps=1)
 
 
 PARAMS: dict[str, Any] = {

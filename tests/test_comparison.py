@@ -269,10 +269,32 @@ def test_figures_are_medians_of_the_samples_that_were_not_refused() -> None:
     ]  # fmt: skip
     windows[6] = windows[6].model_copy(update=dict.fromkeys(fields) | {"refusals": ("it throttled",)})
     bench = make_bench([BASELINE])
-    arms = (bench.arms[0].model_copy(update={"samples": tuple(windows)}), make_arm("baseline", "again", rounds=7))
+    arms = tuple(arm.model_copy(update={"samples": tuple(windows)}) for arm in bench.arms)
     (found,) = make_comparison([BASELINE], bench.model_copy(update={"arms": arms})).variants
     assert [getattr(found, name) for name in fields] == [3500.0, 13.5, 23.5, 33.5, pytest.approx(0.35)]
     assert (found.peak_memory_bytes, found.refused) == (4000, 1)  # the seventh sample's memory counts
+
+
+def test_figures_that_are_not_trusted_are_not_shown() -> None:
+    results = make_results()
+    reasons = dict.fromkeys(range(8), "other processes took 31% of the CPU's time")
+    comparison = make_comparison(results, make_bench(results, refused={"ddp": reasons}))
+    shown = {each.variant: (each.samples_per_second, each.step_p50_ms) for each in comparison.variants}
+    assert shown.pop("ddp") == (None, None)
+    assert all(all(figures) for figures in shown.values())
+
+
+def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -> None:
+    results = make_results()
+    bench = make_bench(results, throughput={"ddp": 1.6})
+    blind = tuple(
+        arm.model_copy(
+            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
+        )
+        for arm in bench.arms
+    )
+    comparison = make_comparison(results, bench.model_copy(update={"arms": blind}))
+    assert {each.variant: each.verdict for each in comparison.variants}["ddp"] == "pays"
 
 
 def test_what_no_sample_knows_is_unknown() -> None:

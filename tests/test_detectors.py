@@ -318,8 +318,8 @@ def test_busy_processes_beside_a_job_are_seen_unless_they_are_its_own() -> None:
 
 
 def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bool]) -> CpuThrottling:
-    """Windows that each begin and end with these counts of a core and its package."""
-    files = [tmp_path / "core_throttle_count", tmp_path / "package_throttle_count"]
+    """Windows that each begin and end with these milliseconds of a core and its package; all of no length."""
+    files = [tmp_path / "core_throttle_total_time_ms", tmp_path / "package_throttle_total_time_ms"]
     detector = CpuThrottling(files)
     for before, after, measured in windows:
         for counts, turn in ((before, detector.open), (after, lambda: detector.close(measured=measured))):  # noqa: B023
@@ -331,7 +331,9 @@ def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bo
 
 def test_a_cpu_that_got_too_hot_is_refused(tmp_path: Path) -> None:
     detector = _heated(tmp_path, ((7, 40), (7, 44), True), ((9, 50), (10, 51), True))
-    assert "the CPU got too hot and was throttled 5 time(s)" in reason(detector)
+    assert "the CPU got too hot and was throttled for 0.01 of 0.00 s" in reason(detector)
+    detector.window_seconds = 0.11  # of which 5 ms are less than a twentieth
+    assert detector.refusals() == []
 
 
 def test_a_cpu_that_was_hot_before_and_between_windows_is_not(tmp_path: Path) -> None:
@@ -587,14 +589,14 @@ def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: p
     assert [type(detector) for detector in watching] == [Recompilation]
     for core in (0, 1, 3):
         (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
-        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text("3\n")
+        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("3\n")
     monkeypatch.setattr(detectors, "PROC", tmp_path)
     (tmp_path / "stat").write_text("")
     watching = detectors.detectors(CPU, root_pid=os.getpid(), max_foreign_load=0.1)
     assert [type(detector) for detector in watching] == [Recompilation, ForeignLoad, CpuThrottling]
     for core, refused in ((1, False), (3, True)):  # this process may not use core 1
         watching[2].open()
-        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text("4\n")
+        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("400\n")
         watching[2].close(measured=True)
         assert bool(watching[2].refusals()) is refused
 

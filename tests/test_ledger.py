@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import ledger, models
+from pipeline import environment, ledger, models
 from pipeline.config import Config, ConfigError, Machine, Plan, parse, plan
 from pipeline.data import DataError
 from pipeline.data.batches import TrainBatches
@@ -185,6 +185,7 @@ def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
         asked("resnet9", model_options={"base_width": 8}, variant={"activation_checkpointing": True}),
         asked("resnet9", model_options={"base_width": 8}, variant={"channels_last": True}, optimizer="adamw"),
         asked("resnet9", 128, {"gradient_accumulation": 2}, model_options={"base_width": 8}, augment={"flip": True}),
+        asked("tests.test_ledger:stack", 4, optimizer="adamw"),  # its highest point is when the gradients are there
         asked("small_cnn", variant={"precision": "bf16", "channels_last": True, "activation_checkpointing": True}),
     ],
 )
@@ -230,10 +231,8 @@ def test_bf16_halves_what_matrix_products_keep(machine: Machine, digits: Dataset
     assert a_sample("bf16") == pytest.approx(0.5 * a_sample("fp32"), rel=0.1)
 
 
-def _ledgers_of_two(world: World, config: Config, dataset: Dataset) -> tuple[Ledger | None, Ledger]:
-    how = plan(config, "tried", LAPTOP)
-    found = ledger.measured(trained(config, how, dataset, world, steps=3), PEAK)
-    return found, ledger.predicted(config, how, dataset)
+def _watched_rank(world: World, config: Config, dataset: Dataset) -> Ledger | None:
+    return ledger.measured(trained(config, plan(config, "tried", LAPTOP), dataset, world, steps=3), PEAK)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -241,7 +240,8 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
     variant = {"parallelism": "ddp", "processes": 2, "gradient_accumulation": micro_batches}
     config = asked("tests.test_ledger:stack", 64, variant)
     alone = rehearsed(asked("tests.test_ledger:stack", 64 // 2, {"gradient_accumulation": micro_batches}), digits)
-    for found, foreseen in run_ranks(_ledgers_of_two, config, digits):
+    foreseen = rehearsed(config, digits)
+    for found in run_ranks(_watched_rank, config, digits):
         gradients = found.parameters_bytes  # every parameter has one, and there are no buffers
         assert found.gradients_bytes == foreseen.gradients_bytes == gradients
         assert found.communication_bytes == foreseen.communication_bytes
@@ -254,20 +254,24 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
         assert added_up(found) == PEAK
 
 
-def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset) -> None:
+def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     config = asked("resnet9", 64, {"gradient_accumulation": 2}, model_options={"base_width": 8})
     rehearsal = ledger.Rehearsal(config, plan(config, "tried", LAPTOP), digits)
-    memory = 8 * 2**20
-    largest = rehearsal.largest_batch(memory, reserve_bytes=0)
-    assert largest is not None
-    assert 2 < largest < len(digits.train)
-    assert largest % 2 == 0
-    assert rehearsal.ledger(largest // 2).peak_bytes <= memory
-    assert rehearsal.ledger(largest // 2 + 1).peak_bytes > memory
-    reserved = rehearsal.largest_batch(memory)
-    assert reserved is not None
-    assert reserved < largest
-    assert rehearsal.ledger(reserved // 2).peak_bytes <= 0.9 * memory < rehearsal.ledger(reserved // 2 + 1).peak_bytes
+    predict, predicted = rehearsal.ledger, list[int]()
+
+    def noted(size: int) -> Ledger:
+        predicted.append(size)
+        return predict(size)
+
+    monkeypatch.setattr(rehearsal, "ledger", noted)
+    for memory, reserve, limit in ((8 * 2**20, 0, 8 * 2**20), (8 * 2**20, None, 0.6 * 8 * 2**20)):
+        predicted.clear()
+        largest = rehearsal.largest_batch(memory, reserve)
+        assert len(predicted) < 9
+        assert largest is not None
+        assert 2 < largest < len(digits.train)
+        assert largest % 2 == 0
+        assert predict(largest // 2).peak_bytes <= limit < predict(largest // 2 + 1).peak_bytes
 
 
 def test_nothing_fits_or_all_does(digits: Dataset) -> None:
@@ -352,3 +356,24 @@ def test_what_cannot_be_shown_says_what_to_do(packed: Path, tmp_path: Path) -> N
         ledger.show(config, LAPTOP, [], tmp_path)
     with pytest.raises(ConfigError, match="no such variant"):
         ledger.show(config, LAPTOP, ["memry"], packed)
+    with pytest.raises(ConfigError, match=r"train\.batch_size: found 0"):
+        ledger.show(config, LAPTOP, [], packed, batch_size=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", [{}, {"precision": "fp16", "channels_last": True, "gradient_accumulation": 2}])
+def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
+    config = asked("resnet9", 256, variant, device="cuda")
+    how = plan(config, "tried", environment.machine())
+    training = trained(config, how, digits, World(rank=0, size=1, device=torch.device("cuda", 0), backend=None))
+    training.memory.open()
+    training.take_step(training.batches.epoch(9))
+    training.memory.close(measured=True)
+    found = ledger.measured(training, training.memory.peak_bytes)
+    assert found is not None
+    assert added_up(found) == found.peak_bytes == found.tensors_bytes == training.memory.peak_bytes
+    assert found.rest_bytes >= 0
+    foreseen = ledger.predicted(config, how, digits)
+    assert foreseen.parameters_bytes == found.parameters_bytes
+    assert foreseen.optimizer_state_bytes == found.optimizer_state_bytes
+    assert foreseen.activations_bytes > 0.5 * found.activations_bytes  # cuDNN's workspaces are not foreseen

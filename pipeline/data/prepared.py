@@ -153,5 +153,3 @@ def _open(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.ND
             f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {np.dtype(dtype)} {shape}; {_AGAIN}"
         )
     return np.asarray(array)
-
-

@@ -10,15 +10,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from pipeline import results, stats
-from pipeline.benchmark import CALIBRATION_STEPS, Asked, Rounds, Server, measure, steps_for
+from pipeline import benchmark, results, stats
+from pipeline.benchmark import Asked, Rounds, Server, measure
 from pipeline.config import Config
 from pipeline.gate.copies import check_arms, commit_of, copies, dvc, head_commit
 from pipeline.gate.decision import Gated, GateError, Side, accuracies, differing, in_common, judge, noises, unshared
-from pipeline.results import Window
-
-CALIBRATIONS = 5
-"""As often is the short sample taken that says how many steps to measure, while other load spoils it."""
 
 
 def measured(config: Config, revision: str) -> Gated:
@@ -99,10 +95,8 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
 def steps_of(arms: Sequence[Asked], window_seconds: float) -> int:
     """As many steps as the first arm takes ``window_seconds`` for. Measures every arm once before: that warms it up."""
     for each in arms[1:]:
-        _tried(each)
-    tries = (_tried(arms[0]) for _ in range(CALIBRATIONS))
-    window = next((each for each in tries if each.step_p50_ms), None)
-    return steps_for(window, window_seconds) if window else CALIBRATION_STEPS
+        each.server.measure(each.name, each.values, benchmark.CALIBRATION_STEPS)
+    return benchmark.steps_of(arms[0], window_seconds)
 
 
 def _rounds(config: Config, arms: Sequence[Asked]) -> Rounds:
@@ -116,10 +110,6 @@ def _rounds(config: Config, arms: Sequence[Asked]) -> Rounds:
             "base and head report their samples in different forms, so one of them is of another version: hold this "
             f"against a newer commit, or against a recorded reports/comparison.json. ({error})"
         ) from None
-
-
-def _tried(asked: Asked) -> Window:
-    return Window.model_validate(asked.server.measure(asked.name, asked.values, CALIBRATION_STEPS)["window"])
 
 
 def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, float]]:

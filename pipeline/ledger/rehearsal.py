@@ -30,8 +30,10 @@ from pipeline.ledger.watching import Call, Calls, KernelWatch, Standing, Watch, 
 from pipeline.results import Ledger
 from pipeline.training import DeviceLosses, HostLosses, Training
 
-RESERVE_FRACTION = 0.1
-"""Of a device's memory, kept free for what no prediction sees: CUDA's context, libraries' workspaces, fragmentation."""
+RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
+"""Of a device's memory, kept free for what no prediction sees. CUDA: its context, libraries' workspaces, fragmentation.
+CPU: the free blocks between a process's tensors, which took up to two thirds of what the tensors did
+(``benchmarks/ledgers.py``, a measured ledger's rest)."""
 TRIED_SAMPLES = (16, 32)
 """Micro-batches with which the CPU's kernels are tried. Below 16 torch takes other convolutions (``use_mkldnn`` in
 aten/src/ATen/native/Convolution.cpp), so that a smaller micro-batch is tried as it is."""
@@ -123,7 +125,9 @@ class Rehearsal:
         ``RESERVE_FRACTION`` of the memory. The answer is verified: it fits, and the next larger batch does not. The
         peak is nearly affine in the batch, so a line through two predictions all but finds it.
         """
-        limit = memory_bytes - (round(RESERVE_FRACTION * memory_bytes) if reserve_bytes is None else reserve_bytes)
+        if reserve_bytes is None:
+            reserve_bytes = round(RESERVE_FRACTION[self.plan.device] * memory_bytes)
+        limit = memory_bytes - reserve_bytes
         shares = self.plan.processes * self.plan.micro_batches
         fits, fails = 0, len(self.dataset.train) // shares + 1  # the answer is at least the one, and below the other
         peaks: dict[int, int] = {}
@@ -145,8 +149,10 @@ class Rehearsal:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = _faked(self._model, fake)
         with fake, watch, _CudaAutocast() if on_gpu else nullcontext():
+            # All micro-batches after the first are alike: they find gradients to add to.
+            micro_batches = min(2, plan.micro_batches)
             training = self._training(
-                model, _faked_dataset(self.dataset), micro_batch_size, plan.micro_batches, plan.processes
+                model, _faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
             )
             if on_gpu:
                 training.losses = training.take_step.losses = DeviceLosses(_ALONE)

@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config import Config, ConfigError, Machine
+from pipeline.config import Config, ConfigError, Machine, parse
 from pipeline.config import plan as plan_of
 from pipeline.data import prepared
-from pipeline.ledger.rehearsal import RESERVE_FRACTION, Rehearsal
+from pipeline.data.batches import RESIDENT_FRACTION
+from pipeline.ledger.rehearsal import RESERVE_FRACTION, Placement, Rehearsal
 
-
-def parse_bytes(text: str) -> int:
-    """``24GiB``, ``80GB``, ``512 MiB`` or a plain number of bytes. Raises ConfigError."""
-    units: dict[str, int] = {"": 1} | {
-        f"{prefix}{suffix}".lower(): base**power
-        for suffix, base in (("B", 1000), ("iB", 1024))
-        for power, prefix in enumerate("KMGT", start=1)
-    }
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].lower() not in units or float(found[1]) == 0:
-        raise ConfigError(f"memory: found {text!r}; expected a size such as 24GiB, 80GB or 512MiB.")
-    return round(float(found[1]) * units[found[2].lower()])
+COLUMNS = {
+    "peak": "peak_bytes",
+    "parameters": "parameters_bytes",
+    "gradients": "gradients_bytes",
+    "optimizer": "optimizer_state_bytes",
+    "activations": "activations_bytes",
+    "buckets": "communication_bytes",
+    "data": "data_bytes",
+    "rest": "rest_bytes",
+}
 
 
 def show(
@@ -39,47 +38,66 @@ def show(
     """Print the predicted ledgers of variants (none named: all) and, given a device's ``memory``, what fits in it.
 
     ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` stand in for those of params.yaml; for
-    "cuda" this machine needs no GPU, and a GPU with native bf16 is assumed then. Raises PipelineError.
+    "cuda" this machine needs no GPU: as many as the variants ask for are assumed, with native bf16. Raises
+    PipelineError.
     """
     memory_bytes = None if memory is None else parse_bytes(memory)
     dataset = prepared.read(data)
     asked = {"device": device, "batch_size": batch_size}
-    train = config.train.model_copy(update={key: value for key, value in asked.items() if value is not None})
-    config = config.model_copy(update={"train": train})
+    values = config.model_dump(mode="json")
+    values["train"] |= {key: value for key, value in asked.items() if value is not None}
+    config = parse(values, "predict-memory")
+    train = config.train
     if device == "cuda" and not machine.gpus:
         processes = [variant.processes for variant in config.variants.values() if isinstance(variant.processes, int)]
         machine = machine.model_copy(update={"gpus": max(processes, default=1), "gpu_native_bf16": True})
     plans = {name: plan_of(config, name, machine) for name in names or config.variants}
+    placement: Placement | None = None
+    if memory_bytes is not None and train.placement == "auto":  # as ``choose_placement`` does it there
+        small = dataset.train.images.nbytes <= RESIDENT_FRACTION * memory_bytes
+        placement = "resident" if small else "streamed"
 
-    table = [["variant", "peak", "parameters", "gradients", "optimizer", "activations", "buckets", "data", "rest"]]
-    if memory is not None:
-        table[0] += [f"in {memory}", "largest batch"]
+    table = [["variant", *COLUMNS, *([] if memory is None else [f"in {memory}", "largest batch"])]]
     notes = []
     for name, plan in plans.items():
-        rehearsal = Rehearsal(config, plan, dataset)
+        rehearsal = Rehearsal(config, plan, dataset, placement)
         found = rehearsal.ledger(plan.micro_batch_size)
-        sizes = (
-            *(found.peak_bytes, found.parameters_bytes, found.gradients_bytes, found.optimizer_state_bytes),
-            *(found.activations_bytes, found.communication_bytes, found.data_bytes, found.rest_bytes),
-        )
-        table.append([name, *map(_in_words, sizes)])
+        table.append([name, *(_in_words(getattr(found, field)) for field in COLUMNS.values())])
         if memory_bytes is not None:
             largest = rehearsal.largest_batch(memory_bytes)
-            fits = largest is not None and train.batch_size <= largest
-            table[-1] += ["fits" if fits else "too large", str(largest or "none")]
-            if largest is not None and largest + plan.processes * plan.micro_batches > len(dataset.train):
-                notes.append(f"{name}: the largest batch is the whole training set")
-        notes += [f"{name}: {technique} is left out: {reason}" for technique, reason in plan.left_out.items()]
+            table[-1] += [
+                "too large" if largest is None or largest < train.batch_size else "fits",
+                "none" if largest is None else str(largest),
+            ]
+            if largest and largest + plan.processes * plan.micro_batches > len(dataset.train):
+                notes.append(f"{name}: the largest batch is the whole training set.")
+        notes += [f"{name}: {technique} is left out: {reason}." for technique, reason in plan.left_out.items()]
 
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for name, *cells in table:
         print(
             name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)), sep="  "
         )
-    print(f"\nPredicted for a global batch of {train.batch_size}, at the highest moment of a step, in each process.")
+    on = next(iter(plans.values())).device
+    where = "of each GPU" if on == "cuda" else "of each process, above what it takes with its imports"
+    print(f"\nPredicted for a global batch of {train.batch_size}: the peak of a step's memory {where}.")
     if memory is not None:
-        print(f"{RESERVE_FRACTION:.0%} of {memory} is kept free for what no prediction sees.")
-    print(*notes, sep="\n", end="\n" if notes else "")
+        print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for what no prediction sees.")
+    for note in notes:
+        print(note)
+
+
+def parse_bytes(text: str) -> int:
+    """``24GiB``, ``80GB``, ``512 MiB`` or a plain number of bytes. Raises ConfigError."""
+    units: dict[str, int] = {"": 1} | {
+        f"{prefix}{suffix}".lower(): base**power
+        for suffix, base in (("B", 1000), ("iB", 1024))
+        for power, prefix in enumerate("KMGT", start=1)
+    }
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].lower() not in units or float(found[1]) == 0:
+        raise ConfigError(f"memory: found {text!r}; expected a size such as 24GiB, 80GB or 512MiB.")
+    return round(float(found[1]) * units[found[2].lower()])
 
 
 def _in_words(size: int) -> str:

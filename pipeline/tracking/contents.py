@@ -337,9 +337,13 @@ def batches(points: Iterable[Point], size: int) -> Iterator[list[Point]]:
 
 
 def _compared(root: Path) -> dict[str, Any]:
-    """The content of comparison.json; empty without one."""
+    """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
     path = root / REPORTS / "comparison.json"
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for each in content.get("variants", ()):
+        file = results.result_file(each["variant"], root / results.RESULTS)
+        if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["runs"] != each["runs"]:
+            return {}
     return content
 
 

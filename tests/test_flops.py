@@ -1,0 +1,127 @@
+"""FLOPs counted against what one counts by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import flops
+from pipeline.config import Machine, Plan, parse, plan
+from pipeline.results import Flops
+from pipeline.techniques.activation_checkpointing import blocks
+
+SHAPE, CLASSES = (3, 8, 8), 10
+WITH_GPUS = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
+WITHOUT = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+
+FIRST = 2 * (8 * 8 * 16) * (3 * 3 * 3)  # a 3x3 convolution from 3 to 16 channels, of 8x8 pixels
+SECOND = 2 * (8 * 8 * 32) * (16 * 3 * 3)
+LINEAR = 2 * 32 * CLASSES
+FORWARD = FIRST + SECOND + LINEAR
+TRAINING = 3 * FORWARD - FIRST  # a gradient for the weights and one for the input; the images need none
+
+
+def net(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
+    assert (height, width) == (8, 8)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, classes)),
+    )
+
+
+class _LooksAtValues(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(images)
+        return logits if logits.sum().item() < 1e9 else -logits
+
+
+def looking(**data: int) -> nn.Module:
+    return _LooksAtValues(net(**data))
+
+
+def counted(
+    model: str = "tests.test_flops:net", machine: Machine = WITHOUT, device: str = "Some CPU", **variant: Any
+) -> Flops:
+    config = parse({"train": {"model": model}, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
+    return flops.counted(config, plan(config, "tried", machine), SHAPE, CLASSES, device)
+
+
+def test_convolutions_and_matrices_are_counted_as_by_hand() -> None:
+    found = counted()
+    assert found.model_per_sample == found.executed_per_sample == TRAINING
+
+
+def test_checkpointing_computes_its_blocks_once_more() -> None:
+    found = counted(activation_checkpointing=True)
+    assert len(list(blocks(net(channels=3, height=8, width=8, classes=10)))) == 3
+    assert found.model_per_sample == TRAINING
+    # All blocks run again, each until it has what its backward pass needs: the last one up to the matrix's input.
+    assert found.executed_per_sample == TRAINING + FORWARD - LINEAR
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"channels_last": True},
+        {"gradient_accumulation": 4},
+        {"parallelism": "ddp", "processes": 2},
+    ],
+)
+def test_other_techniques_compute_the_same(variant: dict[str, Any]) -> None:
+    found = counted(machine=WITH_GPUS, **variant)
+    assert (found.model_per_sample, found.executed_per_sample) == (TRAINING, TRAINING)
+
+
+def test_a_model_that_looks_at_values_is_counted_too() -> None:
+    assert counted("tests.test_flops:looking").model_per_sample == TRAINING
+
+
+def test_counting_needs_no_batch_and_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    counted()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_peak_is_that_of_the_precision_and_of_all_devices() -> None:
+    name = "NVIDIA A100-SXM4-40GB"
+    assert counted(machine=WITH_GPUS, device=name).peak_per_second == 19.5e12
+    assert counted(machine=WITH_GPUS, device=name, precision="bf16").peak_per_second == 312e12
+    both = counted(machine=WITH_GPUS, device=name, precision="bf16", parallelism="ddp")
+    assert both.peak_per_second == 2 * 312e12
+
+
+def test_an_unknown_peak_is_unknown() -> None:
+    assert counted(machine=WITH_GPUS, device="NVIDIA GeForce GTX 970").peak_per_second is None
+    assert counted(machine=WITH_GPUS, device="Tesla T4", precision="bf16").peak_per_second is None  # it has none
+    assert counted(device="NVIDIA H200").peak_per_second is None  # a plan for the CPU
+
+
+def test_what_is_left_out_counts_at_the_precision_that_runs() -> None:
+    old = Machine(gpus=1, gpu_native_bf16=False, cpu_native_bf16=False)
+    assert counted(machine=old, device="Tesla T4", precision="bf16").peak_per_second == 8.1e12
+
+
+def test_sixteen_bits_are_never_slower() -> None:
+    for name, peak in flops.PEAKS.items():
+        assert peak.fp16 is not None, name
+        assert peak.bf16 in (None, peak.fp16), name
+        assert peak.fp32 is None or peak.fp32 < peak.fp16, name
+
+
+def test_the_plan_is_only_read() -> None:
+    config = parse({"train": {"model": "tests.test_flops:net"}, "variants": {"baseline": {"precision": "bf16"}}})
+    made: Plan = plan(config, "baseline", WITH_GPUS)
+    before = made.model_dump()
+    flops.counted(config, made, SHAPE, CLASSES, "NVIDIA L4")
+    assert made.model_dump() == before
