@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from pipeline import results
+from pipeline import environment, results
 from pipeline.config import Config, Machine, PipelineError, plan
 from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Window
 
@@ -197,7 +197,7 @@ def run(config: Config, machine: Machine) -> None:
         rounds = measure(arms, seconds=60 * settings.max_minutes, max_rounds=settings.max_rounds, steps=steps)
     bench = Bench(
         environment=about["environment"],
-        commit=_commit(),
+        commit=environment.checked_out(),
         config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
         dataset=Dataset.model_validate(about["dataset"]),
         baseline=baseline,
@@ -243,15 +243,3 @@ def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[As
                 Asked(rest, "without", name, technique, server, reduced.model_dump(mode="json")),
             ]
     return arms, without
-
-
-def _commit() -> str | None:
-    """The commit that is checked out, with "+" if files differ from it; None without git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -93,6 +94,22 @@ def write(path: Path = ENVIRONMENT_FILE) -> str:
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_text(path, text)
     return str(found["hash"])
+
+
+def checked_out() -> str | None:
+    """The commit of the code that is here, with "+" if files differ from it; None without git or a commit.
+
+    dvc.lock does not count: the very run that asks has just written it.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", ".", ":(exclude)dvc.lock")
+        return git("rev-parse", "--verify", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def machine() -> Machine:

@@ -225,7 +225,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     why_untrusted = None
     if refused > len(known):
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
-        why = _most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
+        why = most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
         why_untrusted = (
             f"{quantity.noun}: {refused} of {len(rounds)} rounds had to be refused, most often because {why}"
         )
@@ -234,7 +234,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     return _Pairs([a for a, _ in known], [b for _, b in known], refused, why_untrusted)
 
 
-def _most_common(reasons: Sequence[str]) -> str | None:
+def most_common(reasons: Sequence[str]) -> str | None:
     """The first reason of the most common kind: reasons that differ in their numbers alone are of one kind."""
     kinds = [re.sub(r"\d+", "", reason) for reason in reasons]
     return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None

@@ -19,8 +19,9 @@ import pytest
 from pipeline import gate
 from pipeline.benchmark import Asked, Rounds
 from pipeline.config import Config, Margins, parse
+from pipeline.environment import checked_out
 from pipeline.gate import copies, measuring, recording
-from pipeline.gate.copies import check_arms, commit_of, head_commit
+from pipeline.gate.copies import check_arms, commit_of
 from pipeline.gate.decision import GateError, Judged, judge, noises, unpaired_ratio
 from pipeline.results import Arm
 from pipeline.verdicts import Accuracy, accuracy
@@ -402,12 +403,12 @@ def test_the_project_may_be_a_part_of_the_repository_and_git_may_have_set_variab
 
 def test_the_head_says_whether_it_is_a_commit(repository: Path) -> None:
     commit = run("git", "rev-parse", "HEAD").strip()
-    assert head_commit() == f"{commit}+"
+    assert checked_out() == f"{commit}+"
     run("git", "add", "--all")
     run("git", "commit", "--quiet", "--message", "second")
-    assert head_commit() == run("git", "rev-parse", "HEAD").strip() != commit == commit_of("HEAD~1")
+    assert checked_out() == run("git", "rev-parse", "HEAD").strip() != commit == commit_of("HEAD~1")
     (repository / "untracked too").touch()
-    assert str(head_commit()).endswith("+")
+    assert str(checked_out()).endswith("+")
 
 
 @pytest.mark.usefixtures("repository")
@@ -524,7 +525,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
         return Rounds(arms=made, steps=steps, seconds=299.0, interrupted=sides.interrupted)
 
     monkeypatch.setattr(measuring, "commit_of", lambda _: "a" * 40)
-    monkeypatch.setattr(measuring, "head_commit", lambda: "b" * 40 + "+")
+    monkeypatch.setattr(measuring, "checked_out", lambda: "b" * 40 + "+")
     monkeypatch.setattr(measuring, "check_arms", lambda *_: None)
     for name, value in (("Server", Server), ("copies", two), ("dvc", dvc), ("measure", measure)):
         monkeypatch.setattr(measuring, name, value)

@@ -50,7 +50,13 @@ def dvc(root: Path, *arguments: str) -> None:
     """Run DVC in a copy; what it and its stages write goes to stderr. Raises GateError if it fails."""
     print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "dvc", *arguments]
-    if subprocess.run(command, cwd=root, env=_variables(), stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
+    process = subprocess.Popen(command, cwd=root, env=_variables(), stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    try:
+        failed = process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # it was interrupted too, and ends its stage before the copy is removed under it
+        raise
+    if failed:
         raise GateError(f"`dvc {' '.join(arguments)}` failed in {root}; what it wrote stands above.")
 
 
@@ -75,14 +81,6 @@ def commit_of(revision: str) -> str:
             f"--against: found {revision!r}, which is no file and no revision that this repository knows. A shallow "
             "clone knows few: `git fetch --unshallow`."
         ) from None
-
-
-def head_commit() -> str | None:
-    """What is checked out, with "+" if files, also new ones, differ from it; None before the first commit."""
-    try:
-        return _git("rev-parse", "--verify", "HEAD") + ("+" if _git("status", "--porcelain") else "")
-    except GateError:
-        return None
 
 
 def _git(*arguments: str, **variables: str) -> str:

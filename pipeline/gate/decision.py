@@ -101,7 +101,7 @@ def judge(
     """
 
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio | None:
-        if _untold((*of_head.samples, *of_base.samples), quantity):
+        if verdicts.untold((of_head, of_base), quantity):
             return None
         margin, machine = (margins.throughput, noise[0]) if quantity is THROUGHPUT else (margins.memory, noise[1])
         return (verdicts.ratio if paired else unpaired)(of_head, of_base, quantity, margin, machine)
@@ -144,18 +144,21 @@ def noises(baseline: Arm, again: Arm, max_spread: float) -> tuple[Noise, Noise]:
 
 def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
     """As ``verdicts.ratio``, for samples that are no pairs; ``pairs`` counts those of the arm that has fewer."""
-    samples = (*arm.samples, *reference.samples)
     above, below = (
         [value for sample in each.samples if (value := getattr(sample, quantity.field))] for each in (arm, reference)
     )
-    refused = len(samples) - len(above) - len(below)
+    missing = [len(each.samples) - len(known) for each, known in ((arm, above), (reference, below))]
+    refused = sum(missing)
     why_untrusted = machine.why_untrusted
-    if not (above and below) or refused > len(samples) / 2:
-        reasons = [reason for sample in samples for reason in sample.refusals]
-        most = statistics.mode(reasons) if reasons else "this machine does not tell it"
+    if missing[0] > len(above) or missing[1] > len(below):
+        reasons = [reason for sample in (*arm.samples, *reference.samples) for reason in sample.refusals]
+        most = verdicts.most_common(reasons) or "this machine does not tell it"
         why_untrusted = (
-            f"{quantity.noun}: {refused} of {len(samples)} samples had to be refused, most often because: {most}"
+            f"{quantity.noun}: {missing[1]} of {len(reference.samples)} samples of the base and {missing[0]} of "
+            f"{len(arm.samples)} of the head had to be refused, most often because {most}"
         )
+    elif not (above and below):
+        why_untrusted = f"{quantity.noun}: nothing was measured"
     interval = unpaired_ratio(above, below) if above and below else None
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
@@ -204,11 +207,6 @@ def _outcome(held: Sequence[Held]) -> Outcome:
     if any("worse" in each for each in decisions):
         return "worse"
     return "untrusted" if {"untrusted"} in decisions else "passed"
-
-
-def _untold(samples: Sequence[Window], quantity: Quantity) -> bool:
-    """Whether no sample holds the figure, and not because it was refused: this machine does not tell it."""
-    return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
 
 
 def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from pipeline import benchmark, results, stats
 from pipeline.benchmark import Asked, Rounds, Server, measure
 from pipeline.config import Config
-from pipeline.gate.copies import check_arms, commit_of, copies, dvc, head_commit
+from pipeline.environment import checked_out
+from pipeline.gate.copies import check_arms, commit_of, copies, dvc
 from pipeline.gate.decision import Gated, GateError, Side, accuracies, differing, in_common, judge, noises, unshared
 
 
@@ -22,7 +23,7 @@ def measured(config: Config, revision: str) -> Gated:
 
     Raises GateError if there is nothing to measure, and KeyboardInterrupt before the first complete round.
     """
-    commit = commit_of(revision)
+    commit, head_is = commit_of(revision), checked_out()
     with copies(commit) as roots:
         check_arms(roots[0], f"{revision} ({commit[:12]})")
         for root in roots:
@@ -34,8 +35,11 @@ def measured(config: Config, revision: str) -> Gated:
             names = in_common(there["variants"], here["variants"], revision)
             trained: list[dict[str, dict[int, float]]] = [{}, {}]
             if config.gate.accuracy:
+                own = any(":" in str(each["train"].get("model")) for each in (there, here))
                 for root in roots:
-                    dvc(root, "repro", *(f"train@{name}" for name in names))
+                    # DVC does not see the files of a user's own model; it would take one's training for the other's.
+                    anew = ("--force", "--no-run-cache", "--single-item") if own else ()
+                    dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
                 trained = [_test_accuracies(root, names) for root in roots]
             baseline = config.compare.baseline if config.compare.baseline in names else names[0]
             rounds = _rounds(config, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}))
@@ -62,7 +66,7 @@ def measured(config: Config, revision: str) -> Gated:
             test_accuracies=trained[0],
         ),
         head=Side(
-            commit=head_commit(),
+            commit=head_is,
             environment=here["environment"],
             arms=tuple(of_head.values()),
             test_accuracies=trained[1],
@@ -71,6 +75,7 @@ def measured(config: Config, revision: str) -> Gated:
             *([f"Interrupted after {count} rounds."] if rounds.interrupted else []),
             *unshared(there["variants"], here["variants"]),
             *differing(there["train"], here["train"], "train"),
+            *(line for key in ("compare", "gate", "bench") for line in differing(there.get(key), here.get(key), key)),
             *differing(variants[0], variants[1], "variants"),
             *missing,
         ),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeline.comparison import Comparison
 from pipeline.config import Config
+from pipeline.environment import checked_out
 from pipeline.gate.decision import (
     Gated,
     GateError,
@@ -50,6 +51,7 @@ def recorded(config: Config, path: Path) -> Gated:
         remarks=(
             "Recorded at different times: a change of the machine in between cannot be told from a change of the code. "
             "Held against a revision, both are measured side by side.",
+            *_stale(head),
             *unshared(there, here),
             *differing(variants[0], variants[1], "variants"),
             *missing,
@@ -57,6 +59,14 @@ def recorded(config: Config, path: Path) -> Gated:
         seconds=None,
         budget="bench.max_minutes",
     )
+
+
+def _stale(head: Comparison) -> list[str]:
+    """Says that the code has changed since it was measured."""
+    here = checked_out()
+    if here == head.bench.commit:
+        return []
+    return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}; what is here now is {here}."]
 
 
 def _read(path: Path) -> Comparison:
