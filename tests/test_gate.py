@@ -683,6 +683,7 @@ def against_head(clone: Clone, exit_code: int) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
 def test_a_comment_passes(earnest: Clone) -> None:
     training = earnest.path / "pipeline" / "training.py"
     plain = training.read_text(encoding="utf-8")
@@ -697,6 +698,7 @@ def test_a_comment_passes(earnest: Clone) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
 def test_a_slower_loop_a_leak_and_a_lower_accuracy_are_caught(earnest: Clone) -> None:
     with (earnest.path / "pipeline" / "training.py").open("a", encoding="utf-8") as file:
         file.write(PLANTED)

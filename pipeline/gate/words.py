@@ -32,7 +32,7 @@ def markdown(gated: Gated) -> str:
         f"{_interval(gated.noise_memory)}.",
         "* Median ratios with 95% intervals; accuracy: mean difference over seeds, with the interval of two one-sided "
         f"tests at 5%. Worse or better: all of it lies beyond the margin, {100 * margins.throughput:g}% of throughput, "
-        f"{100 * margins.memory:g}% of memory, {100 * margins.accuracy:g} points of accuracy.",
+        f"{100 * margins.memory:g}% of memory, {100 * margins.accuracy:g} percentage point(s) of accuracy.",
     ]
     return "\n".join(lines) + "\n"
 
