@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +20,12 @@ from pipeline.config import Config, Machine, PipelineError, Plan, Variant
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import detectors
-from pipeline.distributed import fork
+from pipeline.distributed import fork, keep_freed_memory, return_freed_memory
 from pipeline.job import device_name_of, environment_of, ready, training_of, window_of
 from pipeline.results import Dataset, Flops, Ledgers, Record, Window
 from pipeline.training import Training
 
+MEMORY_STEPS = 10
 PRELOAD = ("pipeline.arm", "torch._dynamo")
 """What every arm imports; torch imports the second with the first optimizer."""
 
@@ -84,10 +84,18 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 def _measure(
     config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], steps: int, ledgers: bool
 ) -> Measured:
-    """What each process does: ``steps`` steps after the warm-up, in measured windows."""
+    """What each process does: a warm-up, then ``steps`` steps in measured windows.
+
+    On a CPU, memory and speed exclude each other: an allocator that keeps freed blocks is fast, one that returns them
+    shows what is needed. So there the memory is measured first, over ``MEMORY_STEPS``, and then the speed.
+    """
+    on_cpu = plan.device == "cpu"
+    if on_cpu:
+        return_freed_memory()
     with ready(config, plan, prepared) as (world, dataset, placement):
-        wanted = config.train.warmup_steps + steps
-        epochs = -(-wanted // max(1, len(dataset.train) // config.train.batch_size))
+        warmup = config.train.warmup_steps
+        wanted = [warmup + MEMORY_STEPS, warmup + steps] if on_cpu else [warmup + steps]
+        epochs = -(-sum(wanted) // max(1, len(dataset.train) // config.train.batch_size))
         config = config.model_copy(
             update={"train": config.train.model_copy(update={"epochs": max(epochs, config.train.epochs)})}
         )
@@ -97,13 +105,19 @@ def _measure(
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
-        with training_of(config, plan, dataset, world, placement, seed, watching) as training:
-            for _ in islice(training.run(), wanted):
-                pass
-            with training.paused():
-                window = window_of(training, asked_steps=steps, max_input_wait=config.bench.max_input_wait)
-                found = _ledgers(training, config, plan, window) if ledgers else None
-                counted = _flops(training, config, plan, environment) if ledgers else None
+        with training_of(config, plan, dataset, world, placement, seed, ()) as training:
+            if on_cpu:
+                training.advance(wanted[0])
+                memory = training.memory
+                keep_freed_memory()
+                training.settle_again()
+            training.detectors = watching
+            training.advance(wanted[-1])
+            if on_cpu:
+                training.memory = memory
+            window = window_of(training, asked_steps=steps, max_input_wait=config.bench.max_input_wait)
+            found = _ledgers(training, config, plan, window) if ledgers else None
+            counted = _flops(training, config, plan, environment) if ledgers else None
         return Measured(
             applied=plan.applied.model_dump(mode="json"),
             left_out=plan.left_out,

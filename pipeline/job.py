@@ -52,7 +52,6 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 @contextmanager
 def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, Dataset, Placement]]:
     """This process as a rank of the variant's world, with all set up that comes before a model."""
-    keep_freed_memory()
     models.load(config.train.model)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
     Memory.note_imports()
@@ -102,6 +101,7 @@ def training_of(
 
 def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], started: float) -> None:
     """What each process does."""
+    keep_freed_memory()
     with ready(config, plan, prepared) as (world, dataset, placement):
         device_name = device_name_of(world, environment)
         if world.is_main:

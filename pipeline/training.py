@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -217,7 +218,7 @@ class Training:
         self.epoch_loss = 0.0
         self._last_row = (0, 0.0)
 
-    def run(self) -> Iterator[HistoryRow | None]:
+    def run(self) -> Generator[HistoryRow | None, None, None]:
         """Train to the end, or on from where ``restore`` left off. Yields once a step: a row where one is due.
 
         Raises NonFiniteLoss, which says where, on the rank that saw it; the parameters are those of the
@@ -244,6 +245,21 @@ class Training:
                     yield self._row(self.clock.train_seconds_now())
                 else:
                     yield None
+
+    def advance(self, steps: int) -> None:
+        """Train so many steps, fewer if the end comes first, and close the window."""
+        run = self.run()
+        for _ in islice(run, steps):
+            pass
+        run.close()
+        if self.steps % self.batches.steps_per_epoch:
+            self._close()
+
+    def settle_again(self) -> None:
+        """Forget what was measured: ``advance`` warms up again before it measures."""
+        self.clock, self.memory = Clock(self.world.device), Memory(self.world.device)
+        self.settled = self.steps + self.train.warmup_steps
+        self._last_row = (self.steps, 0.0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
