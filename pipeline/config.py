@@ -528,7 +528,8 @@ def _allowed(node: dict[str, Any]) -> str:
         )
         return " ".join([noun, *(f"{word} {node[key]:.12g}" for word, key in limits if key in node)])
     if kind == "array":
-        count = node["minItems"] if node.get("minItems") == node.get("maxItems") else f"{node['minItems']} or more"
+        least = node.get("minItems", 0)
+        count = least if least == node.get("maxItems") else f"{least} or more"
         return f"a list of {count}, each {_allowed(node['items'])}"
     words = {"boolean": "true or false", "null": "null", "string": "text", "object": "a mapping"}
     return words[str(kind)] + (" that is not empty" if node.get("minLength") or node.get("minProperties") else "")

@@ -707,5 +707,5 @@ def test_a_slower_loop_a_leak_and_a_lower_accuracy_are_caught(earnest: Clone) ->
     assert {key: baseline[key]["decision"] for key in ("throughput", "memory", "accuracy")} == dict.fromkeys(
         ("throughput", "memory", "accuracy"), "worse"
     )
-    assert baseline["throughput"]["estimate"] == pytest.approx(1 / 3, rel=0.3)
+    assert baseline["throughput"]["estimate"] < 0.5  # each step takes three times as long, or longer on a busy machine
     assert list((earnest.path / ".dvc" / "tmp").glob("gate-*")) == []
