@@ -52,7 +52,11 @@ def test_sections_are_frozen() -> None:
 
 
 MISTAKES = [
-    ("trian", {}, "unknown key; allowed: fetch, prepare, train, bench, compare, gate, publish, variants. Did you mean 'train'?"),
+    (
+        "trian",
+        {},
+        "unknown key; allowed: fetch, prepare, train, bench, compare, gate, publish, variants. Did you mean 'train'?",
+    ),
     ("train.augment.flp", True, "unknown key; allowed: crop_padding, flip, cutout. Did you mean 'flip'?"),
     ("train.augment.xyz", True, "unknown key; allowed: crop_padding, flip, cutout."),
     (
