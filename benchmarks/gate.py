@@ -63,8 +63,8 @@ TrainingStep.__call__ = _slower(TrainingStep.__call__)
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
 
 
-def pool(minutes: float, part_minutes: float = 15.0) -> dict[str, Any]:
-    """Real rounds of base (its baseline twice), an equal head and a slower one, for so many minutes.
+def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) -> dict[str, Any]:
+    """Real rounds of base (its baseline twice), an equal head and a slower one, of the variants ``names`` (none: all).
 
     In parts of ``part_minutes``, each with new servers, as every gate starts new ones. Speeds and peaks by arm, one a
     round, None where they were refused. An interruption keeps the complete rounds.
@@ -85,13 +85,13 @@ def pool(minutes: float, part_minutes: float = 15.0) -> dict[str, Any]:
             with ExitStack() as stack:
                 servers = {side: stack.enter_context(Server(each.path)) for side, each in checkouts.items()}
                 sides = {side: (server, server.describe()) for side, server in servers.items()}
-                arms = arms_of(list(params.variants), params.compare.baseline, sides)
+                arms = arms_of(names or list(params.variants), params.compare.baseline, sides)
                 steps = steps_of(arms, params.bench.window_seconds)
                 parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps))
     counts = [len(part.arms[0].samples) for part in parts]
     samples = {arm.name: [sample for part in parts for sample in _of(part, arm.name)] for arm in parts[0].arms}
     refused = sum(bool(sample.refusals) for each in samples.values() for sample in each)
-    gates_share = 1 - len(params.variants) / len(samples)  # a gate has no third side
+    gates_share = 1 - len(names or params.variants) / len(samples)  # a gate has no third side
     return {
         "environment": environment.fingerprint(),
         "measured_on": time.strftime("%Y-%m-%d"),
@@ -275,6 +275,7 @@ def main() -> None:
     recording = commands.add_parser("pool", help="record rounds into FILE")
     recording.add_argument("file", type=Path)
     recording.add_argument("--minutes", type=float, default=180.0)
+    recording.add_argument("--variants", nargs="*", default=[], help="none: all of params.yaml")
     rating = commands.add_parser("rates", help="error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
     rating.add_argument("--trials", type=int, default=1000)
@@ -283,7 +284,9 @@ def main() -> None:
     whole.add_argument("--trials", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.command == "pool":
-        results.write_text(arguments.file, json.dumps(pool(arguments.minutes)).replace('], "', '],\n"') + "\n")
+        results.write_text(
+            arguments.file, json.dumps(pool(arguments.minutes, arguments.variants)).replace('], "', '],\n"') + "\n"
+        )
     elif arguments.command == "rates":
         recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
         print(json.dumps(error_rates(recorded, arguments.trials, arguments.minutes), indent=1))

@@ -25,7 +25,8 @@ from pipeline.job import device_name_of, environment_of, ready, training_of, win
 from pipeline.results import Dataset, Flops, Ledgers, Record, Window
 from pipeline.training import Training
 
-MEMORY_STEPS = 10
+MEMORY_STEPS = (3, 7)
+"""On a CPU: steps of warm-up, and measured ones, of the memory's own window."""
 PRELOAD = ("pipeline.arm", "torch._dynamo")
 """What every arm imports; torch imports the second with the first optimizer."""
 
@@ -87,14 +88,14 @@ def _measure(
     """What each process does: a warm-up, then ``steps`` steps in measured windows.
 
     On a CPU, memory and speed exclude each other: an allocator that keeps freed blocks is fast, one that returns them
-    shows what is needed. So there the memory is measured first, over ``MEMORY_STEPS``, and then the speed.
+    shows what is needed. So there the memory is measured first, in ``MEMORY_STEPS``, and then the speed.
     """
     on_cpu = plan.device == "cpu"
     if on_cpu:
         return_freed_memory()
     with ready(config, plan, prepared) as (world, dataset, placement):
         warmup = config.train.warmup_steps
-        wanted = [warmup + MEMORY_STEPS, warmup + steps] if on_cpu else [warmup + steps]
+        wanted = [sum(MEMORY_STEPS), warmup + steps] if on_cpu else [warmup + steps]
         epochs = -(-sum(wanted) // max(1, len(dataset.train) // config.train.batch_size))
         config = config.model_copy(
             update={"train": config.train.model_copy(update={"epochs": max(epochs, config.train.epochs)})}
@@ -107,10 +108,11 @@ def _measure(
         )
         with training_of(config, plan, dataset, world, placement, seed, ()) as training:
             if on_cpu:
+                training.settle(MEMORY_STEPS[0])
                 training.advance(wanted[0])
                 memory = training.memory
                 keep_freed_memory()
-                training.settle_again()
+                training.settle(warmup)
             training.detectors = watching
             training.advance(wanted[-1])
             if on_cpu:

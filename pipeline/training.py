@@ -255,10 +255,10 @@ class Training:
         if self.steps % self.batches.steps_per_epoch:
             self._close()
 
-    def settle_again(self) -> None:
-        """Forget what was measured: ``advance`` warms up again before it measures."""
+    def settle(self, steps: int) -> None:
+        """Forget what was measured: ``advance`` warms up for so many steps before it measures."""
         self.clock, self.memory = Clock(self.world.device), Memory(self.world.device)
-        self.settled = self.steps + self.train.warmup_steps
+        self.settled = self.steps + steps
         self._last_row = (self.steps, 0.0)
 
     @contextmanager
