@@ -107,7 +107,7 @@ class Train(Section):
     seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
         [0, 1, 2], description="One run a seed; every variant runs the same."
     )
-    epochs: PositiveInt = Field(3, description="Passes over the training set.")
+    epochs: PositiveInt = Field(2, description="Passes over the training set.")
     batch_size: PositiveInt = Field(
         256, description="Global batch: samples an optimizer step, over all devices and micro-batches."
     )
@@ -143,7 +143,7 @@ class Train(Section):
 class Bench(Section):
     """Steady-state speed and memory of all variants, side by side."""
 
-    max_minutes: PositiveFloat = Field(2.0, description="Rounds are measured until this time is spent.")
+    max_minutes: PositiveFloat = Field(3.0, description="Rounds are measured until this time is spent.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: PositiveFloat = Field(
         1.5, description="Measured window of the baseline in a round; every arm takes as many steps as it does."

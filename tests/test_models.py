@@ -19,6 +19,7 @@ from torchvision.models.regnet import BlockParams
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.models import Classifier, ModelError, build
+from tests.conftest import ROOT
 
 
 def build_for(name: str, shape: tuple[int, int, int], classes: int = 10, **options: Any) -> nn.Module:
@@ -381,3 +382,19 @@ def test_a_classifier_refuses_images_with_another_number_of_channels() -> None:
     classifier = Classifier(nn.Identity(), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
     with pytest.raises(ValueError, match=r"found shape \[2, 1, 8, 8\]; expected \[N, 3, H, W\]"):
         classifier(torch.zeros(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("resnet18", "torchvision"), ("my_own_net:factory", "my_own_net"), ("small_cnn", None)]
+)
+def test_loading_imports_what_building_would(name: str, module: str | None, tmp_path: Path) -> None:
+    (tmp_path / "my_own_net.py").write_text("def factory(**sizes):\n    raise RuntimeError\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pipeline import models\n"
+        "before = set(sys.modules)\n"
+        f"models.load({name!r})\n"
+        "print(sorted({'torchvision', 'my_own_net'} & set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([module] if module else [])

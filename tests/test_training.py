@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline.checkpoints import state_sha256
 from pipeline.config import Augment, Train
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
+from pipeline.detectors import Detector, Refusal
 from pipeline.distributed import World
 from pipeline.results import HistoryRow
 from pipeline.training import DeviceLosses, NonFiniteLoss, Training, learning_rate, make_optimizer
@@ -273,8 +275,6 @@ def _note_until_broken(joined: World, dataset: Dataset, directory: str) -> None:
 
 
 def test_paused_time_is_not_training_time(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
     training = make_training(digits)
     steps = training.run()
     for _ in range(10):
@@ -286,3 +286,52 @@ def test_paused_time_is_not_training_time(digits: Dataset, monkeypatch: pytest.M
     list(steps)
     assert training.clock.train_seconds < 500.0
     assert sum(training.clock.step_seconds) < 500.0
+
+
+class _Counts(Detector):
+    """Counts the windows; ``watched`` are those that were measured."""
+
+    def __init__(self) -> None:
+        self.opened = self.closed = self.watched = 0
+
+    def open(self) -> None:
+        self.opened += 1
+
+    def close(self, *, measured: bool) -> None:
+        self.closed += 1
+        self.watched += measured
+
+    def refusals(self) -> list[Refusal]:
+        return []
+
+
+def test_advancing_in_parts_trains_the_same_and_measures_the_last_part(digits: Dataset) -> None:
+    straight, parted, counts = make_training(digits), make_training(digits), _Counts()
+    straight.advance(30)
+    parted.settle(2)
+    parted.advance(10)
+    assert len(parted.clock.step_seconds) == 8
+    parted.settle(TRAIN.warmup_steps)
+    parted.detectors = (counts,)
+    parted.advance(20)
+    assert weights(parted) == weights(straight)
+    assert len(parted.clock.step_seconds) == 20 - TRAIN.warmup_steps
+    assert parted.clock.measured_seconds < parted.clock.train_seconds
+    assert (counts.opened, counts.closed, counts.watched) == (3, 3, 1)  # the first step, the warm-up, the rest
+
+
+def _late(joined: World, dataset: Dataset) -> float:
+    """Rank 0 takes its time to open its windows."""
+
+    class Slow(_Counts):
+        def open(self) -> None:
+            time.sleep(1.0)
+
+    training = make_training(dataset, joined)
+    training.detectors = (Slow(),) if joined.is_main else ()
+    training.advance(10)
+    return training.clock.train_seconds
+
+
+def test_what_one_rank_s_detectors_take_is_no_rank_s_training_time(digits: Dataset) -> None:
+    assert all(seconds < 1.0 for seconds in run_ranks(_late, digits))  # of three windows, each opened after a second
