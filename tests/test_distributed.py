@@ -145,7 +145,7 @@ def test_freed_memory_is_kept_for_the_next_tensor_or_returned() -> None:
         return int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
 
     assert resident("keep") > 20 * 2**20
-    assert resident("return") < 2**20
+    assert resident("return") < 4 * 2**20
     assert resident("as it is") < 8 * 2**20
 
 
