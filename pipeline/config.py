@@ -181,7 +181,9 @@ class Compare(Section):
 class Gate(Section):
     """How a commit is held against another."""
 
-    max_minutes: PositiveFloat = Field(10.0, description="Rounds of both commits are measured until this time is spent.")
+    max_minutes: PositiveFloat = Field(
+        10.0, description="Rounds of both commits are measured until this time is spent."
+    )
     accuracy: bool = Field(True, description="Also compare accuracies, which both commits must have been trained for.")
 
 
