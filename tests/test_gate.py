@@ -517,7 +517,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
     def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
-        assert (seconds, max_rounds, steps) == (300.0, None, 150)
+        assert (seconds, max_rounds, steps) == (600.0, None, 150)
         made = tuple(
             arm(each.name, throughput=sides.speeds.get(each.name, 1.0), rounds=sides.rounds, variant=each.variant)
             for each in arms
