@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import detectors
 from pipeline.distributed import fork, keep_freed_memory, return_freed_memory
 from pipeline.job import device_name_of, environment_of, ready, training_of, window_of
-from pipeline.results import Dataset, Flops, Ledgers, Record, Window
+from pipeline.results import Dataset, Flops, Ledgers, Setup, Window
 from pipeline.training import Training
 
 MEMORY_STEPS = (3, 7)
@@ -31,17 +31,9 @@ PRELOAD = ("pipeline.arm", "torch._dynamo")
 """What every arm imports; torch imports the second with the first optimizer."""
 
 
-class Measured(Record):
+class Measured(Setup):
     """What one fresh process, or its world, says of a variant."""
 
-    applied: dict[str, Any]
-    left_out: dict[str, str]
-    backend: str | None
-    world_size: int
-    threads_per_process: int
-    placement: Literal["resident", "streamed"]
-    device: str
-    parameter_count: int
     window: Window
     ledgers: Ledgers | None = None
     """Only if asked for, like the next."""

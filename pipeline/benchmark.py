@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from pipeline import environment, results
 from pipeline.config import Config, Machine, PipelineError, plan
-from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Window
+from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Setup, Window
 
 CALIBRATION_STEPS = 20
 CALIBRATIONS = 5
@@ -125,7 +125,7 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
                 for asked in arms[:: 1 if len(rounds) % 2 == 0 else -1]:
                     answer = asked.server.measure(asked.name, asked.values, steps)
                     complete[asked.name] = Window.model_validate(answer["window"])
-                    found = {key: answer[key] for key in _FACTS}
+                    found = {key: answer[key] for key in Setup.model_fields}
                     if facts.setdefault(asked.name, found) != found:
                         raise BenchError(
                             f"{asked.name} ran differently from round to round: {facts[asked.name]}, then {found}. "
@@ -157,8 +157,6 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
     )
 
 
-_FACTS = tuple(name for name in Arm.model_fields if name not in ("name", "role", "variant", "technique", "samples"))
-"""What a server says of an arm beside its samples."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
 
 

@@ -67,12 +67,8 @@ def counted(config: Config, plan: Plan, shape: tuple[int, int, int], classes: in
     looks at a value, runs on the CPU. Precision and parallelism change no count. What an attention kernel recomputes
     inside itself is not counted. Raises ModelError.
     """
-    channels, height, width = shape
-    train = config.train
     with torch.random.fork_rng(devices=[]):
-        model = models.build(
-            train.model, train.model_options, channels=channels, height=height, width=width, classes=classes
-        )
+        model = models.of_job(config.train, shape, classes)
         images = torch.zeros(_SAMPLES, *shape)
         plain = Variant()
         recomputing = plan.applied.model_copy(update={"precision": plain.precision, "parallelism": plain.parallelism})

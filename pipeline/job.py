@@ -76,15 +76,7 @@ def training_of(
     """The variant's training with one seed, ready to run."""
     train = config.train
     torch.manual_seed(seed)
-    channels, height, width = dataset.shape
-    model = models.build(
-        train.model,
-        train.model_options,
-        channels=channels,
-        height=height,
-        width=width,
-        classes=len(dataset.classes),
-    )
+    model = models.of_job(train, dataset.shape, len(dataset.classes))
     with TrainBatches(
         dataset,
         batch_size=train.batch_size,

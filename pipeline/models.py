@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.config import PipelineError
+from pipeline.config import PipelineError, Train
 
 Shape = tuple[int, ...]
 
@@ -50,6 +50,12 @@ def build(name: str, options: dict[str, Any], *, channels: int, height: int, wid
         model = torchvision_model(name, options, **data)
     _check_output(name, model, (2, channels, height, width), (2, classes))
     return model
+
+
+def of_job(train: Train, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The model that ``train`` asks for, for images of ``shape`` (channels, height, width); see ``build``."""
+    channels, height, width = shape
+    return build(train.model, train.model_options, channels=channels, height=height, width=width, classes=classes)
 
 
 def load(name: str) -> None:

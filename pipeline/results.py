@@ -200,7 +200,25 @@ class Flops(Record):
     """Dense peak of all the variant's devices at its precision; None for a device that is not known."""
 
 
-class Arm(Record):
+class Setup(Record):
+    """How a variant ran on this machine."""
+
+    applied: dict[str, Any]
+    """The variant's values as they were applied."""
+    left_out: dict[str, str]
+    """Technique -> why this machine left it out."""
+    device: str
+    """Name of the GPU or CPU."""
+    backend: str | None
+    """nccl or gloo; None for a single process."""
+    world_size: int
+    threads_per_process: int
+    """Intra-operation CPU threads of each process."""
+    placement: Literal["resident", "streamed"]
+    parameter_count: int
+
+
+class Arm(Setup):
     """What the bench measures in a fresh process each round."""
 
     name: str
@@ -210,15 +228,6 @@ class Arm(Record):
     variant: str
     technique: str | None
     """The one that is added or taken away."""
-    applied: dict[str, Any]
-    """The variant as it ran on this machine."""
-    left_out: dict[str, str]
-    backend: str | None
-    world_size: int
-    threads_per_process: int
-    placement: Literal["resident", "streamed"]
-    device: str
-    parameter_count: int
     samples: tuple[Window, ...]
     """One a round; those of one index were measured side by side."""
 

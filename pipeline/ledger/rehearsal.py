@@ -88,17 +88,8 @@ class Rehearsal:
     def __init__(self, config: Config, plan: Plan, dataset: Dataset, placement: Placement | None = None) -> None:
         self.config, self.plan, self.dataset = config, plan, dataset
         self.placement = placement or ("streamed" if config.train.placement == "streamed" else "resident")
-        channels, height, width = dataset.shape
-        train = config.train
         with torch.random.fork_rng(devices=[]):
-            self._model = models.build(
-                train.model,
-                train.model_options,
-                channels=channels,
-                height=height,
-                width=width,
-                classes=len(dataset.classes),
-            )
+            self._model = models.of_job(config.train, dataset.shape, len(dataset.classes))
         self._tries: dict[int, dict[Call, int]] = {}
 
     def ledger(self, micro_batch_size: int) -> Ledger:
