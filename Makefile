@@ -30,7 +30,7 @@ ui: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
-LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11 pyproject.toml
+LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11 pyproject.toml --extra server
 lock:  # the newest versions that pyproject.toml allows, for every platform; needs uv
 	$(LOCK) -o requirements.lock
 	$(LOCK) --extra dev -c requirements.lock -o requirements-dev.lock
