@@ -32,7 +32,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import config, environment, results
-from pipeline.benchmark import Rounds, Server, measure
+from pipeline.benchmark import Rounds, Server, measure, turns_on
 from pipeline.config import Compare, Config, Gate
 from pipeline.gate.decision import Judged, judge, noises
 from pipeline.gate.measuring import arms_of, steps_of
@@ -87,7 +87,8 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
                 sides = {side: (server, server.describe()) for side, server in servers.items()}
                 arms = arms_of(names or list(params.variants), params.compare.baseline, sides)
                 steps = steps_of(arms, params.bench.window_seconds)
-                parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps))
+                turns = turns_on(sides["base"][1]["device"], params.bench)
+                parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps, turns=turns))
     counts = [len(part.arms[0].samples) for part in parts]
     samples = {arm.name: [sample for part in parts for sample in _of(part, arm.name)] for arm in parts[0].arms}
     refused = sum(bool(sample.refusals) for each in samples.values() for sample in each)

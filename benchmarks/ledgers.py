@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Generator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from pipeline import environment, ledger
 from pipeline.config import Config, Plan, parse, plan
 from pipeline.data.prepared import DESCRIPTION, Description, file_sha256, read
-from pipeline.distributed import fork
+from pipeline.distributed import forked
 from pipeline.job import ready, training_of
 from pipeline.results import Ledger
 
@@ -70,9 +71,11 @@ def predictions() -> dict[str, Any]:
                 }
             )
             how = plan(config, "tried", machine)
-            ranks = fork(_measure, (config, how, data[shape]), how.processes, preload=("pipeline.job", "torch._dynamo"))
-            measured = max(ranks, key=lambda rank: rank.peak_bytes)
-            ((predicted, seconds),) = fork(_predict, (config, how, data[shape]), 1, preload=("pipeline.job",))
+            arguments, preload = (config, how, data[shape]), ("pipeline.job", "torch._dynamo")
+            with forked(_measure, arguments, how.processes, preload=preload) as ask:
+                measured = max(ask(None), key=lambda rank: rank.peak_bytes)
+            with forked(_predict, arguments, 1, preload=preload) as ask:
+                ((predicted, seconds),) = ask(None)
             ratio = predicted.peak_bytes / measured.tensors_bytes
             ratios.append(ratio)
             cases[name] = {
@@ -86,7 +89,7 @@ def predictions() -> dict[str, Any]:
     return {"worst_ratio": worst, "target_ratio": 1.05, "lower_is_better": True, "cases": cases}
 
 
-def _measure(config: Config, how: Plan, data: Path) -> Ledger:
+def _measure(config: Config, how: Plan, data: Path) -> Generator[Ledger, None, None]:
     with (
         ready(config, how, data) as (world, dataset, placement),
         training_of(config, how, dataset, world, placement, 0, ()) as training,
@@ -96,12 +99,12 @@ def _measure(config: Config, how: Plan, data: Path) -> Ledger:
         with training.paused():
             found = ledger.measured(training, training.memory.peak_bytes)
     assert found is not None, "this machine does not tell a process's peak memory"
-    return found
+    yield found
 
 
-def _predict(config: Config, how: Plan, data: Path) -> tuple[Ledger, float]:
+def _predict(config: Config, how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, None]:
     started = time.perf_counter()
-    return ledger.predicted(config, how, read(data)), time.perf_counter() - started
+    yield ledger.predicted(config, how, read(data)), time.perf_counter() - started
 
 
 def _random_images(folder: Path, shape: tuple[int, int, int]) -> Path:

@@ -1,7 +1,8 @@
-"""One arm of a measurement: a variant's steps in a fresh process, on request of the process that measures.
+"""The arms of a measurement: variants in fresh processes, which take steps on request of the process that measures.
 
 ``python -m pipeline arms`` serves the checkout that it is started in: a request a line on stdin, an answer a line on
-stdout, both JSON. Two checkouts, each with a server of its own, can so be measured side by side.
+stdout, both JSON. An arm is opened (and warmed up), takes its turns, and is closed, which tells what was measured. Two
+checkouts, each with a server of its own, can so be measured side by side.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from pipeline.config import Config, Machine, PipelineError, Plan, Variant
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import detectors
-from pipeline.distributed import fork, keep_freed_memory, return_freed_memory
-from pipeline.job import device_name_of, environment_of, ready, training_of, window_of
+from pipeline.distributed import forked, keep_freed_memory, return_freed_memory
+from pipeline.job import device_name_of, environment_of, ready, setup_of, training_of, window_of
 from pipeline.results import Dataset, Flops, Ledgers, Setup, Window
 from pipeline.training import Training
 
@@ -53,31 +53,51 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
             name=dataset.name, sha256=dataset.sha256, train_count=len(dataset.train), test_count=len(dataset.test)
         )
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
-        return values | {"environment": environment_of()["hash"], "dataset": about.model_dump(mode="json")}
+        return values | {
+            "environment": environment_of()["hash"],
+            "dataset": about.model_dump(mode="json"),
+            "device": plan_of(config, config.compare.baseline, machine).device,
+        }
 
-    def measure(name: str, values: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
+    def open_(name: str, values: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
         asked = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
         plan = plan_of(asked, name, machine)
-        device = environment_of()
-        (measured, *_) = fork(
-            _measure, (config, plan, prepared, device, steps, ledgers), plan.processes, preload=PRELOAD
-        )
-        return measured.model_dump(mode="json")
+        arguments = (config, plan, prepared, environment_of(), steps, ledgers)
+        with ExitStack() as processes:
+            ask = processes.enter_context(forked(_measure, arguments, plan.processes, preload=PRELOAD))
+            ask(None)
+            arms[name] = ask, every_arm.enter_context(processes.pop_all())
+        return {}
 
-    commands: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "measure": measure}
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = commands[request.pop("do")](**request)
-        except PipelineError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+    def turn(name: str, steps: int) -> dict[str, Any]:
+        ask, _ = arms[name]
+        ask(steps)
+        return {}
+
+    def close(name: str) -> dict[str, Any]:
+        ask, processes = arms.pop(name)
+        with processes:
+            (measured, *_) = ask(None)
+        return dict(measured.model_dump(mode="json"))
+
+    arms: dict[str, tuple[Callable[[int | None], list[Any]], ExitStack]] = {}
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "describe": describe, "open": open_, "turn": turn, "close": close,
+    }  # fmt: skip
+    with ExitStack() as every_arm:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = commands[request.pop("do")](**request)
+            except PipelineError as error:
+                answer = {"error": str(error)}
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 def _measure(
     config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], steps: int, ledgers: bool
-) -> Measured:
-    """What each process does: a warm-up, then ``steps`` steps in measured windows.
+) -> Generator[Measured | None, int | None, None]:
+    """What each process does: a warm-up, then turns of so many steps as it is sent, ``steps`` in all, then the record.
 
     On a CPU, memory and speed exclude each other: an allocator that keeps freed blocks is fast, one that returns them
     shows what is needed. So there the memory is measured first, in ``MEMORY_STEPS``, and then the speed.
@@ -106,25 +126,16 @@ def _measure(
                 keep_freed_memory()
                 training.settle(warmup)
             training.detectors = watching
-            training.advance(wanted[-1])
+            training.advance(warmup)
+            while turn := (yield None):
+                training.advance(turn)
             if on_cpu:
                 training.memory = memory
             window = window_of(training, asked_steps=steps, max_input_wait=config.bench.max_input_wait)
             found = _ledgers(training, config, plan, window) if ledgers else None
             counted = _flops(training, config, plan, environment) if ledgers else None
-        return Measured(
-            applied=plan.applied.model_dump(mode="json"),
-            left_out=plan.left_out,
-            backend=world.backend,
-            world_size=world.size,
-            threads_per_process=torch.get_num_threads(),
-            placement=placement,
-            device=device_name_of(world, environment),
-            parameter_count=sum(parameter.numel() for parameter in training.model.parameters()),
-            window=window,
-            ledgers=found,
-            flops=counted,
-        )
+            setup = setup_of(training, device_name_of(world, environment))
+        yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
 
 
 def _ledgers(training: Training, config: Config, plan: Plan, window: Window) -> Ledgers | None:

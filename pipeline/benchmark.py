@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from pipeline import environment, results
+from pipeline.config import Bench as BenchSettings
 from pipeline.config import Config, Machine, PipelineError, plan
 from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Setup, Window
 
@@ -55,10 +56,27 @@ class Server(AbstractContextManager["Server"]):
         """What params.yaml, the environment and the prepared data set are there."""
         return self._ask(do="describe")
 
+    def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+        """Start a variant in a fresh process or world and warm it up, for ``steps`` steps in all."""
+        self._ask_of(name, do="open", values=values, steps=steps, ledgers=ledgers)
+
+    def turn(self, name: str, steps: int) -> None:
+        """``steps`` steps of an open arm."""
+        self._ask_of(name, do="turn", steps=steps)
+
+    def close(self, name: str) -> dict[str, Any]:
+        """End an open arm: ``arm.Measured`` as plain values."""
+        return self._ask_of(name, do="close")
+
     def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
-        """``steps`` warm steps of a variant in a fresh process or world; ``arm.Measured`` as plain values."""
+        """The three of them: ``steps`` warm steps in one turn."""
+        self.open(name, values, steps, ledgers=ledgers)
+        self.turn(name, steps)
+        return self.close(name)
+
+    def _ask_of(self, name: str, **request: Any) -> dict[str, Any]:
         try:
-            return self._ask(do="measure", name=name, values=values, steps=steps, ledgers=ledgers)
+            return self._ask(name=name, **request)
         except BenchError as error:
             raise BenchError(f"{name} cannot be measured: {error}") from None
 
@@ -102,38 +120,43 @@ class Rounds:
     arms: tuple[Arm, ...]
     steps: int
     """Of each sample."""
+    turns: int
     seconds: float
     interrupted: bool
 
 
-def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int) -> Rounds:
+def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int) -> Rounds:
     """Rounds of all arms, each arm in a fresh process, for at most ``seconds`` (at least one round).
 
-    The order is reversed every other round, so that a drift of the machine hits both arms of a pair alike. An
+    With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
+    their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
+    all of them. The order is reversed every other round, so that a drift hits both arms of a pair alike. An
     interruption (KeyboardInterrupt) keeps the rounds that are complete; it is raised again if there is none.
     """
     facts: dict[str, dict[str, Any]] = {}
     rounds: list[dict[str, Window]] = []
     started, longest, interrupted = time.monotonic(), 0.0, False
     with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
+
+        def show(doing: str) -> None:
+            bar.n = min(round(seconds), round(time.monotonic() - started))
+            bar.set_postfix_str(f"round {len(rounds) + 1}, {doing}")
+
         try:
             while len(rounds) != max_rounds:
                 began = time.monotonic()
                 if rounds and began - started + longest > seconds:
                     break
-                complete: dict[str, Window] = {}
-                for asked in arms[:: 1 if len(rounds) % 2 == 0 else -1]:
-                    answer = asked.server.measure(asked.name, asked.values, steps)
-                    complete[asked.name] = Window.model_validate(answer["window"])
+                order = arms[:: 1 if len(rounds) % 2 == 0 else -1]
+                answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
+                for name, answer in answers.items():
                     found = {key: answer[key] for key in Setup.model_fields}
-                    if facts.setdefault(asked.name, found) != found:
+                    if facts.setdefault(name, found) != found:
                         raise BenchError(
-                            f"{asked.name} ran differently from round to round: {facts[asked.name]}, then {found}. "
+                            f"{name} ran differently from round to round: {facts[name]}, then {found}. "
                             "If the placement differs, set train.placement; else leave its code as it is."
                         )
-                    bar.n = min(round(seconds), round(time.monotonic() - started))
-                    bar.set_postfix_str(f"round {len(rounds) + 1}, {asked.name}")
-                rounds.append(complete)
+                rounds.append({name: Window.model_validate(answer["window"]) for name, answer in answers.items()})
                 longest = max(longest, time.monotonic() - began)
         except KeyboardInterrupt:
             if not rounds:
@@ -152,9 +175,32 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
             for asked in arms
         ),
         steps=steps,
+        turns=turns,
         seconds=time.monotonic() - started,
         interrupted=interrupted,
     )
+
+
+def _one_by_one(arms: Sequence[Asked], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    answers = {}
+    for asked in arms:
+        show(asked.name)
+        answers[asked.name] = asked.server.measure(asked.name, asked.values, steps)
+    return answers
+
+
+def _in_turns(arms: Sequence[Asked], steps: int, turns: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    turns = min(turns, steps)
+    for asked in arms:
+        show(f"starting {asked.name}")
+        asked.server.open(asked.name, asked.values, steps)
+    for turn in range(turns):
+        show(f"turn {turn + 1} of {turns}")
+        share = steps * (turn + 1) // turns - steps * turn // turns
+        first = turn % len(arms)  # each arm is first as often as last, and never runs twice in a row
+        for asked in [*arms[first:], *arms[:first]]:
+            asked.server.turn(asked.name, share)
+    return {asked.name: asked.server.close(asked.name) for asked in arms}
 
 
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
@@ -167,6 +213,11 @@ def steps_of(arm: Asked, seconds: float) -> int:
         if window.step_p50_ms:
             return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3)))
     return CALIBRATION_STEPS
+
+
+def turns_on(device: str, settings: BenchSettings) -> int:
+    """In how many turns a sample is measured. On a GPU in one: an arm that waits would hold the GPU's memory."""
+    return settings.turns if device == "cpu" else 1
 
 
 def run(config: Config, machine: Machine) -> None:
@@ -192,7 +243,13 @@ def run(config: Config, machine: Machine) -> None:
         arms = [*asked, *ablated, again]
         steps = steps_of(again, settings.window_seconds)
         print(f"bench: {len(arms)} arms of {steps} steps, rounds for {settings.max_minutes:g} minutes", flush=True)
-        rounds = measure(arms, seconds=60 * settings.max_minutes, max_rounds=settings.max_rounds, steps=steps)
+        rounds = measure(
+            arms,
+            seconds=60 * settings.max_minutes,
+            max_rounds=settings.max_rounds,
+            steps=steps,
+            turns=turns_on(about["device"], settings),
+        )
     bench = Bench(
         environment=about["environment"],
         commit=environment.checked_out(),
@@ -200,6 +257,7 @@ def run(config: Config, machine: Machine) -> None:
         dataset=Dataset.model_validate(about["dataset"]),
         baseline=baseline,
         steps=rounds.steps,
+        turns=rounds.turns,
         seconds=rounds.seconds,
         interrupted=rounds.interrupted,
         arms=rounds.arms,

@@ -146,7 +146,12 @@ class Bench(Section):
     max_minutes: PositiveFloat = Field(3.0, description="Rounds are measured until this time is spent.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: PositiveFloat = Field(
-        1.5, description="Measured window of the baseline in a round; every arm takes as many steps as it does."
+        1.5, description="Measured window of the baseline in a round; every variant takes as many steps as it does."
+    )
+    turns: PositiveInt = Field(
+        10,
+        description="On a CPU, a window's steps are taken in so many turns, between those of the other variants, so "
+        "that what the machine does for some seconds hits all alike; 1: in one go. On a GPU always 1.",
     )
     ablate: list[VariantName] = Field(
         [], description="Variants whose techniques are measured one by one: added to the baseline, and left out."

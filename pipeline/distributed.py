@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import multiprocessing
 import os
@@ -14,10 +15,11 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -196,13 +198,22 @@ def _first_failure(failures: Path) -> str | None:
     return reports[0].read_text(encoding="utf-8") if reports else None
 
 
-def fork(worker: Callable[..., T], arguments: tuple[Any, ...], processes: int, *, preload: Sequence[str]) -> list[T]:
-    """``worker(*arguments)`` in ``processes`` fresh processes of this host; what each returned, in rank order.
+@contextmanager
+def forked(
+    worker: Callable[..., Generator[T, Any, None]],
+    arguments: tuple[Any, ...],
+    processes: int,
+    *,
+    preload: Sequence[str],
+) -> Iterator[Callable[[Any], list[T]]]:
+    """``worker(*arguments)`` in ``processes`` fresh processes of this host, which live as long as the block.
 
-    Each is a fork of a server that has imported the modules ``preload`` and done nothing else, so it is as fresh as a
-    new interpreter, without paying for the imports again; the server starts with the first call. ``worker``, its
-    arguments and what it returns must be picklable. Raises WorkerError with the message of a rank that failed; the
-    other ranks are ended.
+    ``worker`` is a generator function. The block gets ``ask``: it sends a request to the generator of every rank and
+    returns what each yields for it, in rank order; the first request, which starts the generators, is None. When the
+    block ends they run on to their own end, with None for requests. Each process is a fork of a server that has
+    imported the modules ``preload`` and done nothing else, so it is as fresh as a new interpreter, without paying for
+    the imports again; the server starts with the first call. ``worker``, its arguments, the requests and the answers
+    must be picklable. Raises WorkerError with the message of a rank that failed; the other ranks are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -210,37 +221,53 @@ def fork(worker: Callable[..., T], arguments: tuple[Any, ...], processes: int, *
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started: list[Any] = []
-    waiting: dict[Any, int] = {}
-    """A pipe a rank that has not said anything yet."""
+    pipes: list[Connection] = []
     try:
         for rank in range(processes):
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_forked, args=(sending, rank, processes, port, worker, arguments))
+            here, there = context.Pipe()
+            process = context.Process(target=_forked, args=(there, rank, processes, port, worker, arguments))
             process.start()
-            sending.close()
+            there.close()
             started.append(process)
-            waiting[receiving] = rank
-        values: dict[int, T] = {}
-        while waiting:
-            for pipe in cast("list[Connection]", wait(list(waiting))):
-                rank = waiting.pop(pipe)
-                try:
-                    value, failure = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    value, failure = None, "the process died; the system may have run out of memory"
-                if failure:
-                    raise WorkerError(f"rank {rank}: {failure}")
-                values[rank] = value
-        return [values[rank] for rank in range(processes)]
-    finally:
+            pipes.append(here)
+        yield partial(_ask, pipes)
+    except BaseException:
         for process in started:
-            if waiting or sys.exc_info()[0]:
-                process.kill()
+            process.kill()
+        raise
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in started:
             process.join()
 
 
+def _ask(pipes: Sequence[Connection], request: Any) -> list[Any]:
+    values: dict[int, Any] = {}
+    with suppress(BrokenPipeError):  # the rank is dead, which its answer says
+        for pipe in pipes:
+            pipe.send(request)
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        for pipe in cast("list[Connection]", wait(list(waiting))):
+            rank = waiting.pop(pipe)
+            try:
+                value, failure = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                value, failure = None, "the process died; the system may have run out of memory"
+            if failure:
+                raise WorkerError(f"rank {rank}: {failure}")
+            values[rank] = value
+    return [values[rank] for rank in range(len(pipes))]
+
+
 def _forked(
-    sending: Connection, rank: int, size: int, port: int, worker: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    worker: Callable[..., Generator[Any, Any, None]],
+    arguments: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that forked this one hears it, and ends this one
     if size > 1:
@@ -252,15 +279,24 @@ def _forked(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    value, failure = None, None
-    try:
-        value = worker(*arguments)
-    except PipelineError as error:
-        failure = str(error)
-    except BaseException:
-        failure = traceback.format_exc()
-    # Plain pickle: torch's own would hand tensors over by a socket that dies with this process.
-    sending.send_bytes(pickle.dumps((value, failure)))
+    answers = worker(*arguments)
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:  # nobody asks any more
+            break
+        value, failure = None, None
+        try:
+            value = answers.send(request)
+        except PipelineError as error:
+            failure = str(error)
+        except BaseException:
+            failure = traceback.format_exc()
+        # Plain pickle: torch's own would hand tensors over by a socket that dies with this process.
+        pipe.send_bytes(pickle.dumps((value, failure)))
+    if inspect.getgeneratorstate(answers) != inspect.GEN_CREATED:
+        for _ in answers:
+            pass
 
 
 def keep_freed_memory() -> None:

@@ -29,7 +29,7 @@ from pipeline.distributed import World, keep_freed_memory, launch, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
-from pipeline.results import HistoryRow, Result, Run, Window, summarise
+from pipeline.results import HistoryRow, Result, Run, Setup, Window, summarise
 from pipeline.training import Training
 
 Placement = Literal["resident", "streamed"]
@@ -110,6 +110,21 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
             checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
 
 
+def setup_of(training: Training, device_name: str) -> Setup:
+    """How the training's variant runs on this machine."""
+    plan, world = training.plan, training.world
+    return Setup(
+        applied=plan.applied.model_dump(mode="json"),
+        left_out=plan.left_out,
+        device=device_name,
+        backend=world.backend,
+        world_size=world.size,
+        threads_per_process=torch.get_num_threads(),
+        placement=training.batches.placement,
+        parameter_count=sum(parameter.numel() for parameter in training.model.parameters()),
+    )
+
+
 def window_of(training: Training, *, asked_steps: int, max_input_wait: float | None) -> Window:
     """What all ranks measured in the training's windows so far, as one record, the same on every rank.
 
@@ -171,7 +186,8 @@ class Job:
         self.history: list[HistoryRow] = []
         """Of all seeds so far; the main rank writes it to ``history_file``."""
         self.history_file = results.history_file(plan.name)
-        self.parameter_count = 0
+        self.setup: Setup | None = None
+        """How the variant runs here; known with the first seed's model."""
         self.placement = placement
 
     def train(self, seed: int) -> Run:
@@ -186,7 +202,7 @@ class Job:
             self.world.device, root_pid=os.getppid() if self.world.backend else os.getpid(), max_foreign_load=None
         )
         with training_of(self.config, self.plan, self.dataset, self.world, self.placement, seed, watching) as training:
-            self.parameter_count = sum(parameter.numel() for parameter in training.model.parameters())
+            self.setup = setup_of(training, self.device_name)
             resumes, earlier = 0, list(self.history)
             if saved:
                 training.restore(saved)
@@ -219,24 +235,18 @@ class Job:
     def write_result(self, runs: list[Run]) -> None:
         """Write the result, now that every seed is done."""
         config, plan = self.config, self.plan
+        assert self.setup is not None
         result = Result(
             variant=plan.name,
             environment=self.environment_hash,
             config={"train": config.train.model_dump(mode="json"), "variant": plan.asked.model_dump(mode="json")},
-            applied=plan.applied.model_dump(mode="json"),
-            left_out=plan.left_out,
-            device=self.device_name,
-            backend=self.world.backend,
-            world_size=self.world.size,
-            threads_per_process=torch.get_num_threads(),
-            placement=self.placement,
+            **dict(self.setup),
             dataset=results.Dataset(
                 name=self.dataset.name,
                 sha256=self.dataset.sha256,
                 train_count=len(self.dataset.train),
                 test_count=len(self.dataset.test),
             ),
-            parameter_count=self.parameter_count,
             summary=summarise(runs),
             runs=tuple(runs),
         )

@@ -126,17 +126,11 @@ class Summary(Record):
     """Median over seeds."""
 
 
-class Result(Record):
-    """``results/<variant>.json``."""
+class Setup(Record):
+    """How a variant ran on this machine."""
 
-    schema_: Literal[1] = 1
-    variant: str
-    environment: str
-    """Hash of the environment's fingerprint (``environment.json``)."""
-    config: dict[str, Any]
-    """``train`` and ``variant`` as params.yaml asked for them."""
     applied: dict[str, Any]
-    """The variant as it ran on this machine."""
+    """The variant's values as they were applied."""
     left_out: dict[str, str]
     """Technique -> why this machine left it out."""
     device: str
@@ -147,14 +141,26 @@ class Result(Record):
     threads_per_process: int
     """Intra-operation CPU threads of each process."""
     placement: Literal["resident", "streamed"]
-    dataset: Dataset
     parameter_count: int
+
+
+class Result(Setup):
+    """``results/<variant>.json``."""
+
+    schema_: Literal[1] = 1
+    variant: str
+    environment: str
+    """Hash of the environment's fingerprint (``environment.json``)."""
+    config: dict[str, Any]
+    """``train`` and ``variant`` as params.yaml asked for them."""
+    dataset: Dataset
     summary: Summary
     runs: tuple[Run, ...]
 
     def to_json(self) -> str:
         values = self.model_dump(mode="json")
-        ordered = {"schema": values.pop("schema_"), **values}
+        first = {"schema": values.pop("schema_"), "variant": values.pop("variant")}
+        ordered = {**first, **values}
         return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
 
 
@@ -200,24 +206,6 @@ class Flops(Record):
     """Dense peak of all the variant's devices at its precision; None for a device that is not known."""
 
 
-class Setup(Record):
-    """How a variant ran on this machine."""
-
-    applied: dict[str, Any]
-    """The variant's values as they were applied."""
-    left_out: dict[str, str]
-    """Technique -> why this machine left it out."""
-    device: str
-    """Name of the GPU or CPU."""
-    backend: str | None
-    """nccl or gloo; None for a single process."""
-    world_size: int
-    threads_per_process: int
-    """Intra-operation CPU threads of each process."""
-    placement: Literal["resident", "streamed"]
-    parameter_count: int
-
-
 class Arm(Setup):
     """What the bench measures in a fresh process each round."""
 
@@ -247,6 +235,8 @@ class Bench(Record):
     """The variant that is measured twice a round."""
     steps: int
     """Of each sample."""
+    turns: int
+    """In so many turns, between those of the other arms, were these steps taken. 1: each arm ran alone."""
     seconds: float
     """The whole measurement took."""
     interrupted: bool

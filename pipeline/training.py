@@ -217,6 +217,7 @@ class Training:
         self.evaluate_seconds = 0.0
         self.epoch_loss = 0.0
         self._last_row = (0, 0.0)
+        self._advancing: Generator[HistoryRow | None, None, None] | None = None
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
         """Train to the end, or on from where ``restore`` left off. Yields once a step: a row where one is due.
@@ -247,12 +248,15 @@ class Training:
                     yield None
 
     def advance(self, steps: int) -> None:
-        """Train so many steps, fewer if the end comes first, and close the window."""
-        run = self.run()
-        for _ in islice(run, steps):
+        """Train so many steps, fewer if the end comes first, in a window of their own."""
+        per_epoch = self.batches.steps_per_epoch
+        if self._advancing is None:
+            self._advancing = self.run()
+        elif self.steps % per_epoch:  # a new epoch opens its window itself
+            self._open()
+        for _ in islice(self._advancing, steps):
             pass
-        run.close()
-        if self.steps % self.batches.steps_per_epoch:
+        if self.steps % per_epoch:
             self._close()
 
     def settle(self, steps: int) -> None:
@@ -260,6 +264,7 @@ class Training:
         self.clock, self.memory = Clock(self.world.device), Memory(self.world.device)
         self.settled = self.steps + steps
         self._last_row = (self.steps, 0.0)
+        self._advancing = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -262,6 +262,7 @@ def make_bench(
         "dataset": baseline.dataset,
         "baseline": baseline.variant,
         "steps": 120,
+        "turns": 10,
         "seconds": 178.0,
         "interrupted": False,
         "arms": tuple(arms),

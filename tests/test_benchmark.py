@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from pipeline import benchmark, environment
-from pipeline.benchmark import Asked, BenchError, Server, measure, steps_of
-from pipeline.config import Machine, Variant, parse
+from pipeline.benchmark import Asked, BenchError, Server, measure, steps_of, turns_on
+from pipeline.config import Bench, Machine, Variant, parse
 from pipeline.data import packing, sources
 from pipeline.results import Window, read_bench
 from tests.conftest import ROOT
@@ -19,22 +19,35 @@ CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
 
 class FakeServer(Server):
-    """Answers at once; says in which order it was asked, and fails or is interrupted at a given request."""
+    """Answers at once; says in which order it was asked, and is interrupted at a given turn."""
 
     def __init__(self, interrupt_at: int | None = None) -> None:
         super().__init__()
         self.asked: list[str] = []
+        """Whose turn it was, in order."""
+        self.taken: dict[str, list[int]] = {}
+        """The steps of each turn of the open arms."""
         self.step_p50_ms: list[float | None] = []
         """Of the samples to come, in order; 1 where there is no more."""
         self.interrupt_at = interrupt_at
 
-    def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
+    def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
         assert not ledgers
+        assert values == Variant().model_dump(mode="json")
+        assert steps
+        assert name not in self.taken
+        self.taken[name] = []
+
+    def turn(self, name: str, steps: int) -> None:
         if len(self.asked) == self.interrupt_at:
             raise KeyboardInterrupt
         self.asked.append(name)
+        self.taken[name].append(steps)
+
+    def close(self, name: str) -> dict[str, Any]:
+        steps = sum(self.taken.pop(name))
         return {
-            "applied": values,
+            "applied": {},
             "left_out": {},
             "backend": None,
             "world_size": 1,
@@ -56,12 +69,36 @@ def arms(server: Server, *names: str) -> list[Asked]:
 
 def test_rounds_are_interleaved_and_reversed_every_other_time() -> None:
     server = FakeServer()
-    rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=3, steps=7)
+    rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=3, steps=7, turns=1)
     assert server.asked == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     by_name = {arm.name: [sample.samples_per_second for sample in arm.samples] for arm in rounds.arms}
     assert by_name == {"a": [1001, 1006, 1007], "b": [1002, 1005, 1008], "c": [1003, 1004, 1009]}
     assert (rounds.steps, rounds.interrupted) == (7, False)
     assert {sample.measured_steps for arm in rounds.arms for sample in arm.samples} == {7}
+
+
+def test_arms_of_a_round_take_turns_and_none_runs_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    alive: list[dict[str, list[int]]] = []
+    closed = server.close
+
+    def noted(name: str) -> dict[str, Any]:
+        alive.append({name: list(turns) for name, turns in server.taken.items()})
+        return closed(name)
+
+    monkeypatch.setattr(server, "close", noted)
+    rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=2, steps=10, turns=3)
+    assert "".join(server.asked) == "abcbcacab" + "cbabacacb"
+    assert alive[0] == alive[3] == {"a": [3, 3, 4], "b": [3, 3, 4], "c": [3, 3, 4]}
+    assert (rounds.turns, {sample.measured_steps for arm in rounds.arms for sample in arm.samples}) == (3, {10})
+    few = measure(arms(server, "a"), seconds=60, max_rounds=1, steps=2, turns=3)  # no turn without a step
+    assert few.arms[0].samples[0].measured_steps == 2
+    assert alive[-1] == {"a": [1, 1]}
+
+
+def test_on_a_gpu_arms_run_alone() -> None:
+    settings = Bench(turns=7)
+    assert (turns_on("cpu", settings), turns_on("cuda", settings)) == (7, 1)
 
 
 def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,18 +112,18 @@ def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(monkeypatc
 
     monkeypatch.setattr(server, "measure", takes_a_second)
     monkeypatch.setattr("pipeline.benchmark.time.monotonic", lambda: now[0])
-    rounds = measure(arms(server, "a", "b"), seconds=7.5, max_rounds=None, steps=1)
+    rounds = measure(arms(server, "a", "b"), seconds=7.5, max_rounds=None, steps=1, turns=1)
     assert len(rounds.arms[0].samples) == 3  # a fourth would end after 8 seconds
     assert rounds.seconds == 6
-    assert len(measure(arms(server, "a", "b"), seconds=1, max_rounds=None, steps=1).arms[0].samples) == 1
+    assert len(measure(arms(server, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1).arms[0].samples) == 1
 
 
 def test_an_interruption_keeps_the_complete_rounds() -> None:
-    rounds = measure(arms(FakeServer(interrupt_at=5), "a", "b"), seconds=60, max_rounds=9, steps=1)
+    rounds = measure(arms(FakeServer(interrupt_at=5), "a", "b"), seconds=60, max_rounds=9, steps=1, turns=1)
     assert rounds.interrupted
     assert [len(arm.samples) for arm in rounds.arms] == [2, 2]
     with pytest.raises(KeyboardInterrupt):
-        measure(arms(FakeServer(interrupt_at=1), "a", "b"), seconds=60, max_rounds=9, steps=1)
+        measure(arms(FakeServer(interrupt_at=1), "a", "b"), seconds=60, max_rounds=9, steps=1, turns=1)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +139,14 @@ def test_steps_fill_the_window(found: list[float | None], steps: int, samples: i
 
 def test_an_arm_that_runs_differently_from_round_to_round_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer()
-    measured = server.measure
+    closed = server.close
 
-    def moved(*arguments: Any, **options: Any) -> dict[str, Any]:
-        return measured(*arguments, **options) | {"placement": "resident" if len(server.asked) < 3 else "streamed"}
+    def moved(name: str) -> dict[str, Any]:
+        return closed(name) | {"placement": "resident" if len(server.asked) < 3 else "streamed"}
 
-    monkeypatch.setattr(server, "measure", moved)
+    monkeypatch.setattr(server, "close", moved)
     with pytest.raises(BenchError, match=r"a ran differently from round to round: .*resident.*streamed"):
-        measure(arms(server, "a"), seconds=60, max_rounds=4, steps=1)
+        measure(arms(server, "a"), seconds=60, max_rounds=4, steps=1, turns=1)
 
 
 PARAMS: dict[str, Any] = {

@@ -6,7 +6,9 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.config import PipelineError
-from pipeline.distributed import WorkerError, World, fork, launch, launched_size, world
-from tests.ranks import RankFailed, run_ranks
+from pipeline.distributed import WorkerError, World, forked, launch, launched_size, world
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,7 +68,7 @@ def _fail_on_rank_one(joined: World) -> None:
 
 
 def test_a_failing_rank_is_reported() -> None:
-    with pytest.raises(RankFailed, match=r"rank 1: (?s:.*)a planted failure"):
+    with pytest.raises(WorkerError, match=r"rank 1: (?s:.*)a planted failure"):
         run_ranks(_fail_on_rank_one)
 
 
@@ -74,20 +76,39 @@ KEPT: list[int] = []
 PRELOAD = ("pipeline.training",)
 
 
-def _note(value: int) -> tuple[int, int, int]:
+def _note(value: int) -> Generator[Any, Any, None]:
     KEPT.append(value)
     with world("cpu") as joined:
-        return joined.rank, joined.size, len(KEPT)
+        request = yield joined.rank, joined.size, len(KEPT)
+        while request:
+            request = yield joined.sum_(torch.tensor(request)).item()
+        yield "the end"
 
 
-def test_fork_gives_fresh_processes_and_their_values_in_rank_order() -> None:
+def test_forked_processes_are_fresh_and_answer_in_rank_order() -> None:
     for _ in range(2):
-        assert fork(_note, (7,), 1, preload=PRELOAD) == [(0, 1, 1)]
-    assert fork(_note, (7,), 2, preload=PRELOAD) == [(0, 2, 1), (1, 2, 1)]
+        with forked(_note, (7,), 1, preload=PRELOAD) as ask:
+            assert ask(None) == [(0, 1, 1)]
+    with forked(_note, (7,), 2, preload=PRELOAD) as ask:
+        assert ask(None) == [(0, 2, 1), (1, 2, 1)]
+        assert [ask(3), ask(5), ask(None)] == [[6, 6], [10, 10], ["the end", "the end"]]
     assert KEPT == []
+    assert multiprocessing.active_children() == []
 
 
-def _wait_for_the_lost(how: str) -> None:
+def test_forked_processes_end_with_the_block_and_with_its_error() -> None:
+    with forked(_note, (7,), 2, preload=PRELOAD):
+        pass  # nobody asked them anything
+    with forked(_note, (7,), 2, preload=PRELOAD) as ask:
+        ask(None)  # in the middle
+    with pytest.raises(KeyboardInterrupt), forked(_note, (7,), 2, preload=PRELOAD) as ask:  # noqa: PT012
+        ask(None)
+        raise KeyboardInterrupt
+    assert multiprocessing.active_children() == []
+
+
+def _wait_for_the_lost(how: str) -> Generator[None, Any, None]:
+    yield
     if os.environ.get("RANK") == "1":
         if how == "dies":
             os._exit(9)
@@ -97,8 +118,12 @@ def _wait_for_the_lost(how: str) -> None:
 
 @pytest.mark.parametrize(("how", "message"), [("fails", "rank 1: a planted failure"), ("dies", "rank 1: .* died")])
 def test_a_forked_rank_that_fails_ends_the_others(how: str, message: str) -> None:
-    with pytest.raises(WorkerError, match=message):
-        fork(_wait_for_the_lost, (how,), 2, preload=PRELOAD)
+    with (  # noqa: PT012
+        pytest.raises(WorkerError, match=message),
+        forked(_wait_for_the_lost, (how,), 2, preload=PRELOAD) as ask,
+    ):
+        ask(None)
+        ask(1)
     assert multiprocessing.active_children() == []
 
 

@@ -477,7 +477,12 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     """Sides with the variants baseline and ddp, equal until a test changes them."""
     monkeypatch.chdir(tmp_path)
     variants = configured().model_dump(mode="json")["variants"]
-    about = {"environment": "e" * 64, "dataset": {"name": "digits", "sha256": "d"}, "train": {"epochs": 3}}
+    about: dict[str, Any] = {
+        "device": "cpu",
+        "environment": "e" * 64,
+        "dataset": {"name": "digits", "sha256": "d"},
+        "train": {"epochs": 3},
+    }
     sides = Pretended([about | {"variants": dict(variants)} for _ in range(2)])
 
     class Server:
@@ -515,14 +520,14 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
                 runs = [make_run(seed, test_correct=correct + seed).model_dump() for seed in (0, 1, 2)]
                 file.write_text(json.dumps({"runs": runs}), encoding="utf-8")
 
-    def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int) -> Rounds:
+    def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
-        assert (seconds, max_rounds, steps) == (600.0, None, 150)
+        assert (seconds, max_rounds, steps, turns) == (600.0, None, 150, 10)
         made = tuple(
             arm(each.name, throughput=sides.speeds.get(each.name, 1.0), rounds=sides.rounds, variant=each.variant)
             for each in arms
         )
-        return Rounds(arms=made, steps=steps, seconds=299.0, interrupted=sides.interrupted)
+        return Rounds(arms=made, steps=steps, turns=turns, seconds=299.0, interrupted=sides.interrupted)
 
     monkeypatch.setattr(measuring, "commit_of", lambda _: "a" * 40)
     monkeypatch.setattr(measuring, "checked_out", lambda: "b" * 40 + "+")

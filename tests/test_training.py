@@ -16,11 +16,11 @@ from pipeline.config import Augment, Train
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.detectors import Detector, Refusal
-from pipeline.distributed import World
+from pipeline.distributed import WorkerError, World
 from pipeline.results import HistoryRow
 from pipeline.training import DeviceLosses, NonFiniteLoss, Training, learning_rate, make_optimizer
 from tests.nets import ALONE, batch, conv_net, make_plan
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 TRAIN = Train(
     epochs=2, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=5, augment=Augment(crop_padding=1)
@@ -256,22 +256,21 @@ def test_no_rank_takes_the_step_in_which_one_rank_s_loss_is_not_finite_on_the_de
 
 
 def test_no_rank_takes_the_step_in_which_one_rank_stops_on_the_host(digits: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"rank 1: (?s:.*)step 8: the loss became nan"):
+    with pytest.raises(WorkerError, match=r"rank 1: (?s:.*)step 8: the loss became nan"):
         run_ranks(_note_until_broken, digits, str(tmp_path))
     for rank in (0, 1):
-        noted = (tmp_path / str(rank)).read_text().split()
-        assert len(noted) == 1 + 7 + 1  # before the run, after each good step, at the end
-        assert noted[-1] == noted[-2]
+        assert (tmp_path / str(rank)).read_text().count("\n") == 7
 
 
 def _note_until_broken(joined: World, dataset: Dataset, directory: str) -> None:
     training = make_training(dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == 1 else None))
-    noted = [weights(training)]
-    try:
-        for _ in training.run():
-            noted.append(weights(training))
-    finally:
-        Path(directory, str(joined.rank)).write_text("\n".join([*noted, weights(training)]))
+    with Path(directory, str(joined.rank)).open("w") as file:
+        try:
+            for _ in training.run():
+                print(weights(training), file=file, flush=True)
+        except NonFiniteLoss:
+            time.sleep(1.0)  # the other rank could take the step now, and note it
+            raise
 
 
 def test_paused_time_is_not_training_time(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,8 @@ def measured(config: Config, revision: str) -> Gated:
                     dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
                 trained = [_test_accuracies(root, names) for root in roots]
             baseline = config.compare.baseline if config.compare.baseline in names else names[0]
-            rounds = _rounds(config, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}))
+            turns = benchmark.turns_on(here["device"], config.bench)
+            rounds = _rounds(config, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
 
     arms = {arm.name: arm for arm in rounds.arms}
     again = rounds.arms[0]
@@ -104,12 +105,12 @@ def steps_of(arms: Sequence[Asked], window_seconds: float) -> int:
     return benchmark.steps_of(arms[0], window_seconds)
 
 
-def _rounds(config: Config, arms: Sequence[Asked]) -> Rounds:
+def _rounds(config: Config, arms: Sequence[Asked], turns: int) -> Rounds:
     minutes = config.gate.max_minutes
     try:
         steps = steps_of(arms, config.bench.window_seconds)
         print(f"gate: {len(arms)} arms of {steps} steps, rounds for {minutes:g} minutes", file=sys.stderr, flush=True)
-        return measure(arms, seconds=60 * minutes, max_rounds=config.bench.max_rounds, steps=steps)
+        return measure(arms, seconds=60 * minutes, max_rounds=config.bench.max_rounds, steps=steps, turns=turns)
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(
             "base and head report their samples in different forms, so one of them is of another version: hold this "

@@ -225,10 +225,11 @@ def basis(comparison: Comparison) -> list[str]:
     bench, margins = comparison.bench, comparison.margins
     rounds = len(bench.arms[0].samples)
     stopped = ", after which it was interrupted" if bench.interrupted else ""
+    turns = "" if bench.turns == 1 else f", in {bench.turns} turns between those of the others"
     return [
-        f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant ran {count(bench.steps, 'step')} "
-        "in a fresh process, in an order that is reversed every other round. A ratio is the median over the rounds, "
-        "with its 95% interval.",
+        f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
+        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is reversed every other round. A ratio is "
+        "the median over the rounds, with its 95% interval.",
         f"Accuracy: {count(len(comparison.seeds), 'seed')}, paired, with two one-sided tests.",
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",

@@ -99,7 +99,10 @@ def test_the_baseline_is_the_reference(usual: Made, alone: Made) -> None:
 
 def test_the_basis_names_rounds_margins_and_the_baseline_against_itself(usual: Made) -> None:
     rounds, seeds, margins, calm = map(plain, words.basis(usual.comparison))
-    assert rounds.startswith("Speed and memory: 12 rounds; in each, every variant ran 120 steps in a fresh process")
+    assert rounds.startswith(
+        "Speed and memory: 12 rounds; in each, every variant took 120 steps in a fresh process, in 10 turns between "
+        "those of the others."
+    )
     assert seeds.startswith("Accuracy: 3 seeds, paired")
     assert "3% of throughput, 3% of memory, 1 point of accuracy" in margins
     assert calm.startswith("A/A, baseline against itself: 0.99x the throughput (0.99 to 1.01), 1.000x the peak memory")
