@@ -18,7 +18,7 @@ PREPARED = Path("data/prepared")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code: 2 for a mistake that the person can put right.
 
-    Only ``gate`` has others of its own.
+    Only ``gate`` and ``doctor`` have others of their own.
     """
     parsed = _parser().parse_args(arguments)
     from pipeline.config import PipelineError
@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
     memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
+    doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
+    doctor.epilog = "Ends with 0 if there is no problem, also with warnings, and with 1 if there is one."
+    doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
     # The next two are started by others, so they have no line in the list.
@@ -165,6 +168,12 @@ def _predict_memory(parsed: argparse.Namespace) -> None:
         device=parsed.device,
         batch_size=parsed.batch_size,
     )
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from pipeline import doctor
+
+    return doctor.run(as_json=parsed.json)
 
 
 def _follow(parsed: argparse.Namespace) -> None:

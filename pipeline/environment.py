@@ -139,7 +139,7 @@ def _gpus() -> tuple[list[dict[str, Any]], str | None]:
             handles = [pynvml.nvmlDeviceGetHandleByUUID(shown.split(",")[0].strip())]
         else:
             present = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            chosen = _visible(shown, [pynvml.nvmlDeviceGetUUID(handle) for handle in present])
+            chosen = visible(shown, [pynvml.nvmlDeviceGetUUID(handle) for handle in present])
             handles = _split([present[index] for index in chosen])
         return [_gpu(handle) for handle in handles], pynvml.nvmlSystemGetDriverVersion()
     except pynvml.NVMLError_NotFound:  # an instance of a GPU that does not exist: CUDA shows nothing
@@ -148,7 +148,7 @@ def _gpus() -> tuple[list[dict[str, Any]], str | None]:
         pynvml.nvmlShutdown()
 
 
-def _visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
+def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
     """The indices into ``uuids`` that CUDA_VISIBLE_DEVICES=``shown`` leaves visible, in its order.
 
     CUDA's rules: the list ends at the first entry that names no GPU, and a GPU named twice leaves none. An entry is a
@@ -238,18 +238,24 @@ def cores() -> float:
 
 def _quotas() -> Iterator[float]:
     """CPU quotas in cores, from control groups of version 1 and 2."""
+    for group in control_groups("cpu"):
+        yield from _quota(group)
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Where this process's control group and those around it may stand, of version 1 and 2; not all of them exist."""
     try:
         lines = CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        for hierarchy in (controllers, "cpu") if controllers else ("", "unified"):
+        for hierarchy in (controllers, controller) if controllers else ("", "unified"):
             # A container may see its own group as the mount itself, so try every level that exists.
             for level in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
-                yield from _quota(CGROUP_MOUNT / hierarchy / level)
+                yield CGROUP_MOUNT / hierarchy / level
 
 
 def _quota(group: Path) -> Iterator[float]:

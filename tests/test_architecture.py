@@ -22,7 +22,7 @@ LAYERS = (
     {"job"},
     {"arm"},
     {"benchmark", "comparison"},
-    {"gate", "report"},
+    {"doctor", "gate", "report"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,121 @@
+"""Looks that are slow, may hang or may crash, each in a process of its own.
+
+``python -m pipeline.doctor.probes NAME`` prints what it finds, a JSON object a line, as soon as it knows it. So what
+was found before a hang is not lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Answer(NamedTuple):
+    found: dict[str, Any]
+    failure: str = ""
+    """Why it is not complete."""
+
+
+def ask(name: str, seconds: float) -> Answer:
+    """Run the probe ``name`` and give it ``seconds``."""
+    package = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    failure = ""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, name],
+            env=os.environ | {"PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+        )
+        out = done.stdout
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            failure = said[-1] if said else f"the process ended with {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        out, failure = error.stdout or b"", f"no answer within {seconds:g} s"
+    found: dict[str, Any] = {}
+    for line in out.decode(errors="replace").splitlines():
+        if line.startswith("{"):  # libraries may print what they like
+            found |= json.loads(line)
+    return Answer(found, failure)
+
+
+def _say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def _torch() -> None:
+    """version, cuda (None in a CPU build), nccl (None without), gpus (how many), errors (why they do not compute)."""
+    import torch
+
+    nccl = None
+    if hasattr(torch._C, "_nccl_version"):
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    _say(version=torch.__version__, cuda=torch.version.cuda, nccl=nccl)
+    if torch.version.cuda is None:
+        return
+    errors: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what raises below
+        count = torch.cuda.device_count()
+        try:
+            torch.cuda.init()
+            for index in range(count):
+                torch.ones(1, device=f"cuda:{index}").add_(1).item()
+        except Exception as error:  # RuntimeError, AssertionError and torch's own
+            errors.append(_line(error))
+    _say(gpus=count, errors=errors)
+
+
+def _dvc() -> None:
+    """root, cache and its link types, then the default remote, each as DVC itself reads its settings."""
+    from dvc.repo import Repo  # type: ignore[import-untyped]
+    from dvc_objects.fs import generic
+    from dvc_objects.fs.errors import RemoteMissingDepsError
+
+    with Repo() as repo:
+        odb = repo.cache.local
+        _say(root=repo.root_dir, cache=odb.path, types=list(odb.cache_types))
+        if Path(odb.path).is_dir():
+            beside = repo.fs.join(repo.root_dir, "x")
+            _say(links=[*generic.test_links(["reflink", "hardlink", "symlink"], odb.fs, odb.path, repo.fs, beside)])
+        name = repo.config["core"].get("remote")
+        if not name:
+            _say(remote=None, remotes=sorted(repo.config["remote"]))
+            return
+        url = repo.config["remote"].get(name, {}).get("url", "")
+        _say(remote=name, url=url)
+        try:
+            remote = repo.cloud.get_remote()
+            system, path = remote.fs, remote.path
+            if system.protocol == "local":
+                parents = [path, *system.parents(path)]
+                nearest = next(each for each in parents if system.exists(each))
+                _say(answers=True, exists=nearest == path, writable=os.access(nearest, os.W_OK))
+            elif system.protocol in ("http", "https"):
+                _say(answers=True, exists=system.fs.exists(path, strict=True))  # else it takes any failure for absence
+            else:
+                bucket = path.split("/")[0]
+                if bucket and not system.exists(bucket):
+                    raise FileNotFoundError(f"there is no {bucket!r}")
+                _say(answers=True, exists=system.exists(path))
+        except RemoteMissingDepsError as error:
+            _say(plugin=f"dvc-{error.protocol.rstrip('s') if error.protocol == 'webdavs' else error.protocol}")
+        except Exception as error:
+            _say(error=_line(error))
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    {"torch": _torch, "dvc": _dvc}[sys.argv[1]]()
