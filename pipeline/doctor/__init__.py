@@ -21,11 +21,8 @@ from pipeline.doctor.findings import Finding, Status
 
 T = TypeVar("T")
 
-NETWORK_SECONDS = 3.0
-DVC_SECONDS = 6.0
-"""Of which DVC's import takes a part."""
-TORCH_SECONDS = 30.0
-"""An import takes two to three; the first one, from a cold disk, much longer."""
+PROBE_SECONDS = 30.0
+"""Imports of torch or DVC take one to three; the first one, from a cold disk, much longer."""
 
 
 def run(*, as_json: bool) -> int:
@@ -42,13 +39,13 @@ def run(*, as_json: bool) -> int:
 def examine(root: Path) -> Iterator[Finding]:
     """All checks of the checkout at ``root``, in the order in which a person would put things right."""
     container = gpus.in_container()
-    dvc = _begin(lambda: probes.ask("dvc", DVC_SECONDS))
+    dvc = _begin(lambda: probes.ask("dvc", PROBE_SECONDS))
     driver = _or(gpus.Driver(failure="nvidia-ml-py is not installed: make repro"), gpus.ask_driver)
-    torch = _begin(lambda: probes.ask("torch", TORCH_SECONDS))  # after the driver listed who computes on the GPUs
+    torch = _begin(lambda: probes.ask("torch", PROBE_SECONDS))  # after the driver listed who computes on the GPUs
     machine = _or(None, environment.machine)
     job = params.read(root / PARAMS_FILE, machine)
     experiment = (job.config.publish if job.config else Publish()).experiment
-    store = _begin(lambda: tracking.health(root, experiment, NETWORK_SECONDS))
+    store = _begin(lambda: tracking.health(root, experiment, probes.NETWORK_SECONDS))
 
     yield from _safely("params.yaml", lambda: params.check(job))
     yield from _safely("torch", lambda: [gpus.check_torch(job, torch.result(), driver)])
@@ -77,12 +74,12 @@ def _gpus(machine: Machine | None) -> int:
 
 def _tracking(store: Future[tracking.Health]) -> Finding:
     try:
-        found = store.result(2 * NETWORK_SECONDS)  # a name server's silence is not in the request's time-out
+        found = store.result(2 * probes.NETWORK_SECONDS)  # a name server's silence is not in the request's time-out
     except TimeoutError:
         return Finding(
             "tracking",
             "problem",
-            f"MLFLOW_TRACKING_URI: no answer within {2 * NETWORK_SECONDS:g} s",
+            f"MLFLOW_TRACKING_URI: no answer within {2 * probes.NETWORK_SECONDS:g} s",
             "check the address and the name server",
         )
     status: Status = "not applicable" if found.well is None else "ok" if found.well else "problem"

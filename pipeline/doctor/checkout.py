@@ -63,7 +63,7 @@ def file_system(path: Path) -> str:
 def check_git(root: Path) -> Finding:
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"],
+            ["git", "-C", str(root), "rev-parse", "--verify", "--short", "HEAD"],
             env=os.environ | {"LC_ALL": "C"},
             capture_output=True,
             text=True,
@@ -87,7 +87,9 @@ def check_git(root: Path) -> Finding:
     if "not a git repository" in said:
         remedy = "start from a clone; of a worktree (git worktree add), mount the main checkout too, at the same path"
         return Finding("git", "problem", f"{root.resolve()} is no git repository; DVC and gate need one", remedy)
-    return Finding("git", "warning", "no commit yet" if "HEAD" in said else said, "git commit")
+    if "Needed a single revision" in said:
+        return Finding("git", "warning", "no commit yet; results name the commit that made them", "git commit")
+    return Finding("git", "problem", f"`git rev-parse HEAD` fails: {said}", "make git work here; DVC and gate need it")
 
 
 def check_cache(root: Path, dvc: Answer) -> Finding:
@@ -143,9 +145,10 @@ def check_remote(dvc: Answer) -> Iterator[Finding]:
         yield Finding(check, "not applicable", "no default one: data and results stay on this machine", add)
         return
     place = f"{name} ({url})"
-    if "plugin" in found:
-        remedy = f"python -m pip install {found['plugin']}; in an image, install it there"
-        yield Finding(check, "problem", f"{place}: DVC's plug-in for it is not installed", remedy)
+    if "plugins" in found:
+        plugins = " ".join(found["plugins"])
+        remedy = f"python -m pip install {plugins}; in a container, build it into the image"
+        yield Finding(check, "problem", f"{place}: DVC needs {plugins} for it, which is not installed", remedy)
     elif "error" in found:
         remedy = f"check address and credentials: dvc remote modify --local {name} ...; dvc status --cloud says more"
         yield Finding(check, "problem", f"{place}: {found['error']}", remedy)

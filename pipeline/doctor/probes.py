@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
+
+NETWORK_SECONDS = 3.0
+"""Longest wait for a DVC remote."""
 
 
 class Answer(NamedTuple):
@@ -92,6 +97,14 @@ def _dvc() -> None:
             return
         url = repo.config["remote"].get(name, {}).get("url", "")
         _say(remote=name, url=url)
+
+        def give_up() -> None:
+            _say(error=f"no answer within {NETWORK_SECONDS:g} s")
+            os._exit(0)  # nothing else ends a library that tries again and again
+
+        patience = threading.Timer(NETWORK_SECONDS, give_up)
+        patience.daemon = True
+        patience.start()
         try:
             remote = repo.cloud.get_remote()
             system, path = remote.fs, remote.path
@@ -107,9 +120,12 @@ def _dvc() -> None:
                     raise FileNotFoundError(f"there is no {bucket!r}")
                 _say(answers=True, exists=system.exists(path))
         except RemoteMissingDepsError as error:
-            _say(plugin=f"dvc-{error.protocol.rstrip('s') if error.protocol == 'webdavs' else error.protocol}")
+            _say(plugins=error.missing_deps)
         except Exception as error:
-            _say(error=_line(error))
+            wanted = re.search(r"requires '([\w-]+)'", str(error)) if isinstance(error, ImportError) else None
+            _say(**{"plugins": [wanted[1]]} if wanted else {"error": _line(error)})
+        finally:
+            patience.cancel()
 
 
 def _line(error: Exception) -> str:
