@@ -125,6 +125,9 @@ def _no_dvc(check: str, dvc: Answer) -> Finding:
             "this is no DVC repository",
             "cd to the top of the checkout; in a container, mount it there",
         )
+    if dvc.late:
+        remedy = "try again: a first import from a cold disk is slow, and so is a busy machine"
+        return Finding(check, "warning", f"DVC is still being imported: {dvc.failure}", remedy)
     if "ModuleNotFoundError" in dvc.failure:
         remedy = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
         return Finding(check, "problem", f"DVC is not installed: {dvc.failure}", remedy)

@@ -97,9 +97,10 @@ def _gpu(handle: Any) -> Gpu:
 def check_torch(job: Job, torch: Answer, driver: Driver) -> Finding:
     version = torch.found.get("version")
     if not version:
+        if torch.late:
+            remedy = "try again: a first import from a cold disk is slow, and so is a busy machine"
+            return Finding("torch", "warning", f"is still being imported: {torch.failure}", remedy)
         remedy = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
-        if torch.failure.startswith("no answer"):
-            remedy = "try again; a first import from a cold disk is slow"
         return Finding("torch", "problem", f"cannot be imported: {torch.failure}", remedy)
     cuda = torch.found["cuda"]
     if cuda is None and (job.device == "cuda" or (job.device == "auto" and driver.gpus)):

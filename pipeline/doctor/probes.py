@@ -24,13 +24,15 @@ class Answer(NamedTuple):
     found: dict[str, Any]
     failure: str = ""
     """Why it is not complete."""
+    late: bool = False
+    """It was cut off."""
 
 
 def ask(name: str, seconds: float) -> Answer:
     """Run the probe ``name`` and give it ``seconds``."""
     package = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    failure = ""
+    failure, late = "", False
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, name],
@@ -44,12 +46,12 @@ def ask(name: str, seconds: float) -> Answer:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             failure = said[-1] if said else f"the process ended with {done.returncode}"
     except subprocess.TimeoutExpired as error:
-        out, failure = error.stdout or b"", f"no answer within {seconds:g} s"
+        out, failure, late = error.stdout or b"", f"no answer within {seconds:g} s", True
     found: dict[str, Any] = {}
     for line in out.decode(errors="replace").splitlines():
         if line.startswith("{"):  # libraries may print what they like
             found |= json.loads(line)
-    return Answer(found, failure)
+    return Answer(found, failure, late)
 
 
 def _say(**found: Any) -> None:
@@ -95,8 +97,7 @@ def _dvc() -> None:
         if not name:
             _say(remote=None, remotes=sorted(repo.config["remote"]))
             return
-        url = repo.config["remote"].get(name, {}).get("url", "")
-        _say(remote=name, url=url)
+        _say(remote=name, url=_without_password(repo.config["remote"].get(name, {}).get("url", "")))
 
         def give_up() -> None:
             _say(error=f"no answer within {NETWORK_SECONDS:g} s")
@@ -104,10 +105,11 @@ def _dvc() -> None:
 
         patience = threading.Timer(NETWORK_SECONDS, give_up)
         patience.daemon = True
-        patience.start()
         try:
             remote = repo.cloud.get_remote()
             system, path = remote.fs, remote.path
+            assert system.fs  # imports and opens what speaks to the remote, which it has not done yet
+            patience.start()
             if system.protocol == "local":
                 parents = [path, *system.parents(path)]
                 nearest = next(each for each in parents if system.exists(each))
@@ -130,7 +132,11 @@ def _dvc() -> None:
 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return _without_password(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"(://[^:/@\s]*):[^@/\s]*@", r"\1:***@", text)
 
 
 if __name__ == "__main__":

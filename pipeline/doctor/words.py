@@ -15,7 +15,8 @@ COLOURS = {"ok": "32", "warning": "33", "problem": "1;31", "not applicable": "2"
 
 
 def lines(findings: Sequence[Finding], width: int, *, colour: bool) -> list[str]:
-    """A block a finding: status, check and what was found; below it, behind an arrow, the remedy."""
+    """A block a finding: status, check and what was found; below it, behind an arrow, the remedy, which has more room
+    so that commands stay on one line."""
     mark = max(map(len, MARKS.values()))
     name = max(len(finding.check) for finding in findings)
     indent = " " * (mark + name + 4)
@@ -28,8 +29,8 @@ def lines(findings: Sequence[Finding], width: int, *, colour: bool) -> list[str]
             block[0] = f"\x1b[{COLOURS[finding.status]}m{block[0][:mark]}\x1b[0m{block[0][mark:]}"
         written += block
         if finding.remedy:
-            remedy = _wrapped(finding.remedy, indent + "   ", width)
-            remedy[0] = f"{indent}-> {remedy[0].lstrip()}"
+            remedy = _wrapped(finding.remedy, " " * (mark + 5), width)
+            remedy[0] = f"{' ' * mark}  -> {remedy[0].lstrip()}"
             written += remedy
     counts = Counter(finding.status for finding in findings)
     return [*written, "", f"{counts['problem']} problem(s), {counts['warning']} warning(s)"]
