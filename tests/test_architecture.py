@@ -84,6 +84,7 @@ def test_launcher_variables_are_known_in_one_place() -> None:
         (["schema", "--check"], ["numpy"]),
         (["environment"], ["numpy"]),
         (["train", "baseline"], ["numpy"]),  # with a mistake in params.yaml
+        (["doctor"], ["numpy"]),  # it looks at torch and DVC in processes of their own
     ],
 )
 def test_a_quick_command_loads_nothing_heavy(arguments: list[str], heavy: list[str], tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_a_driver_without_its_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ("failure", "container", "remedy"),
     [
         ("Driver/library version mismatch", False, "reboot the host"),
+        ("nvidia-ml-py cannot be imported (broken)", False, "make repro"),
         ("Unknown Error", True, "start the container anew with --gpus all"),
         ("Unknown Error", False, "run nvidia-smi, and read"),
     ],
@@ -699,6 +700,19 @@ def health(monkeypatch: pytest.MonkeyPatch, uri: str, seconds: float = 20) -> tr
 def test_a_server_that_is_well(reply: tuple[int, str], serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = serve(lambda _: reply)
     assert health(monkeypatch, uri) == (True, f"{uri} answers", "")
+
+
+def test_a_server_whose_files_are_where_this_machine_cannot_write(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = serve(lambda _: (200, '{"experiment": {"artifact_location": "s3://bucket/1"}}'))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "boto3" else object())
+    found = health(monkeypatch, uri)
+    assert not found.well
+    assert found.found.endswith("runs keep their files in s3://bucket/1, for which boto3 is missing")
+    assert found.remedy.startswith("python -m pip install boto3")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    assert health(monkeypatch, uri).well
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def examine(root: Path) -> Iterator[Finding]:
     """All checks of the checkout at ``root``, in the order in which a person would put things right."""
     container = gpus.in_container()
     dvc = _begin(lambda: probes.ask("dvc", PROBE_SECONDS))
-    driver = _or(gpus.Driver(failure="nvidia-ml-py is not installed: make repro"), gpus.ask_driver)
+    driver = gpus.ask_driver()
     torch = _begin(lambda: probes.ask("torch", PROBE_SECONDS))  # after the driver listed who computes on the GPUs
     machine = _or(None, environment.machine)
     job = params.read(root / PARAMS_FILE, machine)

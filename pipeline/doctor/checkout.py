@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.doctor.findings import Finding
+from pipeline.doctor.findings import INSTALL, Finding
 from pipeline.doctor.probes import Answer
 from pipeline.doctor.resources import nearest
 
@@ -129,8 +129,7 @@ def _no_dvc(check: str, dvc: Answer) -> Finding:
         remedy = "try again: a first import from a cold disk is slow, and so is a busy machine"
         return Finding(check, "warning", f"DVC is still being imported: {dvc.failure}", remedy)
     if "ModuleNotFoundError" in dvc.failure:
-        remedy = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
-        return Finding(check, "problem", f"DVC is not installed: {dvc.failure}", remedy)
+        return Finding(check, "problem", f"DVC is not installed: {dvc.failure}", INSTALL)
     remedy = "see `dvc doctor`, git above, .dvc/config and .dvc/config.local"
     return Finding(check, "problem", f"DVC cannot read its settings: {dvc.failure}", remedy)
 

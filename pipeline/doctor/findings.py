@@ -6,6 +6,9 @@ from typing import Literal, NamedTuple
 
 Status = Literal["ok", "warning", "problem", "not applicable"]
 
+INSTALL = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
+"""The remedy where a package is missing or broken."""
+
 
 class Finding(NamedTuple):
     check: str

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import environment
-from pipeline.doctor.findings import Finding, Status
+from pipeline.doctor.findings import INSTALL, Finding, Status
 from pipeline.doctor.params import Job
 from pipeline.doctor.probes import Answer
 
@@ -50,8 +50,10 @@ def in_container() -> bool:
 
 def ask_driver() -> Driver:
     """Call it before anything of ours computes on a GPU: that would be taken for another's."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError as error:
+        return Driver(failure=f"nvidia-ml-py cannot be imported ({error})")
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_FunctionNotFound):
@@ -100,8 +102,7 @@ def check_torch(job: Job, torch: Answer, driver: Driver) -> Finding:
         if torch.late:
             remedy = "try again: a first import from a cold disk is slow, and so is a busy machine"
             return Finding("torch", "warning", f"is still being imported: {torch.failure}", remedy)
-        remedy = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
-        return Finding("torch", "problem", f"cannot be imported: {torch.failure}", remedy)
+        return Finding("torch", "problem", f"cannot be imported: {torch.failure}", INSTALL)
     cuda = torch.found["cuda"]
     if cuda is None and (job.device == "cuda" or (job.device == "auto" and driver.gpus)):
         status: Status = "problem" if job.device == "cuda" else "warning"
@@ -139,7 +140,9 @@ def _no_driver(job: Job, driver: Driver, container: bool) -> Finding:
     present = _gpus_on_the_bus()
     loaded = KERNEL_DRIVER.exists()
     if driver.failure != "missing":
-        if "mismatch" in driver.failure.lower():
+        if "nvidia-ml-py" in driver.failure:
+            remedy = INSTALL
+        elif "mismatch" in driver.failure.lower():
             remedy = "reboot the host: the driver was updated while the old one was loaded"
         elif container:
             remedy = "start the container anew with --gpus all; if that fails too, run nvidia-smi on the host"

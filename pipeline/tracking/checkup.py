@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import importlib.util
 import json
 import os
 import sqlite3
@@ -121,6 +122,13 @@ def _judged(status: int, text: str, place: str, address: urllib.parse.SplitResul
             False,
             f"{place}: what answers ({status}) is not MLflow",
             "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
+        )
+    artifacts = str(answer.get("experiment", {}).get("artifact_location", ""))
+    if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
+        return Health(
+            False,
+            f"{place} answers, but runs keep their files in {artifacts}, for which boto3 is missing",
+            "python -m pip install boto3; or let the server pass files on (mlflow server --artifacts-destination)",
         )
     return Health(True, f"{place} answers")
 
