@@ -809,6 +809,27 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
         assert answer.found["gpus"] == torch.cuda.device_count()
 
 
+def test_a_torch_that_cannot_compute_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text(
+        "class version: cuda = '13.2'\n"
+        "class _C: pass\n"
+        "class cuda:\n"
+        "    device_count = lambda: 1\n"
+        "    def init(): raise RuntimeError('The NVIDIA driver on your system is too old\\n(found version 12020)')\n"
+        "__version__ = '2.15.0'\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert probes.ask("torch", 60).found == {
+        "version": "2.15.0",
+        "cuda": "13.2",
+        "nccl": None,
+        "gpus": 1,
+        "errors": ["RuntimeError: The NVIDIA driver on your system is too old (found version 12020)"],
+    }
+
+
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")

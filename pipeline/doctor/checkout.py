@@ -27,7 +27,7 @@ def check_work_tree(root: Path, *, container: bool) -> Finding:
         found = f"user {os.getuid()} cannot write to {', '.join(shut)} in {place}"
         read_only = os.statvfs(root).f_flag & os.ST_RDONLY
         return Finding("work tree", "problem", found, "mount it without :ro" if read_only else OWN)
-    if container and file_system(place) == "overlay":
+    if container and "overlay" in file_system(place):
         return Finding(
             "work tree",
             "warning",
@@ -46,7 +46,7 @@ def _writable(directory: Path) -> bool:
 
 
 def file_system(path: Path) -> str:
-    """Its type, such as ext4, overlay or nfs4; empty where the system does not tell."""
+    """Its type, such as ext4, nfs4 or, of a container's own layer, overlay; empty where the system does not tell."""
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -104,7 +104,7 @@ def check_cache(root: Path, dvc: Answer) -> Finding:
     if there.stat().st_dev != root.stat().st_dev:
         where = f"{shown} ({file_system(there) or 'unknown'}) is on another file system than the work tree"
         found = f"{where} ({file_system(root.resolve()) or 'unknown'}): every file is copied"
-        if file_system(there) == "overlay":
+        if "overlay" in file_system(there):
             found += ", and the cache is lost with the container"
         remedy = "mount the checkout with its .dvc/cache as one volume, or dvc cache dir --local PATH_ON_THE_SAME_DISK"
         return Finding(check, "warning", found, remedy)
