@@ -118,9 +118,11 @@ def _dvc() -> None:
                 _say(answers=True, exists=system.fs.exists(path, strict=True))  # else it takes any failure for absence
             else:
                 bucket = path.split("/")[0]
-                if bucket and not system.exists(bucket):
-                    raise FileNotFoundError(f"there is no {bucket!r}")
+                if bucket:
+                    system.fs.info(bucket)  # raises: exists() takes any failure for absence
                 _say(answers=True, exists=system.exists(path))
+        except FileNotFoundError:
+            _say(error="what the address names is not there")
         except RemoteMissingDepsError as error:
             _say(plugins=error.missing_deps)
         except Exception as error:
