@@ -1,0 +1,567 @@
+"""What GitHub runs: the workflows' rules, their `run:` lines as they stand, and the scripts that they call."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import yaml
+
+from tests.conftest import Clone
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS: dict[str, dict[Any, Any]] = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in FILES}
+JOBS = [(name, job) for name, workflow in WORKFLOWS.items() for job in workflow["jobs"]]
+ACTIONS = [
+    pytest.param(line, id=f"{file.stem}:{number}")
+    for file in FILES
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    if re.match(r"[ -]*uses:", line)
+]
+
+
+def the(workflow: str, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = WORKFLOWS[workflow]["jobs"][job]
+    return found
+
+
+def steps(workflow: str, job: str) -> list[dict[str, Any]]:
+    return list(the(workflow, job).get("steps", []))
+
+
+def running(workflow: str, job: str, words: str) -> dict[str, Any]:
+    """The one step whose `run:` has ``words``."""
+    [step] = [step for step in steps(workflow, job) if words in step.get("run", "")]
+    return step
+
+
+def evaluate(expression: str, context: dict[str, Any]) -> Any:
+    """What GitHub makes of an expression, with or without its braces; what the context lacks is empty."""
+
+    def value(path: str) -> Any:
+        found: Any = context
+        for part in path.split("."):
+            if part == "*":
+                continue
+            found = [each.get(part, "") for each in found] if isinstance(found, list) else (found or {}).get(part, "")
+        return found
+
+    expression = re.sub(r"^\s*\$\{\{(.*)\}\}\s*$", r"\1", expression, flags=re.DOTALL)
+    python = {"&&": " and ", "||": " or ", "!": " not ", "==": "==", "!=": "!=", "(": "(", ")": ")", ",": ","}
+    source = ""
+    for token in re.findall(r"'[^']*'|&&|\|\||[!=]=|[!(),]|[\w.*-]+", expression):
+        if token in python or token.startswith("'"):
+            source += python.get(token, token)
+        else:
+            source += token if token in ("contains", "cancelled") else f"value({token!r})"
+    known = {
+        "value": value,
+        "contains": lambda where, what: what in where,
+        "cancelled": lambda: context.get("cancelled", False),
+    }
+    return eval(source, {"__builtins__": {}}, known)
+
+
+def executable(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text, encoding="utf-8")
+    (folder / name).chmod(0o755)
+
+
+def recorder(folder: Path, name: str, ends: str = "exit 0") -> Path:
+    """A stand-in for a command; every call adds its arguments to the file that is returned."""
+    log = folder / f"{name}.log"
+    executable(folder, name, f'#!/usr/bin/env bash\nprintf "%s\\n" "{name} $*" >> "{log}"\n{ends}\n')
+    return log
+
+
+def shell(text: str, folder: Path, tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a step's text as GitHub does, the stand-ins in ``tools`` first on the path."""
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", text],
+        cwd=folder,
+        env=os.environ | {"PATH": path} | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+# Rules.
+
+
+@pytest.mark.parametrize("line", ACTIONS)
+def test_an_action_is_pinned_by_its_commit(line: str) -> None:
+    local = r"uses: \./\.github/workflows/\w+\.yml\b"
+    pinned = r"uses: [\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$"
+    assert re.search(f"{local}|{pinned}", line), line
+
+
+def test_an_action_has_one_version_everywhere() -> None:
+    pins = {match for file in FILES for match in re.findall(r"uses: ([\w/.-]+)@(.*)", file.read_text(encoding="utf-8"))}
+    assert len(pins) == len({action for action, _ in pins})
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_nothing_is_permitted_by_default(workflow: str) -> None:
+    assert WORKFLOWS[workflow]["permissions"] == {}
+
+
+def test_who_may_write_what() -> None:
+    writing = {
+        (workflow, job, scope)
+        for workflow, job in JOBS
+        for scope, right in the(workflow, job)["permissions"].items()
+        if right != "read"
+    }
+    assert writing == {
+        ("gpu", "report", "pull-requests"),
+        ("release", "image", "packages"),
+        ("release", "notes", "contents"),
+    }
+
+
+@pytest.mark.parametrize(("workflow", "job"), JOBS)
+def test_a_job_ends_keeps_no_token_and_writes_nothing_into_its_scripts(workflow: str, job: str) -> None:
+    assert "uses" in the(workflow, job) or the(workflow, job)["timeout-minutes"] <= 120
+    for step in steps(workflow, job):
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+        assert "${{" not in step.get("run", "")
+
+
+# Who gets onto the GPU machine.
+
+REPOSITORY = "somebody/pipeline"
+
+
+def event(name: str, *, runner: str = "gpu", **details: Any) -> dict[str, Any]:
+    return {
+        "vars": {"GPU_RUNNER": runner} if runner else {},
+        "github": {"event_name": name, "repository": REPOSITORY, "event": details, "base_ref": "main", "sha": "abc"},
+    }
+
+
+def pull_request(
+    action: str, *labels: str, added: str | None = None, home: str = REPOSITORY, runner: str = "gpu"
+) -> dict[str, Any]:
+    details = {"labels": [{"name": name} for name in labels], "head": {"repo": {"full_name": home}}}
+    return event("pull_request", runner=runner, action=action, pull_request=details, label={"name": added})
+
+
+@pytest.mark.parametrize(
+    ("found", "runs"),
+    [
+        (pull_request("labeled", "gpu", added="gpu"), True),
+        (pull_request("synchronize", "bug", "gpu"), True),
+        (pull_request("labeled", "gpu", "bug", added="bug"), False),  # it has run for the commit already
+        (pull_request("synchronize", "bug"), False),
+        (pull_request("synchronize"), False),
+        (pull_request("labeled", "gpu", added="gpu", home="stranger/pipeline"), False),
+        (pull_request("synchronize", "gpu", home="stranger/pipeline"), False),
+        (pull_request("synchronize", "gpu", home=""), False),  # a fork that was deleted
+        (pull_request("labeled", "gpu", added="gpu", runner=""), False),
+        (event("schedule"), True),
+        (event("workflow_dispatch"), True),
+        (event("schedule", runner=""), False),  # no machine yet: nothing waits for one
+    ],
+)
+def test_whose_code_gets_onto_the_machine(found: dict[str, Any], runs: bool) -> None:
+    assert bool(evaluate(the("gpu", "gpu")["if"], found)) is runs
+
+
+def test_a_fork_cannot_start_it_in_another_way() -> None:
+    triggers = WORKFLOWS["gpu"][True]  # YAML 1.1 reads `on` so
+    assert set(triggers) == {"pull_request", "workflow_dispatch", "schedule"}
+    assert all("pull_request_target" not in workflow[True] for workflow in WORKFLOWS.values())
+    machines = {job for job in JOBS if "self-hosted" in the(*job).get("runs-on", "")}
+    assert machines == {("gpu", "gpu")}
+    assert the("gpu", "gpu")["environment"] == "gpu"
+
+
+def test_what_may_write_runs_the_code_of_the_base() -> None:
+    checkout, *_, script = steps("gpu", "report")
+    assert evaluate(checkout["with"]["ref"], pull_request("synchronize", "gpu")) == "main"
+    assert script["run"] == "python3 .github/report.py gpu"
+
+
+@pytest.mark.parametrize(
+    ("result", "cancelled", "runs"),
+    [("success", False, True), ("failure", False, True), ("skipped", False, False), ("cancelled", True, False)],
+)
+def test_the_report_is_posted_also_when_the_gate_fails(result: str, cancelled: bool, runs: bool) -> None:
+    found = {"needs": {"gpu": {"result": result}}, "cancelled": cancelled}
+    assert evaluate(the("gpu", "report")["if"], found) is runs
+
+
+# What CI runs, run here.
+
+
+def installed(stamp: str) -> bool:
+    """Whether make would find what it needs, so that nothing is fetched."""
+    return subprocess.run(["make", "--question", stamp], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def commands(job: str) -> list[str]:
+    """A job's `run:` lines; everything else that it does brings the checkout and the Python that are here already."""
+    prepared = {"actions/checkout", "actions/setup-python"}
+    assert {step["uses"].partition("@")[0] for step in steps("ci", job) if "uses" in step} <= prepared
+    return [step["run"] for step in steps("ci", job) if "run" in step]
+
+
+def in_ci(checkout: Clone, job: str, tools: Path, **variables: str) -> str:
+    """Run a job's steps in a clone that uses this installation. Returns what they print."""
+    (checkout.path / ".venv").symlink_to(ROOT / ".venv")
+    context = {"matrix": {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}}
+    tools.mkdir(exist_ok=True)
+    said = ""
+    for step in (step for step in steps("ci", job) if "run" in step):
+        own = {
+            name: re.sub(r"\$\{\{.*?\}\}", lambda found: str(evaluate(found[0], context)), value)
+            for name, value in step.get("env", {}).items()
+        }
+        done = shell(step["run"], checkout.path, tools, MAKEFLAGS="", **own, **variables)
+        assert done.returncode == 0, f"{step['run']} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        said += done.stdout + done.stderr
+    return said
+
+
+def test_ci_runs_what_a_laptop_runs() -> None:
+    local = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    targets = {
+        target for job in WORKFLOWS["ci"]["jobs"] for run in commands(job) for target in re.findall(r"make (\S+)", run)
+    }
+    assert targets == {"lint", "test", "image", "image-check"}
+    assert all(f"make {target}" in local for target in targets - {"image"})  # which needs Docker's daemon
+
+
+def test_ci_tests_every_python_that_the_project_supports() -> None:
+    versions = the("ci", "test")["strategy"]["matrix"]["python"]
+    [supported] = re.findall(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert versions == [f"3.{minor}" for minor in range(*map(int, supported))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_lint_job_runs(clone: Callable[..., Clone], tmp_path: Path) -> None:
+    if not installed(".venv/installed-actionlint"):
+        pytest.skip("`make lint` has not installed its tools here")
+    said = in_ci(clone(), "lint", tmp_path / "tools", MYPY_CACHE_DIR=str(ROOT / ".mypy_cache"))
+    assert "no issues found" in said
+    assert "All workflow files passed" in said
+
+
+@pytest.mark.slow
+def test_the_test_job_runs(clone: Callable[..., Clone], tmp_path: Path) -> None:
+    if not installed(".venv/installed-dev"):
+        pytest.skip("these tests run from no installation by `make test`")
+    one = "tests/test_architecture.py::test_the_package_itself_imports_nothing"  # all of them would be here again
+    assert "1 passed" in in_ci(clone(), "test", tmp_path / "tools", PYTEST_ADDOPTS=one)
+
+
+def test_the_image_job_builds_with_docker(clone: Callable[..., Clone], tmp_path: Path) -> None:
+    log = recorder(tmp_path / "tools", "docker")
+    in_ci(clone(), "image", tmp_path / "tools")
+    assert re.search(r"^docker (buildx )?build .*--tag pipeline", log.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+# On the GPU machine, with stand-ins for what it has and this one lacks.
+
+STEP = running("gpu", "gpu", "docker run")
+SECRETS = {name for name, value in STEP["env"].items() if "secrets." in value}
+
+
+@pytest.mark.parametrize(
+    ("found", "against"),
+    [
+        (pull_request("labeled", "gpu", added="gpu"), "HEAD^"),
+        (event("workflow_dispatch") | {"inputs": {"against": "v1.0 $(touch injected)"}}, "v1.0 $(touch injected)"),
+        (event("schedule"), ""),
+    ],
+)
+def test_the_container_gets_the_gpus_the_checkout_and_the_revision(
+    found: dict[str, Any], against: str, tmp_path: Path
+) -> None:
+    log = recorder(tmp_path / "tools", "docker")
+    revision = evaluate(STEP["env"]["AGAINST"], found)
+    done = shell(STEP["run"], tmp_path, tmp_path / "tools", AGAINST=str(revision), CONTAINER="gpu-1")
+    assert done.returncode == 0, done.stderr
+    call = log.read_text(encoding="utf-8")
+    assert call.startswith("docker run --rm --name gpu-1 --gpus all --ipc=host --user ")
+    assert f"--volume {tmp_path}:/workspace " in call
+    assert call.rstrip().endswith(f" .ci/gpu {against}".rstrip())
+    assert not (tmp_path / "injected").exists()
+
+
+def test_secrets_are_handed_over_by_name_alone(tmp_path: Path) -> None:
+    log = recorder(tmp_path / "tools", "docker")
+    shell(STEP["run"], tmp_path, tmp_path / "tools", AGAINST="", CONTAINER="", **dict.fromkeys(SECRETS, "hush"))
+    call = log.read_text(encoding="utf-8")
+    assert "hush" not in call
+    assert set(re.findall(r"--env (\w+)", call)) >= SECRETS
+    assert set(re.findall(r"--env (\w+)", call)) == set(STEP["env"]) - {"AGAINST"}
+
+
+def test_the_container_is_removed_also_when_the_run_is_cancelled(tmp_path: Path) -> None:
+    step = running("gpu", "gpu", "docker rm")
+    log = recorder(tmp_path / "tools", "docker", "exit 1")  # it was gone already
+    assert step["if"] == "always()"
+    assert shell(step["run"], tmp_path, tmp_path / "tools", CONTAINER="gpu-1").returncode == 0
+    assert log.read_text(encoding="utf-8") == "docker rm --force gpu-1\n"
+
+
+@pytest.fixture
+def machine(clone: Callable[..., Clone], tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
+    """Run .ci/gpu in a clone, with stand-ins that say what they are asked: REMOTE is what dvc knows, GATE how the gate
+    ends. Returns the exit code, the calls, and what was said."""
+    checkout, tools = clone(), tmp_path / "tools"
+    log = recorder(tools, "dvc", 'if [ "$1" = config ]; then echo "${REMOTE-}"; fi')
+    gate = f'echo "python $* as ${{AWS_ACCESS_KEY_ID-nobody}}" >> "{log}"; exit "${{GATE:-0}}"'
+    executable(tools, "python", f"#!/usr/bin/env bash\n{gate}\n")
+
+    def run(arguments: str, *, history: bool = True, **variables: str) -> tuple[int, list[str], str]:
+        if history:
+            checkout.run(
+                "git",
+                "commit",
+                "--quiet",
+                "--allow-empty",
+                "--message",
+                "old",
+                GIT_COMMITTER_DATE="2020-02-02T00:00:00Z",
+            )
+            checkout.run("git", "commit", "--quiet", "--allow-empty", "--message", "new")
+        done = shell(f".ci/gpu {arguments}", checkout.path, tools, **variables)
+        calls = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        old_commit = checkout.run("git", "log", "--format=%H", "--grep=^old$").strip()
+        calls = [call.replace(old_commit, "OLD") if old_commit else call for call in calls]
+        return done.returncode, [call for call in calls if not call.startswith("dvc config")], done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_the_gate_decides_and_what_was_measured_is_shared_anyway(
+    code: int, machine: Callable[..., tuple[int, list[str], str]]
+) -> None:
+    ended, calls, _ = machine("main", REMOTE="storage", GATE=str(code))
+    assert ended == code
+    assert calls == [
+        "dvc repro --pull",
+        "python -m pipeline gate --against main as nobody",
+        "dvc push --run-cache",
+    ]
+
+
+def test_without_a_remote_nothing_is_shared(machine: Callable[..., tuple[int, list[str], str]]) -> None:
+    ended, calls, _ = machine("main", AWS_ACCESS_KEY_ID="")  # a secret that is not there
+    assert ended == 0
+    assert calls == ["dvc repro", "python -m pipeline gate --against main as nobody"]
+
+
+def test_a_secret_arrives(machine: Callable[..., tuple[int, list[str], str]]) -> None:
+    assert machine("main", AWS_ACCESS_KEY_ID="me")[1][-1] == "python -m pipeline gate --against main as me"
+
+
+def test_without_a_revision_it_is_held_against_the_week_before(
+    machine: Callable[..., tuple[int, list[str], str]],
+) -> None:
+    assert machine("")[1][-1] == "python -m pipeline gate --against OLD as nobody"
+
+
+def test_without_a_week_before_it_says_so(machine: Callable[..., tuple[int, list[str], str]]) -> None:
+    ended, calls, said = machine("", history=False)
+    assert (ended, calls) == (2, [])
+    assert "name a revision" in said
+
+
+# The report.
+
+
+class GitHub(ThreadingHTTPServer):
+    """As much of GitHub's API as comments need, on the loopback: 100 a page at most, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Api)
+        self.comments: list[dict[str, Any]] = []
+        self.refuses = False
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def add(self, login: str, body: str) -> dict[str, Any]:
+        identity = len(self.comments) + 1
+        self.comments.append(
+            {"id": identity, "user": {"login": login}, "body": body, "html_url": f"comment/{identity}"}
+        )
+        return self.comments[-1]
+
+
+class Api(BaseHTTPRequestHandler):
+    server: GitHub
+
+    def answer(self) -> None:
+        asked = urlsplit(self.path)
+        length = int(self.headers.get("Content-Length") or 0)
+        fields = json.loads(self.rfile.read(length)) if length else {}
+        answer: Any = None
+        if self.server.refuses or self.headers["Authorization"] != "Bearer token":
+            self.send_response(403)
+        else:
+            self.send_response(200)
+            if asked.path != f"/repos/{REPOSITORY}/issues/7/comments":
+                [identity] = re.findall(rf"^/repos/{REPOSITORY}/issues/comments/(\d+)$", asked.path)
+                answer = self.server.comments[int(identity) - 1]
+                answer["body"] = fields["body"]
+            elif self.command == "POST":
+                answer = self.server.add("github-actions[bot]", fields["body"])
+            else:
+                asks = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
+                size, page = min(asks.get("per_page", 30), 100), asks.get("page", 1)
+                answer = self.server.comments[size * (page - 1) : size * page]
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    do_GET = do_POST = do_PATCH = answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def github() -> Iterator[GitHub]:
+    with GitHub() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def post(github: GitHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the report job's script on reports with the given texts; the summary goes to ``summary.md``."""
+
+    def run(gate: str | None, comparison: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        reports = tmp_path / "gpu" / "reports"
+        reports.mkdir(parents=True, exist_ok=True)
+        for name, text in (("gate.md", gate), ("comparison.md", comparison)):
+            (reports / name).unlink(missing_ok=True)
+            if text is not None:
+                (reports / name).write_text(text, encoding="utf-8")
+        given = {
+            "COMMIT": "0123456789abcdef",
+            "GITHUB_API_URL": github.address,
+            "GITHUB_REPOSITORY": REPOSITORY,
+            "GITHUB_RUN_ID": "42",
+            "GITHUB_SERVER_URL": "https://github.example",
+            "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+            "GITHUB_TOKEN": "token",
+            "PULL_REQUEST": "7",
+        }
+        command = [sys.executable, str(ROOT / ".github" / "report.py"), "gpu"]
+        environment = os.environ | given | variables
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+Post = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_one_comment_that_is_updated_in_place(github: GitHub, post: Post) -> None:
+    for number in range(150):  # more than a page
+        github.add("somebody", f"remark {number}")
+    first = post("**Nothing got worse.**\n")
+    assert first.returncode == 0, first.stderr
+    assert post("**Worse than the base: throughput (ddp).**\n").stdout == "comment/151\n"
+    assert len(github.comments) == 151
+    said = github.comments[-1]["body"]
+    assert "Worse than the base" in said
+    assert "Nothing got worse" not in said
+    assert "0123456789ab" in said
+    assert f"https://github.example/{REPOSITORY}/actions/runs/42" in said
+
+
+def test_nobody_elses_comment_is_touched(github: GitHub, post: Post) -> None:
+    post("first")
+    copied = github.comments[0]["body"]
+    github.comments.clear()
+    theirs = github.add("somebody", copied)
+    other = github.add("github-actions[bot]", "from another workflow")
+    post("second")
+    assert (theirs["body"], other["body"]) == (copied, "from another workflow")
+    assert len(github.comments) == 3
+    assert "second" in github.comments[2]["body"]
+
+
+def test_an_old_verdict_does_not_outlive_a_run_that_failed(github: GitHub, post: Post) -> None:
+    post("**Nothing got worse.**\n")
+    post(None)
+    [only] = github.comments
+    assert "No decision" in only["body"]
+    assert "Nothing got worse" not in only["body"]
+
+
+def test_the_summary_says_the_same_and_needs_no_pull_request(github: GitHub, post: Post, tmp_path: Path) -> None:
+    post("**Nothing got worse.**\n", "three variants\n")
+    assert (tmp_path / "summary.md").read_text(encoding="utf-8") == github.comments[0]["body"]
+    (tmp_path / "summary.md").unlink()
+    assert post("**Nothing got worse.**\n", PULL_REQUEST="", GITHUB_TOKEN="").returncode == 0
+    assert "Nothing got worse" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert len(github.comments) == 1
+
+
+def test_the_comparison_is_there_if_it_fits(github: GitHub, post: Post) -> None:
+    post("gate\n", "three variants\n")
+    assert re.search(r"gate\n.*<details>.*three variants.*</details>", github.comments[0]["body"], re.DOTALL)
+    post("gate\n", "x" * 65_500)
+    assert "details" not in github.comments[0]["body"]
+    post("y" * 70_000)
+    said = github.comments[0]["body"]
+    assert len(said) == 65_536
+    assert said.endswith("with its log and files.\n")
+
+
+def test_what_github_refuses_is_an_error_with_its_reason(github: GitHub, post: Post) -> None:
+    github.refuses = True
+    done = post("gate")
+    assert done.returncode == 1
+    assert "403" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# The release.
+
+
+def test_the_release_names_the_digest(tmp_path: Path) -> None:
+    log = recorder(tmp_path / "tools", "gh")
+    given = {"DIGEST": "sha256:12ab", "REPOSITORY": "Somebody/Pipeline", "TAG": "v1.2.3"}
+    [step] = steps("release", "notes")
+    summary = tmp_path / "summary.md"
+    done = shell(step["run"], tmp_path, tmp_path / "tools", GITHUB_STEP_SUMMARY=str(summary), **given)
+    assert done.returncode == 0, done.stderr
+    image = "`ghcr.io/somebody/pipeline@sha256:12ab`"  # a registry knows no capitals
+    assert image in summary.read_text(encoding="utf-8")
+    call = log.read_text(encoding="utf-8")
+    assert call.startswith("gh release create v1.2.3 --repo Somebody/Pipeline --verify-tag ")
+    assert call.endswith(f"--notes Image: {image}\n")
+
+
+def test_nothing_is_released_that_ci_refuses_and_all_of_it_has_its_papers() -> None:
+    assert the("release", "ci")["uses"] == "./.github/workflows/ci.yml"
+    assert the("release", "image")["needs"] == "ci"
+    [build] = [step["with"] for step in steps("release", "image") if "build-push-action" in step.get("uses", "")]
+    assert (build["push"], build["sbom"], build["provenance"]) == (True, True, "mode=max")
