@@ -220,8 +220,8 @@ def commands(job: str) -> list[str]:
     return [step["run"] for step in steps("ci", job) if "run" in step]
 
 
-def in_ci(checkout: Clone, job: str, tools: Path, **variables: str) -> str:
-    """Run a job's steps in a clone that uses this installation. Returns what they print."""
+def in_ci(checkout: Clone, job: str, tools: Path, *, dry: str | None = None, **variables: str) -> str:
+    """Run a job's steps in a clone that uses this installation, of ``dry`` only what make would do; what they print."""
     (checkout.path / ".venv").symlink_to(ROOT / ".venv")
     context = {"matrix": {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}}
     tools.mkdir(exist_ok=True)
@@ -231,7 +231,8 @@ def in_ci(checkout: Clone, job: str, tools: Path, **variables: str) -> str:
             name: re.sub(r"\$\{\{.*?\}\}", lambda found: str(evaluate(found[0], context)), value)
             for name, value in step.get("env", {}).items()
         }
-        done = shell(step["run"], checkout.path, tools, MAKEFLAGS="", **own, **variables)
+        flags = "n" if step["run"] == dry else ""
+        done = shell(step["run"], checkout.path, tools, MAKEFLAGS=flags, **own, **variables)
         assert done.returncode == 0, f"{step['run']} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         said += done.stdout + done.stderr
     return said
@@ -270,10 +271,11 @@ def test_the_test_job_runs(clone: Callable[..., Clone], tmp_path: Path) -> None:
     assert "1 passed" in in_ci(clone(), "test", tmp_path / "tools", PYTEST_ADDOPTS=one)
 
 
-def test_the_image_job_builds_with_docker(clone: Callable[..., Clone], tmp_path: Path) -> None:
+def test_the_image_job_builds_and_checks(clone: Callable[..., Clone], tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "docker")
-    in_ci(clone(), "image", tmp_path / "tools")
+    said = in_ci(clone(), "image", tmp_path / "tools", dry="make image-check")  # which takes many minutes
     assert re.search(r"^docker (buildx )?build .*--tag pipeline", log.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "docker/check" in said
 
 
 # On the GPU machine, with stand-ins for what it has and this one lacks.
