@@ -99,14 +99,14 @@ def write(path: Path = ENVIRONMENT_FILE) -> str:
 def checked_out() -> str | None:
     """The commit of the code that is here, with "+" if files differ from it; None without git or a commit.
 
-    dvc.lock does not count: the very run that asks has just written it.
+    What ``dvc repro`` itself writes does not count: dvc.lock and the reports that git keeps.
     """
 
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", ".", ":(exclude)dvc.lock")
+        changed = git("status", "--porcelain", "--", ".", ":(exclude)dvc.lock", ":(exclude)reports")
         return git("rev-parse", "--verify", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -407,6 +407,10 @@ def test_the_head_says_whether_it_is_a_commit(repository: Path) -> None:
     run("git", "add", "--all")
     run("git", "commit", "--quiet", "--message", "second")
     assert checked_out() == run("git", "rev-parse", "HEAD").strip() != commit == commit_of("HEAD~1")
+    for written in ("dvc.lock", "reports/loss.csv"):  # by `dvc repro`
+        (repository / written).parent.mkdir(exist_ok=True)
+        (repository / written).touch()
+        assert not str(checked_out()).endswith("+")
     (repository / "untracked too").touch()
     assert str(checked_out()).endswith("+")
 

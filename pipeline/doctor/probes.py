@@ -83,7 +83,7 @@ def _torch() -> None:
 
 def _dvc() -> None:
     """root, cache and its link types, then the default remote, each as DVC itself reads its settings."""
-    from dvc.repo import Repo  # type: ignore[import-untyped]
+    from dvc.repo import Repo
     from dvc_objects.fs import generic
     from dvc_objects.fs.errors import RemoteMissingDepsError
 
