@@ -25,7 +25,7 @@ from pipeline.data.batches import TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import Detector, detectors, of_clock, of_memory, of_ranks, of_steps
-from pipeline.distributed import World, keep_freed_memory, launch, launched_size
+from pipeline.distributed import Interruption, World, interruption, keep_freed_memory, launch, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
@@ -36,6 +36,9 @@ Placement = Literal["resident", "streamed"]
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
+
+INTERRUPTED_PATIENCE_SECONDS = 2.0
+"""The same for a job that is interrupted: `docker stop` gives ten seconds in all."""
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
@@ -100,11 +103,15 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
             _announce(plan, world, device_name)
         following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
         sampler = SystemSampler(results.system_file(plan.name), world.device) if world.is_main else None
-        with following, sampler or nullcontext():
-            job = Job(config, plan, dataset, world, placement, environment["hash"], device_name, started, sampler)
+        with following, sampler or nullcontext(), interruption(world) as heard:
+            job = Job(
+                config, plan, dataset, world, placement, environment["hash"], device_name, started, sampler, heard
+            )
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
                 job.write_result(runs)
+    if heard.signal:  # too late to stop anything, but no next stage should begin
+        sys.exit(heard.exit_code)
     if world.is_main:  # the last act: up to here, an interruption finds all of it again
         for seed in config.train.seeds:
             checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
@@ -179,10 +186,11 @@ class Job:
         device_name: str,
         started: float,
         sampler: SystemSampler | None,
+        interruption: Interruption,
     ) -> None:
         self.config, self.plan, self.dataset, self.world = config, plan, dataset, world
         self.environment_hash, self.device_name, self.started = environment_hash, device_name, started
-        self.sampler = sampler
+        self.sampler, self.interruption = sampler, interruption
         self.history: list[HistoryRow] = []
         """Of all seeds so far; the main rank writes it to ``history_file``."""
         self.history_file = results.history_file(plan.name)
@@ -223,9 +231,13 @@ class Job:
                         self.history.append(row)
                         if self.world.is_main:
                             results.append_history(row, self.history_file)
-                    if self._checkpoint_is_due(training):
+                    leaving = self.interruption.agreed() and training.steps < training.total_steps
+                    if leaving or self._checkpoint_is_due(training):
                         with training.paused():
                             self._save(training, checkpoint, identity, seed, resumes, None)
+                    if leaving:
+                        self._say(f"seed {seed}: interrupted after step {training.steps}; goes on from {checkpoint}")
+                        sys.exit(self.interruption.exit_code)
                 run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
                 self._save(training, checkpoint, identity, seed, resumes, run)
         if self.world.is_main:
@@ -332,13 +344,16 @@ def _followed(variant: str) -> Iterator[None]:
     """Mirror the job's files live, in a process of its own that cannot slow or stop the training."""
     follower = subprocess.Popen([sys.executable, "-m", "pipeline", "follow", variant], stdin=subprocess.PIPE)
     assert follower.stdin is not None
-    last_words = b""
+    last_words, patience = b"", FOLLOWER_PATIENCE_SECONDS
     try:
         yield
         last_words = b"finished\n"
+    except SystemExit:
+        patience = INTERRUPTED_PATIENCE_SECONDS
+        raise
     finally:
         try:
-            follower.communicate(last_words, timeout=FOLLOWER_PATIENCE_SECONDS)
+            follower.communicate(last_words, timeout=patience)
         except subprocess.TimeoutExpired:
             follower.kill()
             follower.wait()

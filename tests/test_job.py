@@ -3,11 +3,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,10 @@ def train(variant: str, **changes: Any) -> Result:
     return results.read(results.result_file(variant))
 
 
-def command(variant: str) -> subprocess.Popen[str]:
+def command(variant: str, *, start_new_session: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "pipeline", "train", variant],
+        start_new_session=start_new_session,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -172,6 +175,46 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
     history = results.read_history(results.history_file(variant))
     assert [(row.seed, row.step) for row in history] == sorted({(row.seed, row.step) for row in history})
     assert not second_seed.exists()
+
+
+@pytest.mark.parametrize(
+    ("variant", "asks", "code"),
+    [
+        ("baseline", lambda job: job.terminate(), 143),
+        ("ddp", lambda job: job.terminate(), 143),  # the launcher passes it on
+        ("ddp", lambda job: os.killpg(job.pid, signal.SIGINT), 130),  # a terminal and a container's init tell all
+    ],
+)
+def test_a_job_that_is_asked_to_end_saves_where_it_is(
+    workspace: Path,  # noqa: ARG001
+    variant: str,
+    asks: Callable[[subprocess.Popen[str]], None],
+    code: int,
+) -> None:
+    long: dict[str, Any] = {"seeds": [0], "epochs": 1, "batch_size": 2, "history_every_steps": 10}
+    whole = train(variant, **long)
+    results.result_file(variant).unlink()
+
+    asked = command(variant, start_new_session=True)
+    history = results.history_file(variant)
+    history.unlink()
+    while not (history.exists() and len(results.read_history(history)) > 1) and asked.poll() is None:
+        time.sleep(0.002)
+    asks(asked)
+    output, _ = asked.communicate(timeout=60)
+    assert asked.returncode == code, output
+    assert "Traceback" not in output
+    said = re.search(rf"{variant} seed 0: interrupted after step (\d+); goes on from (\S+)", output)
+    assert said, output
+    assert Path(said[2]) == checkpoint_file(variant, 0)
+    assert not results.result_file(variant).exists()
+
+    resumed = command(variant)
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+    assert f"{variant} seed 0: resuming after step {said[1]} " in output
+    [run], [expected] = results.read(results.result_file(variant)).runs, whole.runs
+    assert (run.model_sha256, run.test_loss, run.resumes) == (expected.model_sha256, expected.test_loss, 1)
 
 
 @pytest.mark.parametrize("variant", ["baseline", "ddp"])
