@@ -7,7 +7,7 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint ui bench lock clean
+.PHONY: repro test lint ui bench image image-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -21,6 +21,7 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pipeline schema --check
+	$(BIN)/hadolint Dockerfile
 	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
@@ -33,6 +34,20 @@ ui: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
+
+IMAGE ?= pipeline
+BUILDER ?= $(shell command -v docker || command -v podman || command -v buildah)
+PUBLIC := s,^(https://)([^/@]*@)?,\1,p; s,^git@([^:]+):,https://\1/,p
+image:  # another base, say: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-arg BASE=ubuntu:24.04"
+	@test -n "$(BUILDER)" || { echo "error: install Docker, Podman or Buildah to build the image"; exit 1; }
+	$(BUILDER) build --tag $(IMAGE) \
+		--build-arg REVISION="$$(git describe --always --abbrev=40 --exclude='*' --dirty)" \
+		--build-arg VERSION="$$(git describe --always --tags --dirty)" \
+		--build-arg SOURCE="$$(git config --get remote.origin.url | sed -nE '$(PUBLIC)')" \
+		--build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" $(BUILD_ARGS) .
+
+image-check:  # without Docker it needs root and builds on a small Debian; see docker/check
+	docker/check
 
 LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11 pyproject.toml --extra server
 lock:  # the newest versions that pyproject.toml allows, for every platform; needs uv
