@@ -162,8 +162,9 @@ class Interruption:
         """Whether all ranks end here. To be called after every step, on every rank.
 
         Costs nothing until a signal comes. Then each rank that has heard it says so in the group's store, and once all
-        have, the main rank names the step after the next as the last. No rank can be past that step by then: from its
-        signal on a rank waits for its device after a step, and no step ends before the main rank has begun it.
+        have, the main rank names its next step as the last. No rank can be past that step by then: from its signal on a
+        rank waits for its device after a step, and no step ends before the main rank has taken part in it. Where not
+        all ranks hear it, the training goes on until the launcher ends it.
         """
         self._steps += 1
         if self.signal is None or self.world.size == 1:
