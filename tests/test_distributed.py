@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.config import PipelineError
-from pipeline.distributed import WorkerError, World, forked, launch, launched_size, world
+from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, world
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -178,3 +179,22 @@ def test_one_process_is_this_one() -> None:
     seen: list[int] = []
     launch(seen.append, (os.getpid(),), processes=1)
     assert seen == [os.getpid()]
+
+
+def steps_until_interrupted(world: World, heard_at: list[int]) -> int:
+    with interruption(world) as heard:
+        for step in range(1, 100):
+            world.sum_(torch.ones(1))
+            if step == heard_at[world.rank]:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if heard.agreed():
+                assert heard.exit_code == 143
+                return step
+    return 0
+
+
+@pytest.mark.parametrize("heard_at", [[3, 3, 3], [2, 9, 5], [9, 2, 2]])
+def test_ranks_that_hear_it_at_different_steps_end_after_the_same_one(heard_at: list[int]) -> None:
+    steps = run_ranks(steps_until_interrupted, heard_at, size=3)
+    assert len(set(steps)) == 1
+    assert max(heard_at) < steps[0] <= max(heard_at) + 3
