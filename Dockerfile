@@ -5,7 +5,7 @@
 #
 # The CUDA libraries, cuDNN and NCCL come with the locked torch, so the base brings the system alone and the driver comes
 # from the host. A base needs apt-get and a python3 of 3.11 to 3.13. torch always is the locked one, in a venv: a torch
-# that a base has, as nvcr.io/nvidia/pytorch does, stays there and is not used.
+# that a base has, as nvcr.io/nvidia/pytorch does, stays there and is not used; its settings are undone below.
 #
 # To pin the base: --build-arg BASE=nvidia/cuda@sha256:..., with the digest that
 # `docker buildx imagetools inspect nvidia/cuda:13.2.1-base-ubuntu24.04` prints.
@@ -20,6 +20,10 @@ RUN apt-get update \
         ca-certificates git python3 python3-venv tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log \
     && git config --system --add safe.directory '*'
+
+# NVIDIA's PyTorch image holds pip to its own versions, and the loader to its own libtorch; the driver's stay.
+ENV PIP_CONSTRAINT="" \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64
 
 # Where packages come from a mirror, or by way of a certificate authority of your own:
 # docker build --secret id=pip.conf,src=pip.conf --secret id=ca.crt,src=ca.crt; nothing of it stays in the image.
