@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ SET_BY_LIBRARIES = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU or a server where there is none."""
+    for item in items:
+        if item.get_closest_marker("services") and not os.environ.get("SERVICES_S3"):
+            item.add_marker(pytest.mark.skip(reason="needs PostgreSQL and an object store: make services-check"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and environment.machine().gpus == 0:
         for item in marked:
@@ -116,6 +119,21 @@ class Clone:
 
     def run(self, *command: str, fails: bool = False, **variables: str) -> str:
         """Run a command there; return its output, stderr included. Fails the test unless it ends as expected."""
+        done = subprocess.run(
+            command,
+            cwd=self.path,
+            env=self.environment(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if (done.returncode != 0) is not fails:
+            pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """For a command there: git and DVC see none of this machine's settings."""
         private = self.path.parent / f"{self.path.name}.private"
         isolated = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -132,18 +150,7 @@ class Clone:
             "DVC_SITE_CACHE_DIR": str(private),
         }
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "DVC_"))}
-        done = subprocess.run(
-            command,
-            cwd=self.path,
-            env=outside | isolated | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if (done.returncode != 0) is not fails:
-            pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
-        return done.stdout
+        return outside | isolated | dict(variables)
 
 
 @pytest.fixture

@@ -1,0 +1,70 @@
+"""What compose.yaml promises, as far as the file itself tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.services import compose
+
+SECRETS = ("POSTGRES_PASSWORD", "S3_ACCESS_KEY", "S3_SECRET_KEY")
+SERVICES: dict[str, Any] = compose.read({name: f"the {name}" for name in SECRETS})["services"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_missing_secret_is_refused_with_what_to_do(name: str) -> None:
+    with pytest.raises(KeyError, match=rf"{name}: copy .env.example to .env"):
+        compose.read({other: "given" for other in SECRETS if other != name})
+
+
+def test_the_example_names_every_secret_and_holds_none() -> None:
+    lines = (compose.ROOT / ".env.example").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line and not line.startswith("#")] == [f"{name}=" for name in SECRETS]
+    ignored = (compose.ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert "/.env" in ignored
+
+
+def test_every_published_port_is_on_loopback() -> None:
+    ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_only_the_server_knows_secrets() -> None:
+    knowing = {name for name, service in SERVICES.items() if any(secret in str(service) for secret in SECRETS)}
+    assert knowing == {"bucket", "mlflow", "postgres", "s3"}
+
+
+def test_a_service_starts_after_those_that_it_needs() -> None:
+    waits = {name: service.get("depends_on", {}) for name, service in SERVICES.items()}
+    healthy, completed = {"condition": "service_healthy"}, {"condition": "service_completed_successfully"}
+    assert waits["pipeline"] == waits["pipeline-cpu"] == {"mlflow": healthy}
+    assert waits["mlflow"] == {"postgres": healthy, "bucket": completed}
+    assert waits["bucket"] == {"s3": healthy}
+    needed = {name for wait in waits.values() for name, how in wait.items() if how == healthy}
+    assert all("healthcheck" in SERVICES[name] for name in needed)
+
+
+def test_state_is_in_named_volumes() -> None:
+    named = yaml.safe_load(compose.FILE.read_text(encoding="utf-8"))["volumes"]
+    mounted = {name: service["volumes"] for name, service in SERVICES.items() if not name.startswith("pipeline")
+               if "volumes" in service}  # fmt: skip
+    assert {volumes[0].partition(":")[0] for volumes in mounted.values()} == set(named) == set(mounted)
+
+
+def test_images_are_pinned_to_a_version() -> None:
+    for name in ("postgres", "s3"):
+        version = SERVICES[name]["image"].rpartition(":")[2]
+        assert version.removeprefix("v").replace(".", "").isdigit(), version
+
+
+def test_the_gpus_are_reserved_for_the_pipeline_alone() -> None:
+    assert {name for name, service in SERVICES.items() if "gpu" in str(service.get("deploy"))} == {"pipeline"}
+    assert {name for name, service in SERVICES.items() if "profiles" not in service} == {
+        "bucket",
+        "mlflow",
+        "postgres",
+        "s3",
+    }
