@@ -7,7 +7,7 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint ui bench image image-check lock clean
+.PHONY: repro test lint ui bench image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -22,6 +22,7 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/mypy
 	$(BIN)/python -m pipeline schema --check
 	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml
 	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
@@ -30,7 +31,7 @@ lint: .venv/installed-dev .venv/installed-actionlint
 
 ui: .venv/installed
 	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning'
-	$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
+	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
@@ -49,13 +50,24 @@ image:  # another base, say: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-a
 image-check:  # without Docker it needs root and builds on a small Debian; see docker/check
 	docker/check
 
+# What compose.yaml starts, without Docker: PostgreSQL of this system, moto's server as the object store.
+services-check: .venv/installed-dev .services/moto
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
+		{ echo "error: there is no PostgreSQL server here; on Debian and Ubuntu: apt install postgresql"; exit 1; }
+	SERVICES_S3=$(CURDIR)/.services/bin/moto_server $(BIN)/python -m pytest tests/services
+
+.services/moto: Makefile
+	$(PYTHON) -m venv --clear .services
+	.services/bin/python -m pip install --quiet --disable-pip-version-check 'moto[s3,server]==5.2.5'
+	@touch $@
+
 LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11 pyproject.toml --extra server
 lock:  # the newest versions that pyproject.toml allows, for every platform; needs uv
 	$(LOCK) -o requirements.lock
 	$(LOCK) --extra dev -c requirements.lock -o requirements-dev.lock
 
 clean:  # what the tools keep; data, results and models stay
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .services .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted installation is taken up again.

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REVISION|FILE",
         help="a git revision, measured beside this work tree, or a recorded reports/comparison.json",
     )
+    add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
     memory = add("predict-memory", _predict_memory, "Predict variants' peak memory without running them; does it fit?")
     memory.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     memory.add_argument(
@@ -151,6 +152,12 @@ def _gate(parsed: argparse.Namespace) -> int:
     from pipeline import config, gate
 
     return gate.run(config.load(), parsed.against)
+
+
+def _promote(_: argparse.Namespace) -> None:
+    from pipeline import config, environment, tracking
+
+    tracking.promote(config.load(), environment.checked_out())
 
 
 def _predict_memory(parsed: argparse.Namespace) -> None:

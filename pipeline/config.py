@@ -198,6 +198,9 @@ class Publish(Section):
     experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
     live: bool = Field(True, description="Follow training live; the final runs are published either way.")
     models: bool = Field(True, description="Log each run's trained model, ready for mlflow.pyfunc.")
+    registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = Field(
+        "training-performance", description="The registry's name for what `python -m pipeline promote` registers."
+    )
 
 
 class Variant(Section):

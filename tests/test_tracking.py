@@ -154,7 +154,7 @@ def agrees(root: Path, config: Config) -> bool:
     wanted = contents.wanted(config, root)
     assert wanted
     seen = stores.glance(stores.address(root), root, config.publish.experiment, wanted.key)
-    return seen is not None and not reconcile(wanted, seen, stores.checkout(root))
+    return seen is not None and not reconcile(wanted, seen.runs, stores.checkout(root))
 
 
 def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keywords: Any) -> subprocess.Popen[str]:
@@ -257,9 +257,10 @@ def test_the_cheap_look_sees_what_mlflow_sees(root: Path) -> None:
     seen = stores.glance(stores.address(root), root, "training-performance", key)
     known = Store(client, stores.address(root), root, experiment).runs(key)
     assert seen is not None
-    assert sorted(seen, key=lambda run: run.run_id) == sorted(known, key=lambda run: run.run_id)
-    assert live.info.run_id in {run.run_id for run in seen}
-    assert not {other.info.run_id, deleted} & {run.run_id for run in seen}
+    assert seen.experiment_id == experiment
+    assert sorted(seen.runs, key=lambda run: run.run_id) == sorted(known, key=lambda run: run.run_id)
+    assert live.info.run_id in {run.run_id for run in seen.runs}
+    assert not {other.info.run_id, deleted} & {run.run_id for run in seen.runs}
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database" * 1000])

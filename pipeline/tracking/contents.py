@@ -19,7 +19,7 @@ from pipeline import results
 from pipeline.config import Config
 from pipeline.results import HistoryRow, Result, Run
 
-LAYOUT = 1
+LAYOUT = 2
 """Raise it when runs are to be logged differently: every run is then written again."""
 
 PREPARED = Path("data/prepared")
@@ -216,8 +216,10 @@ def child_tags(child: Child) -> dict[str, str]:
         RUN: child.key,
         "variant": child.variant,
         "seed": str(child.run.seed),
-        "environment": child.result.environment,
+        "world_size": str(child.result.world_size),
+        "dvc_stage": f"train@{child.variant}",
         "model_sha256": child.run.model_sha256,
+        **_origin_of(child.result, child.root),
     }
     if child.run.refusals:
         tags[REFUSALS] = "\n".join(child.run.refusals)
@@ -241,12 +243,10 @@ def parent_params(wanted: Wanted) -> dict[str, str]:
 
 def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
     """What can change while the results stay: how they are compared, the report, the locked state of the data."""
-    tags = {"environment": " ".join(sorted({child.result.environment for child in wanted.children.values()}))}
+    origins = [_origin_of(child.result, root) for child in wanted.children.values()]
+    tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
-    lock, note = root / "dvc.lock", parent_note(root)
-    if lock.exists():
-        tags["dvc_lock_sha256"] = _sha256(lock)
-    if note:
+    if note := parent_note(root):
         tags[NOTE] = note
     for variant, verdict in verdicts(root).items():
         tags[f"{VERDICT}.{variant}"] = verdict
@@ -257,7 +257,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
 def verdicts(root: Path) -> dict[str, str]:
     """By variant: what the comparison says of it, and why it says no more; none without a comparison."""
     found = {}
-    for each in _compared(root).get("variants", ()):
+    for each in compared(root).get("variants", ()):
         verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
         plain = verdict not in ("undecided", "untrusted") or not reasons
         found[str(each["variant"])] = verdict if plain else _cut(f"{verdict}: {'; '.join(reasons)}")
@@ -336,7 +336,19 @@ def batches(points: Iterable[Point], size: int) -> Iterator[list[Point]]:
         yield pending
 
 
-def _compared(root: Path) -> dict[str, Any]:
+def _origin_of(result: Result, root: Path) -> dict[str, str]:
+    """What a result came from, beside the commit: the machine, the container image, the locked state of the data."""
+    tags = {"environment": result.environment, "device": result.device}
+    fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
+    known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
+    if known.get("hash") == result.environment and known["software"]["image"]:
+        tags["image"] = known["software"]["image"]
+    if lock.exists():
+        tags["dvc_lock_sha256"] = _sha256(lock)
+    return tags
+
+
+def compared(root: Path) -> dict[str, Any]:
     """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
     path = root / REPORTS / "comparison.json"
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -351,7 +363,7 @@ def _refusals(root: Path, variant: str) -> str:
     """Which samples of the bench were refused of a variant, a line a round."""
     samples = [
         sample
-        for arm in _compared(root).get("bench", {}).get("arms", ())
+        for arm in compared(root).get("bench", {}).get("arms", ())
         if (arm["role"], arm["variant"]) == ("variant", variant)
         for sample in arm["samples"]
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.tracking import contents, stores
+from pipeline.tracking import contents, stores, views
 from pipeline.tracking.contents import COMPARISON, COMPLETE, PARENT, REPORT, RUN, VERDICT, Child, Wanted
 from pipeline.tracking.reconciliation import Changes, reconcile
 from pipeline.tracking.stores import Store
@@ -51,14 +51,15 @@ def publish(config: Config, root: Path = Path()) -> Published:
     children = len(wanted.children)
     try:
         seen = stores.glance(uri, root, experiment, wanted.key)
-        if seen is not None and not reconcile(wanted, seen, checkout):
-            print(f"MLflow: {wanted.name} is up to date with {children} runs.")
+        if seen is not None and not reconcile(wanted, seen.runs, checkout):
+            print(f"MLflow: {wanted.name} is up to date with {children} runs: {_link(uri, seen.experiment_id, wanted)}")
             return Published(children=children)
         print(f"MLflow: writing {wanted.name} ...", flush=True)
         with stores.locked(uri):
             store = stores.open_store(uri, root, experiment)
             changes = reconcile(wanted, store.runs(wanted.key), checkout)
             _apply(changes, wanted, store, config)
+            store.client.set_experiment_tag(store.experiment_id, views.TAG + views.key(wanted), views.state(wanted))
     except Exception as error:  # whatever MLflow, its database or its server raises
         stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
         return Published(failed=True)
@@ -68,8 +69,14 @@ def publish(config: Config, root: Path = Path()) -> Published:
         "stale ones deleted": len(changes.delete),
     }
     done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
-    print(f"MLflow: {wanted.name} holds {children} runs ({done}).")
+    print(f"MLflow: {wanted.name} holds {children} runs ({done}): {_link(uri, store.experiment_id, wanted)}")
     return Published(children, len(changes.create), len(changes.adopt), len(changes.delete))
+
+
+def _link(uri: str, experiment_id: str, wanted: Wanted) -> str:
+    """Where to compare the runs."""
+    link = views.link(uri, experiment_id, wanted)
+    return link if uri.startswith("http") else f"{link} (after `make ui`)"
 
 
 def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> None:

@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.tracking.contents import COMPARISON, LIVE, Point, batches
 from pipeline.tracking.reconciliation import StoredRun
@@ -90,7 +90,14 @@ def describe(uri: str, error: Exception) -> str:
     return f"MLflow at {place}: {reason if len(reason) <= 400 else reason[:397] + '...'}"
 
 
-def glance(uri: str, root: Path, experiment: str, comparison: str) -> list[StoredRun] | None:
+class Seen(NamedTuple):
+    """What a look at a store finds."""
+
+    experiment_id: str
+    runs: list[StoredRun]
+
+
+def glance(uri: str, root: Path, experiment: str, comparison: str) -> Seen | None:
     """``Store.runs`` without importing MLflow, which takes seconds; None whenever anything is not as expected.
 
     Raises Unreachable if a server does not answer.
@@ -109,7 +116,7 @@ def glance(uri: str, root: Path, experiment: str, comparison: str) -> list[Store
     return None
 
 
-def _glance_sqlite(path: Path, uri: str, root: Path, experiment: str, comparison: str) -> list[StoredRun] | None:
+def _glance_sqlite(path: Path, uri: str, root: Path, experiment: str, comparison: str) -> Seen | None:
     """Ask MLflow's tables, read-only. They are no interface, so a test compares the answer with MLflow's own."""
     if not path.exists():
         return None
@@ -130,13 +137,14 @@ def _glance_sqlite(path: Path, uri: str, root: Path, experiment: str, comparison
     tags: dict[tuple[str, str, int, str], dict[str, str]] = {}
     for run_id, status, start_ms, artifacts, key, value in rows:
         tags.setdefault((run_id, status, start_ms, artifacts), {})[key] = value
-    return [
+    runs = [
         StoredRun(run_id, status, start_ms, found, _is_intact(uri, artifacts))
         for (run_id, status, start_ms, artifacts), found in tags.items()
     ]
+    return Seen(str(experiments[0][0]), runs)
 
 
-def _glance_server(uri: str, root: Path, experiment: str, comparison: str) -> list[StoredRun]:
+def _glance_server(uri: str, root: Path, experiment: str, comparison: str) -> Seen:
     timeout = float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", DEFAULTS["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
 
     def call(path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -161,7 +169,7 @@ def _glance_server(uri: str, root: Path, experiment: str, comparison: str) -> li
             if not answer.get("next_page_token"):
                 break
             body["page_token"] = answer["next_page_token"]
-    return list(found.values())
+    return Seen(experiment_id, list(found.values()))
 
 
 class Store:

@@ -30,7 +30,7 @@ _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::([?-])([^}]*))?\})")
 
 
 def read(variables: Mapping[str, str]) -> dict[str, Any]:
-    """compose.yaml with ``variables`` put in. Raises KeyError, with the file's message, where a needed one is missing."""
+    """compose.yaml with ``variables`` put in. Raises KeyError, with the file's own message, where one is missing."""
 
     def filled(match: re.Match[str]) -> str:
         escaped, name, operator, text = match.groups()
