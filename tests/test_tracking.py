@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pytest
 import torch
@@ -25,11 +29,11 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import models, report, results, tracking
 from pipeline.config import Config, parse
-from pipeline.tracking import contents, following, publishing, stores
+from pipeline.tracking import contents, following, promoting, publishing, stores, views
 from pipeline.tracking.contents import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
-from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_result, make_run
+from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_result, make_results, make_run
 
 pytestmark = [  # what MLflow's own modules do as they are imported
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"),
@@ -853,3 +857,229 @@ def test_a_model_that_cannot_be_logged_is_named_and_the_run_stands(
 def test_publishing_module_needs_no_mlflow_to_be_imported() -> None:
     code = f"import sys, {publishing.__name__}; sys.exit('mlflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
+
+
+# promote
+
+
+COMMIT = "c" * 40
+
+
+def write_gate(root: Path, outcome: str = "passed", commit: str = COMMIT) -> None:
+    head, base = {"commit": commit}, {"commit": "b" * 40}
+    gate = {"outcome": outcome, "against": "main", "mode": "side by side", "head": head, "base": base}
+    results.write_text(root / "reports/gate.json", json.dumps(gate))
+    results.write_text(root / "reports/gate.md", "**Nothing got worse.**\n")
+
+
+def compared(*variants: tuple[str, str | None, float, float]) -> dict[str, Any]:
+    """A comparison's content: of each variant its verdict, and what it does to throughput and memory."""
+
+    def ratio(estimate: float, *, better: bool) -> dict[str, Any]:
+        return {"estimate": estimate, "decision": "better" if better else "same"}
+
+    each = [
+        {
+            "variant": name,
+            "verdict": verdict,
+            "throughput": verdict and ratio(throughput, better=throughput > 1.03),
+            "memory": verdict and ratio(memory, better=memory < 0.97),
+        }
+        for name, verdict, throughput, memory in variants
+    ]
+    return {"baseline": "baseline", "variants": each}
+
+
+@pytest.mark.parametrize(
+    ("variants", "champion"),
+    [
+        ([("fast", "pays", 1.5, 1.0), ("faster", "pays", 1.6, 1.0)], "faster"),
+        ([("fast", "pays", 1.5, 1.0), ("fastest", "trades", 2.0, 1.0)], "fast"),  # it may cost accuracy
+        ([("fast", "pays", 1.02, 0.9), ("small", "pays", 1.01, 0.5)], "small"),  # 1.02 is within the margin
+        ([("fast", "undecided", 1.5, 1.0), ("same", "neutral", 1.0, 1.0)], "baseline"),
+        ([], "baseline"),
+    ],
+)
+def test_the_champion_is_what_pays_most_or_the_baseline(
+    variants: list[tuple[str, str | None, float, float]], champion: str
+) -> None:
+    assert promoting.best(compared(("baseline", None, 1.0, 1.0), *variants)) == champion
+
+
+@pytest.mark.parametrize(
+    ("outcome", "judged", "here", "says"),
+    [
+        ("worse", COMMIT, COMMIT, "the gate did not pass against main: worse. reports/gate.md says why"),
+        ("untrusted", COMMIT, COMMIT, "the gate did not pass against main: untrusted"),
+        ("passed", "d" * 40, COMMIT, f"the gate judged commit {'d' * 40}, but {COMMIT} is checked out"),
+        ("passed", COMMIT, f"{COMMIT}+", f"the gate judged commit {COMMIT}, but"),
+        ("passed", f"{COMMIT}+", f"{COMMIT}+", f"files differ from commit {COMMIT}: commit them"),
+        ("passed", COMMIT, None, "no commit is checked out here"),
+        (None, COMMIT, COMMIT, "reports/gate.json is missing"),
+        ("", COMMIT, COMMIT, "reports/gate.json cannot be read"),
+    ],
+)
+def test_only_what_passed_the_gate_is_promoted(
+    root: Path, outcome: str | None, judged: str, here: str | None, says: str
+) -> None:
+    write_comparison(root)
+    if outcome:
+        write_gate(root, outcome, judged)
+    elif outcome is not None:
+        results.write_text(root / "reports/gate.json", "{}")
+    with pytest.raises(tracking.PromotionError, match=re.escape(says)):
+        tracking.promote(config_of(), here, root)
+    assert client_of(root).search_registered_models() == []
+
+
+def test_a_model_that_mlflow_does_not_hold_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gate(root)
+    with pytest.raises(tracking.PromotionError, match="no comparison of the results that are here"):
+        tracking.promote(config_of(), COMMIT, root)
+    write_comparison(root)
+    with pytest.raises(tracking.PromotionError, match="python -m pipeline publish"):
+        tracking.promote(config_of(), COMMIT, root)
+    tracking.publish(config_of(), root)
+    with pytest.raises(tracking.PromotionError, match=r"publish\.models is false"):
+        tracking.promote(config_of(), COMMIT, root)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(tracking.PromotionError, match="MLflow at http://127"):
+        tracking.promote(config_of(), COMMIT, root)
+
+
+@pytest.mark.slow
+def test_the_champion_carries_its_evidence_and_is_named_once(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_models(root)
+    write_comparison(root)
+    write_gate(root)
+    config = config_of(models=True)
+    tracking.publish(config, root)
+    parent, children = family(root)
+    run = children["ddp-seed0"]  # ddp pays; of its seeds, the first
+    capsys.readouterr()
+    for _ in range(2):
+        tracking.promote(config, COMMIT, root)
+        said = capsys.readouterr().out
+        assert said.startswith("MLflow: ddp-seed0 is version 1 of training-performance, its champion: http://")
+
+    client = client_of(root)
+    [version] = client.search_model_versions("name = 'training-performance'")
+    assert client.get_model_version_by_alias("training-performance", "champion").version == version.version
+    assert version.run_id == run.info.run_id
+    assert version.tags["commit"] == COMMIT
+    assert version.tags["gate"] == "passed"
+    assert version.tags["gate.against"] == "main"
+    assert version.tags["gate.base_commit"] == "b" * 40
+    assert version.tags["verdict"] == "pays"
+    assert f"/runs/{run.info.run_id})" in version.description
+    assert f"/runs/{parent.info.run_id})" in version.description
+    assert {file.path for file in client.list_artifacts(parent.info.run_id, "gate")} == {
+        "gate/gate.json",
+        "gate/gate.md",
+    }
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", stores.address(root))
+    images = np.load(root / "data/prepared/test_images.npy")
+    champion = mlflow.pyfunc.load_model("models:/training-performance@champion").predict(images)
+    assert np.array_equal(champion, mlflow.pyfunc.load_model(run.data.tags["model"]).predict(images))
+    assert agrees(root, config)
+
+    for variant in VARIANTS:  # another training, which no longer pays: the baseline follows as champion
+        write_result(root, variant, speed=21_000)
+    write_comparison(root, refused=12)
+    tracking.publish(config, root)
+    tracking.promote(config, COMMIT, root)
+    champion_now = client.get_model_version_by_alias("training-performance", "champion")
+    assert (champion_now.version, champion_now.tags["variant"]) == (version.version + 1, "baseline")
+
+
+# where a run came from, and where to look at it
+
+
+def test_a_run_says_where_it_came_from(root: Path) -> None:
+    software = ENVIRONMENT["software"] | {"image": "registry.example.org/pipeline:1"}
+    (root / "environment.json").write_text(json.dumps(ENVIRONMENT | {"software": software}))
+    (root / "dvc.lock").write_text("schema: '2.0'\n")
+    tracking.publish(config_of(), root)
+    parent, children = family(root)
+    shared = {
+        "image": "registry.example.org/pipeline:1",
+        "device": "Example CPU @ 2.0 GHz",
+        "environment": ENVIRONMENT["hash"],
+        "dvc_lock_sha256": hashlib.sha256(b"schema: '2.0'\n").hexdigest(),
+    }
+    assert shared.items() <= parent.data.tags.items()
+    own = {"dvc_stage": "train@ddp", "world_size": "1", "seed": "1"}
+    assert (shared | own).items() <= children["ddp-seed1"].data.tags.items()
+
+
+def test_the_image_of_another_environment_is_not_claimed(root: Path) -> None:
+    software = ENVIRONMENT["software"] | {"image": "registry.example.org/pipeline:1"}
+    (root / "environment.json").write_text(json.dumps(ENVIRONMENT | {"software": software, "hash": "f" * 64}))
+    tracking.publish(config_of(), root)
+    assert all("image" not in run.data.tags for run in runs_of(root))
+
+
+def test_publishing_prints_a_link_to_charts_of_exactly_these_runs(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracking.publish(config_of(), root)
+    write_result(root, "ddp", speed=30_000)
+    tracking.publish(config_of(), root)  # another comparison, which the first one's view must not show
+    tracking.publish(config_of(), root)
+    *_, written, again = capsys.readouterr().out.splitlines()
+    links = {line.partition(": http")[2].partition(" ")[0] for line in (written, again)}
+    [link] = links
+    assert link.startswith("://127.0.0.1:5000/#/experiments/1/runs?")
+    key = urllib.parse.parse_qs(link.partition("?")[2])["viewStateShareKey"][0]
+    client = client_of(root)
+    view = json.loads(client.get_experiment("1").tags[f"mlflow.sharedViewState.{key}"])
+    shown = client.search_runs(["1"], filter_string=view["searchFilter"])
+    assert sorted(run.info.run_name for run in shown) == sorted(f"{v}-seed{s}" for v in VARIANTS for s in SEEDS)
+    assert {run.data.metrics["samples_per_second"] for run in shown if run.data.tags["variant"] == "ddp"} == {
+        30_000.0,
+        30_001.0,
+    }
+    for chart in view["compareRunCharts"]:
+        assert chart["metricKey"] in shown[0].data.metrics
+
+
+@pytest.mark.parametrize(
+    ("uri", "page"),
+    [
+        ("sqlite:////a/mlflow.db", "http://127.0.0.1:5000"),
+        ("http://mlflow:5000/", "http://mlflow:5000"),
+        ("https://me:secret@example.org/mlflow", "https://example.org/mlflow"),
+    ],
+)
+def test_a_link_holds_no_password(uri: str, page: str) -> None:
+    assert views.page(uri) == page
+
+
+def test_the_searches_of_the_readme_find_what_they_say(tmp_path: Path, empty_database: Path) -> None:
+    measured = [each.model_copy(update={"device": "AMD EPYC 7B13"}) for each in make_results()]
+    for each in measured:
+        results.write(each, results.result_file(each.variant, tmp_path / "results"))
+    results.write_text(tmp_path / "reports/comparison.json", make_comparison(measured).to_json())
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    tracking.publish(config_of(variants=("baseline", "ddp", "memory")), tmp_path)
+
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    [block] = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "search_runs" in block]
+    preparation = block.partition("mlflow.search_runs")[0].replace("sqlite:///mlflow.db", stores.address(tmp_path))
+    searches = [line for line in block.splitlines() if line.startswith("mlflow.search_runs")]
+    program = f"{preparation}\nfound = [{', '.join(searches)}]\n"
+    program += "import json\nprint(json.dumps([list(each['tags.mlflow.runName']) for each in found]))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
+    found = [set(names) for names in json.loads(done.stdout)]
+    everything = {f"{variant}-seed{seed}" for variant in ("baseline", "ddp", "memory") for seed in (0, 1, 2)}
+    comparison = {name for each in found for name in each if name.startswith("comparison-")}
+    assert found == [
+        {"ddp-seed0", "ddp-seed1", "ddp-seed2"},
+        {"memory-seed0"},
+        everything,
+        everything | comparison,
+        {"memory-seed0", "memory-seed1", "memory-seed2"},
+    ]

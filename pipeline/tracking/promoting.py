@@ -137,10 +137,9 @@ def _registered(
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    known = [each for each in client.search_model_versions(f"name = '{name}'") if each.model_id == model_id]
-    version = known[0] if known else client.create_model_version(
-        name, client.get_logged_model(model_id).artifact_location, run_id=run.run_id, model_id=model_id
-    )  # fmt: skip
+    source = client.get_logged_model(model_id).artifact_location
+    known = [each for each in client.search_model_versions(f"name = '{name}'") if each.source == source]
+    version = known[0] if known else client.create_model_version(name, source, run.run_id, model_id=model_id)
     for key, value in tags.items():
         client.set_model_version_tag(name, version.version, key, value)
     runs = f"{views.page(store.uri)}/#/experiments/{store.experiment_id}/runs"
