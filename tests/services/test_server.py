@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -211,6 +212,17 @@ def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
     check_complete(client, services, checkout)
     again = checkout.run("python", "-m", "pipeline", "publish", MLFLOW_TRACKING_URI=services.uri)
     assert "is up to date with 4 runs" in again
+
+    checkout.commit()
+    head = {"commit": checkout.run("git", "rev-parse", "HEAD").strip()}
+    gate = {"outcome": "passed", "against": "main", "mode": "recorded", "head": head, "base": head}
+    results.write_text(checkout.path / "reports/gate.json", json.dumps(gate))
+    promoted = checkout.run("python", "-m", "pipeline", "promote", MLFLOW_TRACKING_URI=services.uri)
+    assert f"its champion: {services.uri}/#/models/{EXPERIMENT}" in promoted
+    champion = client.get_model_version_by_alias(EXPERIMENT, "champion")
+    assert champion.tags["commit"] == head["commit"]
+    images = np.load(checkout.path / "data/prepared/test_images.npy")
+    assert len(mlflow.pyfunc.load_model(f"models:/{EXPERIMENT}@champion").predict(images)) == len(images)
 
 
 def test_a_server_that_comes_back_before_training_ends_is_taken_up_again(
