@@ -24,6 +24,8 @@ def key(wanted: Wanted) -> str:
 
 def state(wanted: Wanted) -> str:
     """The view, in the form of MLflow's page. What it does not understand, the page ignores."""
+    variants = dict.fromkeys(child.variant for child in wanted.children.values())
+    others = ("Model metrics", "history", *variants, "System metrics")  # sections that the page makes, folded up
     charts = [_chart("BAR", metric) for metric in BARS] + [_chart("LINE", metric) for metric in LINES]
     return json.dumps(
         {
@@ -32,13 +34,12 @@ def state(wanted: Wanted) -> str:
             "orderByAsc": True,
             "groupBy": {
                 "aggregateFunction": "average",
-                "groupByKeys": [{"mode": "TAG", "groupByData": "variant"}],
+                "groupByKeys": [{"mode": "tag", "groupByData": "variant"}],
             },
             "groupsExpanded": {},
             "compareRunCharts": charts,
-            "compareRunSections": [
-                {"uuid": "comparison", "name": "Variants", "display": True, "isReordered": False},
-            ],
+            "compareRunSections": [_section("Variants", shown=True), *(_section(name, shown=False) for name in others)],
+            "isAccordionReordered": True,
             "selectedColumns": ["tags.`verdict`", *(f"metrics.`{metric}`" for metric in BARS)],
             "hideEmptyCharts": True,
         }
@@ -58,8 +59,12 @@ def page(uri: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
 
 
+def _section(name: str, *, shown: bool) -> dict[str, Any]:
+    return {"uuid": name, "name": name, "display": shown, "isReordered": True}
+
+
 def _chart(kind: str, metric: str) -> dict[str, Any]:
-    chart = {"uuid": metric, "type": kind, "metricKey": metric, "metricSectionId": "comparison", "deleted": False,
+    chart = {"uuid": metric, "type": kind, "metricKey": metric, "metricSectionId": "Variants", "deleted": False,
              "isGenerated": False, "runsCountToCompare": 20}  # fmt: skip
     if kind == "LINE":
         chart |= {"selectedMetricKeys": [metric], "xAxisKey": "step", "useGlobalXaxisKey": True, "lineSmoothness": 0,
