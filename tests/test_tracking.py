@@ -1042,6 +1042,7 @@ def test_publishing_prints_a_link_to_charts_of_exactly_these_runs(
         30_000.0,
         30_001.0,
     }
+    assert view["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "variant"}]
     for chart in view["compareRunCharts"]:
         assert chart["metricKey"] in shown[0].data.metrics
 

@@ -139,7 +139,11 @@ def _registered(
             raise
     source = client.get_logged_model(model_id).artifact_location
     known = [each for each in client.search_model_versions(f"name = '{name}'") if each.source == source]
-    version = known[0] if known else client.create_model_version(name, source, run.run_id, model_id=model_id)
+    version = (
+        known[0]
+        if known
+        else client.create_model_version(name, source, run.run_id, await_creation_for=0, model_id=model_id)
+    )
     for key, value in tags.items():
         client.set_model_version_tag(name, version.version, key, value)
     runs = f"{views.page(store.uri)}/#/experiments/{store.experiment_id}/runs"
