@@ -132,7 +132,7 @@ def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[st
         history, system = (checkout.path / "results" / "baseline" / f"{name}.csv" for name in ("history", "system"))
         training = Steady(packed, history, batch_size, epochs=-(-(2 * pairs + 2) * steps // (60_000 // batch_size)))
         loop = training.steps()
-        with SystemSampler(system, training.world.device):
+        with SystemSampler(system, [training.world.device]):
             command = [sys.executable, "-m", "pipeline", "follow", "baseline"]
             follower = subprocess.Popen(command, cwd=checkout.path, stdin=subprocess.PIPE)
 

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -102,7 +103,8 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
         if world.is_main:
             _announce(plan, world, device_name)
         following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
-        sampler = SystemSampler(results.system_file(plan.name), world.device) if world.is_main else None
+        here = [device for host, device in world.gather((platform.node(), world.device)) if host == platform.node()]
+        sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
         with following, sampler or nullcontext(), interruption(world) as heard:
             job = Job(
                 config, plan, dataset, world, placement, environment["hash"], device_name, started, sampler, heard

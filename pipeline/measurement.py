@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
@@ -205,17 +205,18 @@ def _reset_resident_peak() -> bool:
 
 
 class SystemSampler(AbstractContextManager["SystemSampler"]):
-    """Samples the processor, the memory and this process's GPU, once a second, into a CSV file.
+    """Samples the processor, the memory and the job's GPUs of this host, once a second, into a CSV file.
 
     The columns carry MLflow's names for system metrics. A sample costs well under a millisecond, in a
     thread of its own.
     """
 
-    def __init__(self, path: Path, device: torch.device, interval_seconds: float = 1.0) -> None:
+    def __init__(self, path: Path, devices: Iterable[torch.device], interval_seconds: float = 1.0) -> None:
         self._path = path
         self._interval = interval_seconds
         self._process = psutil.Process()
-        self._gpu = _gpu(device) if device.type == "cuda" else None
+        gpus = [_gpu(device) for device in devices if device.type == "cuda"]
+        self._gpus = [gpu for gpu in gpus if gpu]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         self.seed = 0
@@ -248,14 +249,16 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
 
     def _sample(self) -> dict[str, float]:
         memory = psutil.virtual_memory()
-        sample = {
+        sample: dict[str, float] = {
             "seed": self.seed,
             "seconds": round(time.time(), 3),
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": round(memory.used / 1e6, 1),
             "process_resident_megabytes": round(self._process.memory_info().rss / 1e6, 1),
         }
-        return sample | (self._gpu.sample() if self._gpu else {})
+        for gpu in self._gpus:
+            sample |= gpu.sample()
+        return sample
 
 
 class _Gpu:
