@@ -36,7 +36,7 @@ def test_a_broken_checkpoint_is_named_and_ignored(tmp_path: Path, capsys: pytest
 def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "seed-0.pt"
     checkpoints.save({"identity": "job", "steps": 1}, path)
-    with pytest.raises(Exception, match="pickle|local object"):
+    with pytest.raises(Exception, match=r"pickle|local object"):
         checkpoints.save({"identity": "job", "steps": lambda: 2}, path)
     state = checkpoints.load(path, "job")
     assert state is not None

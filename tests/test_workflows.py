@@ -389,6 +389,20 @@ def test_without_a_remote_nothing_is_shared(machine: Callable[..., tuple[int, li
     assert calls == ["dvc repro", "python -m pipeline gate --against main as nobody"]
 
 
+@pytest.mark.parametrize(("code", "promote", "promoted"), [(0, "yes", True), (0, "", False), (1, "yes", False)])
+def test_only_what_passes_and_is_wanted_becomes_the_champion(
+    code: int, promote: str, promoted: bool, machine: Callable[..., tuple[int, list[str], str]]
+) -> None:
+    calls = machine("main", GATE=str(code), PROMOTE=promote)[1]
+    assert ("python -m pipeline promote as nobody" in calls) == promoted
+
+
+def test_pull_requests_promote_nothing() -> None:
+    assert evaluate(STEP["env"]["PROMOTE"], event("schedule")) == "yes"
+    for found in (pull_request("labeled", "gpu", added="gpu"), event("workflow_dispatch")):
+        assert not evaluate(STEP["env"]["PROMOTE"], found)
+
+
 def test_a_secret_arrives(machine: Callable[..., tuple[int, list[str], str]]) -> None:
     assert machine("main", AWS_ACCESS_KEY_ID="me")[1][-1] == "python -m pipeline gate --against main as me"
 
