@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does, for both arms of every pair
 
-from benchmarks import data_path, ledgers, stages
+from benchmarks import data_path, ledgers, stages, turns
 from pipeline import environment, results
 
 FIGURES = Path(__file__).parent / "figures"
@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing_to_do": stages.nothing_to_do,
     "fixed_cost": lambda: stages.fixed_cost(stages.IMPORT_TORCH),
     "fixed_cost_over_optimizer": lambda: stages.fixed_cost(stages.WITH_OPTIMIZER),
+    "turns": turns.noise,
 }
 
 

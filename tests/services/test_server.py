@@ -74,8 +74,8 @@ def client(services: Services, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
     mlflow.set_tracking_uri(services.uri)
     client = MlflowClient(services.uri)
     if found := client.get_experiment_by_name(EXPERIMENT):
+        client.rename_experiment(found.experiment_id, f"earlier {found.experiment_id}")  # frees the name
         client.delete_experiment(found.experiment_id)
-        client.rename_experiment(found.experiment_id, f"earlier {found.experiment_id}")
     return client
 
 

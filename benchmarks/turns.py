@@ -1,0 +1,51 @@
+"""The baseline against itself, in short turns and in one go: how far is a round's ratio from 1?"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from math import log
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import ROOT, Checkout
+from benchmarks.stages import fashion_mnist
+from pipeline import config
+from pipeline.benchmark import Asked, Server, measure, steps_of
+
+
+def noise(rounds: int = 10) -> dict[str, Any]:
+    """The standard deviation of the A/A ratio's logarithm over rounds with turns, over that of rounds without.
+
+    Rounds of all variants of the default job, of both kinds in turns, so that both meet the same machine.
+    ``samples_per_second``: kind -> arm -> one value a round, None where it was refused.
+    """
+    params = config.load(ROOT / config.PARAMS_FILE)
+    found: dict[int, dict[str, list[float | None]]] = {1: {}, params.bench.turns: {}}
+    with tempfile.TemporaryDirectory() as folder:
+        _, packed = fashion_mnist(Path(folder))
+        checkout = Checkout(Path(folder, "checkout"), **params.model_dump(mode="json"))
+        (checkout.path / "data").mkdir()
+        (checkout.path / "data" / "prepared").symlink_to(packed)
+        checkout.stage("environment")
+        with Server(checkout.path) as server:
+            variants, baseline = server.describe()["variants"], params.compare.baseline
+            arms = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
+            arms.append(Asked("again", "again", baseline, None, server, variants[baseline]))
+            steps = steps_of(arms[-1], params.bench.window_seconds)
+            for turns in list(found) * rounds:
+                for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:
+                    found[turns].setdefault(arm.name, []).append(arm.samples[0].samples_per_second)
+    deviations = {turns: _deviation(values["again"], values[baseline]) for turns, values in found.items()}
+    return {
+        "median_ratio": deviations[params.bench.turns] / deviations[1],
+        "target_ratio": 0.5,
+        "lower_is_better": True,
+        "deviations": deviations,
+        "steps": steps,
+        "samples_per_second": found,
+    }
+
+
+def _deviation(again: list[float | None], baseline: list[float | None]) -> float:
+    return statistics.stdev(log(a / b) for a, b in zip(again, baseline, strict=True) if a and b)
