@@ -133,6 +133,7 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
     all of them. The order is reversed every other round, so that a drift hits both arms of a pair alike. An
     interruption (KeyboardInterrupt) keeps the rounds that are complete; it is raised again if there is none.
     """
+    turns = min(turns, steps)  # no turn without a step
     facts: dict[str, dict[str, Any]] = {}
     rounds: list[dict[str, Window]] = []
     started, longest, interrupted = time.monotonic(), 0.0, False
@@ -190,7 +191,6 @@ def _one_by_one(arms: Sequence[Asked], steps: int, show: Callable[[str], None]) 
 
 
 def _in_turns(arms: Sequence[Asked], steps: int, turns: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    turns = min(turns, steps)
     for asked in arms:
         show(f"starting {asked.name}")
         asked.server.open(asked.name, asked.values, steps)

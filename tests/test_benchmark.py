@@ -92,7 +92,7 @@ def test_arms_of_a_round_take_turns_and_none_runs_twice_in_a_row(monkeypatch: py
     assert alive[0] == alive[3] == {"a": [3, 3, 4], "b": [3, 3, 4], "c": [3, 3, 4]}
     assert (rounds.turns, {sample.measured_steps for arm in rounds.arms for sample in arm.samples}) == (3, {10})
     few = measure(arms(server, "a"), seconds=60, max_rounds=1, steps=2, turns=3)  # no turn without a step
-    assert few.arms[0].samples[0].measured_steps == 2
+    assert (few.turns, few.arms[0].samples[0].measured_steps) == (2, 2)
     assert alive[-1] == {"a": [1, 1]}
 
 
