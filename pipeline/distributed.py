@@ -105,6 +105,10 @@ class World:
             torch.cuda.synchronize(self.device)
 
 
+ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+"""A single process on the CPU."""
+
+
 def launched_size() -> int | None:
     """World size if a launcher (torchrun, Slurm's or Kubernetes' wrapper of it) started this process, else None."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None

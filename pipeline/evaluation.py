@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,23 @@ class Score:
     @property
     def accuracy(self) -> float:
         return self.correct / self.count
+
+
+class Mould:
+    """A single-device model's form without its weights, from which a model that ranks hold in parts is cast whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        stored = model.state_dict().keys()
+        self._unstored = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in stored}
+        self._form = copy.deepcopy(model).to("meta")
+
+    def cast(self, state: dict[str, Any], device: torch.device) -> nn.Module:
+        """A model with the weights and buffers of ``state``, a whole state dict, on ``device``."""
+        model = copy.deepcopy(self._form).to_empty(device=device)
+        model.load_state_dict(state)
+        for name, value in self._unstored.items():
+            model.get_buffer(name).copy_(value)
+        return model
 
 
 def evaluate(model: nn.Module, dataset: Dataset, world: World, batch_size: int) -> Score:

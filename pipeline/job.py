@@ -85,8 +85,8 @@ def training_of(
         dataset,
         batch_size=train.batch_size,
         micro_batches=plan.micro_batches,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.rank // plan.model_processes,
+        world_size=plan.data_processes,
         seed=seed,
         augment=train.augment,
         placement=placement,
@@ -130,7 +130,7 @@ def setup_of(training: Training, device_name: str) -> Setup:
         world_size=world.size,
         threads_per_process=torch.get_num_threads(),
         placement=training.batches.placement,
-        parameter_count=sum(parameter.numel() for parameter in training.model.parameters()),
+        parameter_count=training.parameter_count,
     )
 
 
@@ -242,8 +242,9 @@ class Job:
                         sys.exit(self.interruption.exit_code)
                 run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
                 self._save(training, checkpoint, identity, seed, resumes, run)
+            trained = training.model_state.read()
         if self.world.is_main:
-            checkpoints.save(training.model.state_dict(), results.model_file(self.plan.name, seed))
+            checkpoints.save(trained, results.model_file(self.plan.name, seed))
         return run
 
     def write_result(self, runs: list[Run]) -> None:
@@ -321,7 +322,7 @@ class Job:
             train_seconds=max(self.world.gather(clock.train_seconds)),
             evaluate_seconds=training.evaluate_seconds,
             resumes=resumes,
-            model_sha256=checkpoints.state_sha256(training.model.state_dict()),
+            model_sha256=checkpoints.state_sha256(training.model_state.read()),
         )
 
     def _say(self, text: str) -> None:

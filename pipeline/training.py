@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,18 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline import checkpoints
+from pipeline import checkpoints, optimizers
 from pipeline.config import PipelineError, Plan, Train
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.detectors import Detector
 from pipeline.distributed import World
-from pipeline.evaluation import Score, evaluate
+from pipeline.evaluation import Mould, Score, evaluate
 from pipeline.measurement import Clock, Memory
 from pipeline.results import HistoryRow
-from pipeline.techniques import Backward, Forward, HoldSync, Technique, Update, chosen
-
-MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+from pipeline.techniques import (
+    Accumulate,
+    Backward,
+    Criterion,
+    Forward,
+    HoldSync,
+    MicroBatches,
+    Step,
+    Stored,
+    Technique,
+    Update,
+    ZeroGrad,
+    chosen,
+)
 
 
 class NonFiniteLoss(PipelineError):
@@ -38,42 +50,54 @@ class NonFiniteLoss(PipelineError):
 
 
 class TrainingStep:
-    """One optimizer update from one global batch: what ``techniques`` made of forward, backward and update."""
+    """One optimizer update from one global batch: what ``techniques`` made of its parts."""
 
     def __init__(
         self,
         model: nn.Module,
+        criterion: Criterion,
         optimizer: torch.optim.Optimizer,
         losses: HostLosses | DeviceLosses,
-        techniques: list[Technique],
-        label_smoothing: float,
+        techniques: Sequence[Technique],
         micro_batches: int,
     ) -> None:
         def forward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+            return criterion(model(images), labels)
 
         self.optimizer, self.losses = optimizer, losses
         self.forward: Forward = forward
         self.backward: Backward = torch.Tensor.backward
+        self.zero_grad: ZeroGrad = optimizer.zero_grad
         self.update: Update = optimizer.step
+        self.accumulate: Accumulate = self._one_by_one
+        self.take: Step = self._take
         hold_sync: HoldSync = nullcontext
         for technique in techniques:
             self.forward = technique.wrap_forward(self.forward)
             self.backward = technique.wrap_backward(self.backward)
-            self.update = technique.wrap_update(self.update, optimizer)
             hold_sync = technique.wrap_hold_sync(hold_sync)
+            self.accumulate = technique.wrap_accumulate(self.accumulate, criterion, losses)
+            self.zero_grad = technique.wrap_zero_grad(self.zero_grad, optimizer)
+            self.update = technique.wrap_update(self.update, optimizer)
+            self.take = technique.wrap_step(self.take)
         self.syncs: list[HoldSync] = [hold_sync] * (micro_batches - 1) + [nullcontext]
 
     def __call__(self, micro_batches: MicroBatches) -> None:
-        self.optimizer.zero_grad()
+        self.take(micro_batches)
+
+    def _take(self, micro_batches: MicroBatches) -> None:
+        self.zero_grad()
+        self.accumulate(micro_batches)
+        self.losses.before_update(self.optimizer)
+        self.update()
+
+    def _one_by_one(self, micro_batches: MicroBatches) -> None:
         for sync in self.syncs:
             images, labels = next(micro_batches)
             with sync():
                 loss = self.forward(images, labels)
                 self.losses.add(loss)
                 self.backward(loss)
-        self.losses.before_update(self.optimizer)
-        self.update()
 
 
 class HostLosses:
@@ -146,30 +170,9 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
             return train.learning_rate
 
 
-def make_optimizer(train: Train, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of params.yaml, fused: one kernel for all parameters, on CPU and CUDA."""
-    if train.optimizer == "adamw":
-        return torch.optim.AdamW(
-            model.parameters(),
-            lr=train.learning_rate,
-            betas=(train.momentum, 0.999),
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
-    sgd = torch.optim.SGD(
-        model.parameters(),
-        lr=train.learning_rate,
-        momentum=train.momentum,
-        nesterov=train.momentum > 0,
-        weight_decay=train.weight_decay,
-        fused=True,
-    )
-    if train.momentum > 0:
-        # Left to itself, the fused kernel takes memory as it finds it for the momentum and trusts the first step to
-        # fill it; a first step that is left out, as fp16's scaler does, would leave garbage there.
-        for parameter in model.parameters():
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return sgd
+def criterion_of(train: Train) -> Criterion:
+    """The loss of params.yaml."""
+    return partial(F.cross_entropy, label_smoothing=train.label_smoothing)
 
 
 class Training:
@@ -196,15 +199,25 @@ class Training:
         )  # fmt: skip
         self.detectors = detectors
         self.model = model.to(world.device)
+        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.techniques = chosen(plan, world)
-        wrapped = self.model
+        sharded = any(technique.shards_model for technique in self.techniques)
+        self._mould = Mould(self.model) if sharded else None
+        wrapped, optimizer = self.model, optimizers.of_job(train)
         for technique in self.techniques:
             wrapped = technique.wrap_model(wrapped)
-        self.optimizer = make_optimizer(train, wrapped)
+            optimizer = technique.change_optimizer(optimizer)
+        self.optimizer = optimizer.make(wrapped.parameters())
         self.losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
         self.take_step = TrainingStep(
-            wrapped, self.optimizer, self.losses, self.techniques, train.label_smoothing, plan.micro_batches
+            wrapped, criterion_of(train), self.optimizer, self.losses, self.techniques, plan.micro_batches
         )
+        self.model_state = Stored(self.model.state_dict, self.model.load_state_dict)
+        """That of the single-device model, whatever the ranks hold of it."""
+        self.optimizer_state = Stored(self.optimizer.state_dict, self.optimizer.load_state_dict)
+        for technique in self.techniques:
+            self.model_state = technique.wrap_model_state(self.model_state)
+            self.optimizer_state = technique.wrap_optimizer_state(self.optimizer_state, self.optimizer)
         torch.manual_seed(seed + 1_000_003 * (world.rank + 1))
 
         self.clock, self.memory = Clock(world.device), Memory(world.device)
@@ -289,8 +302,8 @@ class Training:
             }
         )
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.model_state.read(),
+            "optimizer": self.optimizer_state.read(),
             "ranks": ranks,
             "steps": self.steps,
             "evaluate_seconds": self.evaluate_seconds,
@@ -300,8 +313,8 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Undo of ``state``, before ``run``."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model_state.load(state["model"])
+        self.optimizer_state.load(state["optimizer"])
         mine = state["ranks"][self.world.rank]
         self.losses.total += mine["losses"]
         self.clock.restore(mine["clock"])
@@ -333,10 +346,17 @@ class Training:
     def _end_epoch(self) -> HistoryRow:
         self._close()  # reading the losses is no step's time
         row = self._row(self.clock.train_seconds)
+        self._between_phases()
         started = self.clock.now()
-        self.score = evaluate(self.model, self.dataset, self.world, self.plan.micro_batch_size)
+        model = self._mould.cast(self.model_state.read(), self.world.device) if self._mould else self.model
+        self.score = evaluate(model, self.dataset, self.world, self.plan.micro_batch_size)
         self.evaluate_seconds += self.clock.now() - started
+        self._between_phases()
         return row.model_copy(update={"test_loss": self.score.loss, "test_accuracy": self.score.accuracy})
+
+    def _between_phases(self) -> None:
+        for technique in self.techniques:
+            technique.between_phases()
 
     def _row(self, seconds: float) -> HistoryRow:
         per_epoch = self.batches.steps_per_epoch

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.config import Plan, Variant
-from pipeline.distributed import World
-
-ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+from pipeline.distributed import ALONE as ALONE
 
 
 def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, **applied: Any) -> Plan:

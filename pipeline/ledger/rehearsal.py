@@ -23,11 +23,12 @@ from pipeline import models
 from pipeline.config import Config, PipelineError, Plan
 from pipeline.data.batches import READ_AHEAD, TrainBatches
 from pipeline.data.prepared import Dataset, Split
-from pipeline.distributed import World
+from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.ledger.tape import Tape
 from pipeline.ledger.watching import Call, Calls, KernelWatch, Standing, Watch, resident_bytes, watched_step
 from pipeline.results import Ledger
+from pipeline.techniques import ORDER
 from pipeline.training import DeviceLosses, HostLosses, Training
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
@@ -45,7 +46,6 @@ CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 
 Placement = Literal["resident", "streamed"]
 
-_ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 _MATRIX_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _WORKSPACES_LAST = not hasattr(torch.backends.cuda, "cublas_workspace_size")
 """Older releases of torch keep cuBLAS's workspaces, one for the thread of the forward and one for that of the backward
@@ -97,6 +97,11 @@ class Rehearsal:
 
         Raises PredictionError if the model cannot run on fake tensors, because it looks at a value, say.
         """
+        unforeseen = [each.name for each in ORDER if each.is_asked(self.plan) and not each.foreseen]
+        if unforeseen:
+            raise PredictionError(
+                f"variants.{self.plan.name}: what {' and '.join(unforeseen)} takes cannot be foreseen; measure it."
+            )
         try:
             with torch.random.fork_rng(devices=[]):
                 return self._ledger(micro_batch_size)
@@ -146,7 +151,7 @@ class Rehearsal:
                 model, _faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
             )
             if on_gpu:
-                training.losses = training.take_step.losses = DeviceLosses(_ALONE)
+                training.losses = training.take_step.losses = DeviceLosses(ALONE)
             if plan.applied.parallelism == "ddp":
                 _use_buckets(training)
             _make_optimizer_state(training)
@@ -181,10 +186,10 @@ class Rehearsal:
             seed=0,
             augment=self.config.train.augment,
             placement="resident",
-            device=_ALONE.device,
+            device=ALONE.device,
         )
-        training = Training(plan, self.config.train, model, dataset, batches, _ALONE, seed=0)
-        training.losses = training.take_step.losses = _UnreadLosses(_ALONE)
+        training = Training(plan, self.config.train, model, dataset, batches, ALONE, seed=0)
+        training.losses = training.take_step.losses = _UnreadLosses(ALONE)
         return training
 
     def _inside(self, samples: int) -> Callable[[Call], int]:

@@ -10,13 +10,41 @@ from __future__ import annotations
 from pipeline.config import Plan
 from pipeline.distributed import World
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
-from pipeline.techniques.base import Backward, Forward, HoldSync, Technique, Update
+from pipeline.techniques.base import (
+    Accumulate,
+    Backward,
+    Criterion,
+    Forward,
+    HoldSync,
+    Losses,
+    MicroBatches,
+    Step,
+    Stored,
+    Technique,
+    Update,
+    ZeroGrad,
+)
 from pipeline.techniques.channels_last import ChannelsLast
 from pipeline.techniques.ddp import DDP
 from pipeline.techniques.gradient_accumulation import GradientAccumulation
 from pipeline.techniques.precision import BFloat16, Float16
 
-__all__ = ["ORDER", "Backward", "Forward", "HoldSync", "Technique", "Update", "chosen"]
+__all__ = [
+    "ORDER",
+    "Accumulate",
+    "Backward",
+    "Criterion",
+    "Forward",
+    "HoldSync",
+    "Losses",
+    "MicroBatches",
+    "Step",
+    "Stored",
+    "Technique",
+    "Update",
+    "ZeroGrad",
+    "chosen",
+]
 
 ORDER: tuple[type[Technique], ...] = (
     ChannelsLast,

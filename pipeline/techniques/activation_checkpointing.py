@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.config import ConfigError, Plan
+from pipeline.config import ConfigError
 from pipeline.techniques.base import Technique
 
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
@@ -25,10 +25,7 @@ class ActivationCheckpointing(Technique):
     """
 
     name = "activation_checkpointing"
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.activation_checkpointing
+    recomputes = True
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         found = list(blocks(model))

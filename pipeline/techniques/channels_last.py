@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.config import Plan
 from pipeline.techniques.base import Forward, Technique
 
 
@@ -13,10 +12,6 @@ class ChannelsLast(Technique):
     """The model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same."""
 
     name = "channels_last"
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.channels_last
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         return model.to(memory_format=torch.channels_last)

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config import Plan
 from pipeline.techniques.base import HoldSync, Technique
 
 _NO_BROADCAST = (
@@ -26,10 +25,6 @@ class DDP(Technique):
     """
 
     name = "ddp"
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.parallelism == "ddp"
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         options: dict[str, Any] = {_NO_BROADCAST: False, "gradient_as_bucket_view": True}

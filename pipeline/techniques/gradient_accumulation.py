@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.config import Plan
 from pipeline.techniques.base import Forward, Technique
 
 
@@ -15,10 +14,6 @@ class GradientAccumulation(Technique):
     """
 
     name = "gradient_accumulation"
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.micro_batches > 1
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def share(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

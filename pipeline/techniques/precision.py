@@ -17,10 +17,6 @@ class BFloat16(Technique):
     name = "bf16"
     dtype = torch.bfloat16
 
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.precision == "bf16"
-
     def wrap_forward(self, forward: Forward) -> Forward:
         def autocast(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             with torch.autocast(self.world.device.type, dtype=self.dtype):
@@ -41,10 +37,6 @@ class Float16(BFloat16):
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         self.scaler = torch.amp.GradScaler(world.device.type)
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.precision == "fp16"
 
     def wrap_backward(self, backward: Backward) -> Backward:
         return lambda loss: backward(self.scaler.scale(loss))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pipeline.distributed import World
@@ -31,7 +32,9 @@ def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float,
 
         wrapped.register_comm_hook(None, counted)  # type: ignore[operator]
     losses = HostLosses(joined)
-    step = TrainingStep(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.0), losses, techniques, 0.0, micro_batches)
+    step = TrainingStep(
+        wrapped, F.cross_entropy, torch.optim.SGD(wrapped.parameters(), lr=0.0), losses, techniques, micro_batches
+    )
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     step(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
     return gradients(model), losses.take(), len(reductions)

@@ -1,0 +1,57 @@
+"""params.yaml, read into frozen, validated models; and what a machine makes of a variant.
+
+Nothing here imports torch: a mistake in params.yaml is reported in the first second, before any
+work, with the path of the key, what was found there and what is allowed.
+"""
+
+from __future__ import annotations
+
+from pipeline.config.catalogue import CATALOGUE, Entry, asked, entry
+from pipeline.config.errors import ConfigError, PipelineError
+from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
+from pipeline.config.planning import Plan, plan, plans
+from pipeline.config.sections import (
+    Augment,
+    Bench,
+    Compare,
+    Config,
+    Fetch,
+    Gate,
+    Machine,
+    Margins,
+    Prepare,
+    Publish,
+    Section,
+    Train,
+    Variant,
+)
+
+__all__ = [
+    "CATALOGUE",
+    "PARAMS_FILE",
+    "SCHEMA_FILE",
+    "Augment",
+    "Bench",
+    "Compare",
+    "Config",
+    "ConfigError",
+    "Entry",
+    "Fetch",
+    "Gate",
+    "Machine",
+    "Margins",
+    "PipelineError",
+    "Plan",
+    "Prepare",
+    "Publish",
+    "Section",
+    "Train",
+    "Variant",
+    "asked",
+    "entry",
+    "load",
+    "parse",
+    "plan",
+    "plans",
+    "schema",
+]

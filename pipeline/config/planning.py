@@ -1,0 +1,136 @@
+"""What a machine makes of a variant."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.config import catalogue
+from pipeline.config.errors import ConfigError
+from pipeline.config.sections import Config, Machine, Variant
+
+
+class Plan(BaseModel):
+    """What this machine makes of one variant; every worker follows it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    asked: Variant
+    applied: Variant
+    left_out: dict[str, str]
+    """Technique -> why this machine leaves it out. Empty: everything asked is applied."""
+    device: Literal["cpu", "cuda"]
+    processes: int
+    model_processes: int = 1
+    """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
+    micro_batches: int
+    micro_batch_size: int
+    """Samples one process takes in one micro-step."""
+
+    @property
+    def data_processes(self) -> int:
+        """Into how many shares a global batch is divided."""
+        return self.processes // self.model_processes
+
+
+def plan(config: Config, name: str, machine: Machine, launched: int | None = None) -> Plan:
+    """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
+
+    ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process.
+    """
+    if name not in config.variants:
+        raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
+    asked, train = config.variants[name], config.train
+    where = f"variants.{name}"
+    if train.device == "cuda" and machine.gpus == 0:
+        raise ConfigError("train.device: found 'cuda', but this machine shows no GPU; allowed here: 'auto', 'cpu'.")
+    on_gpu = train.device != "cpu" and machine.gpus > 0
+    processes = _processes(asked, machine, on_gpu, where, launched)
+
+    left_out: dict[str, str] = {}
+    changes: dict[str, Any] = {}
+    if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto":
+        available = processes
+        while train.batch_size % (processes * asked.gradient_accumulation) and processes > 1:
+            processes -= 1
+        if processes < available:
+            left_out[f"{available - processes} of {available} GPUs"] = (
+                f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
+            )
+    if asked.parallelism != "none" and processes == 1:
+        left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
+        changes["parallelism"] = "none"
+    for technique in catalogue.asked(asked):
+        reason = technique.why_not(machine, on_gpu)
+        if reason:
+            raise ConfigError(f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out.")
+    if asked.precision == "bf16" and not (machine.gpu_native_bf16 if on_gpu else machine.cpu_native_bf16):
+        reason = (
+            "this GPU has no native bf16 (compute capability below 8.0) and would emulate it"
+            if on_gpu
+            else "this CPU has no native bf16 (AVX-512, AMX or Arm BF16) and would emulate it, several times slower"
+        )
+        if train.without_native == "refuse":
+            raise ConfigError(
+                f"{where}.precision: found 'bf16', but {reason}; use 'fp32', or set train.without_native to "
+                "'leave_out' or 'run'."
+            )
+        if train.without_native == "leave_out":
+            left_out["bf16"] = reason
+            changes["precision"] = "fp32"
+
+    model_processes = 1
+    shares = processes // model_processes * asked.gradient_accumulation
+    if train.batch_size % shares:
+        fitting = max(shares, round(train.batch_size / shares) * shares)
+        raise ConfigError(
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {processes} process(es) x "
+            f"{asked.gradient_accumulation} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
+        )
+    return Plan(
+        name=name,
+        asked=asked,
+        applied=asked.model_copy(update=changes),
+        left_out=left_out,
+        device="cuda" if on_gpu else "cpu",
+        processes=processes,
+        model_processes=model_processes,
+        micro_batches=asked.gradient_accumulation,
+        micro_batch_size=train.batch_size // shares,
+    )
+
+
+def plans(config: Config, machine: Machine) -> dict[str, Plan]:
+    """Every variant's plan, or one ConfigError that lists all that cannot run here."""
+    made, problems = {}, []
+    for name in config.variants:
+        try:
+            made[name] = plan(config, name, machine)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return made
+
+
+def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:
+    if launched is not None:
+        if (variant.processes if variant.parallelism != "none" else 1) not in ("auto", launched):
+            raise ConfigError(
+                f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
+                f"launcher started {launched} process(es); allowed: parallelism 'ddp' with processes 'auto' or "
+                f"{launched}."
+            )
+        return launched
+    if variant.parallelism == "none":
+        return 1
+    if variant.processes == "auto":
+        return machine.gpus if on_gpu else 2
+    if on_gpu and variant.processes > machine.gpus:
+        raise ConfigError(
+            f"{where}.processes: found {variant.processes}, but this machine shows {machine.gpus} GPU(s); "
+            f"allowed: 1 to {machine.gpus}, or 'auto'."
+        )
+    return variant.processes
