@@ -72,6 +72,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
     doctor.epilog = "Ends with 0 if there is no problem, also with warnings, and with 1 if there is one."
     doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
+    techniques = add(
+        "techniques", _techniques, "Tell of every technique what it changes and excludes, and if it runs here."
+    )
+    techniques.add_argument("words", nargs="*", metavar="WORD", help="only those about it, such as AMP or sharding")
+    techniques.add_argument("--json", action="store_true", help="for programs")
+    techniques.add_argument("--markdown", action="store_true", help="docs/techniques.md, which `make docs` writes")
+    variants = add("variants", _variants, "List the ready-made variants, and take a set of them into params.yaml.")
+    variants.add_argument("set", nargs="?", metavar="SET", help="a file under variants/: tell which can run here")
+    variants.add_argument("--add", action="store_true", help="write those that can run here into params.yaml")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
     # The next two are started by others, so they have no line in the list.
@@ -187,6 +196,21 @@ def _follow(parsed: argparse.Namespace) -> None:
     from pipeline import config, tracking
 
     tracking.follow(config.load(), parsed.variant)
+
+
+def _techniques(parsed: argparse.Namespace) -> None:
+    from pipeline import environment, listing
+
+    if parsed.markdown:
+        print(listing.markdown(), end="")
+    else:
+        listing.show(environment.machine(), parsed.words, as_json=parsed.json)
+
+
+def _variants(parsed: argparse.Namespace) -> None:
+    from pipeline import environment, variant_sets
+
+    variant_sets.show(environment.machine(), parsed.set, add=parsed.add)
 
 
 def _schema(parsed: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ LAYERS = (
     {"job"},
     {"arm"},
     {"benchmark", "comparison"},
-    {"doctor", "gate", "report"},
+    {"doctor", "gate", "listing", "report", "variant_sets"},
     {"cli"},
     {"__main__"},
 )

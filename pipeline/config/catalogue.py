@@ -24,10 +24,13 @@ WhyNot = Callable[[Machine, bool], str | None]
 class Entry:
     """One technique, or one form of parallelism."""
 
+    group: str
+    """The heading that it stands under."""
     name: str
     """As results and reports call it."""
     setting: str
-    """The line of a variant in params.yaml."""
+    """The keys of a variant in params.yaml that ask for it, such as ``parallelism: ddp, static_graph: true``: at last
+    its own, before it what it cannot be without."""
     searched_for: tuple[str, ...]
     """Names under which people look for it."""
     does: str
@@ -41,15 +44,25 @@ class Entry:
     excludes: Mapping[str, str] = field(default_factory=dict)
     """Name of another technique -> why the two cannot run together. Said by one of the two."""
     why_not: WhyNot = lambda machine, on_gpu: None  # noqa: ARG005
+    emulated: WhyNot = lambda machine, on_gpu: None  # noqa: ARG005
+    """Why the machine can do it only slower than without; train.without_native says what is done then."""
 
     @property
     def key(self) -> str:
         """The key of a variant that asks for it."""
-        return self.setting.partition(":")[0]
+        return self.setting.rpartition(", ")[2].partition(":")[0]
 
     def value(self, variant: Variant) -> object:
         """What the variant says there."""
         return getattr(variant, self.key)
+
+
+def _without_native_bf16(machine: Machine, on_gpu: bool) -> str | None:
+    if machine.gpu_native_bf16 if on_gpu else machine.cpu_native_bf16:
+        return None
+    if on_gpu:
+        return "this GPU has no native bf16 (compute capability below 8.0) and would emulate it"
+    return "this CPU has no native bf16 (AVX-512, AMX or Arm BF16) and would emulate it, several times slower"
 
 
 def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
@@ -58,8 +71,8 @@ def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
 
 
 CATALOGUE: tuple[Entry, ...] = (
-    # Parallelism: how processes or devices share the work.
     Entry(
+        group="Parallelism",
         name="ddp",
         setting="parallelism: ddp",
         searched_for=("DistributedDataParallel", "DDP", "data parallelism", "multi-GPU", "NCCL"),
@@ -70,8 +83,8 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.parallelism == "ddp",
     ),
-    # Precision.
     Entry(
+        group="Precision",
         name="bf16",
         setting="precision: bf16",
         searched_for=("bfloat16", "automatic mixed precision", "AMP", "autocast"),
@@ -82,8 +95,10 @@ CATALOGUE: tuple[Entry, ...] = (
         source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
         changes="rounding",
         asked=lambda variant: variant.precision == "bf16",
+        emulated=_without_native_bf16,
     ),
     Entry(
+        group="Precision",
         name="fp16",
         setting="precision: fp16",
         searched_for=("float16", "half precision", "GradScaler", "automatic mixed precision", "AMP", "autocast"),
@@ -95,8 +110,8 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.precision == "fp16",
         why_not=needs_gpu,
     ),
-    # Memory.
     Entry(
+        group="Memory",
         name="activation_checkpointing",
         setting="activation_checkpointing: true",
         searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
@@ -108,6 +123,7 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.activation_checkpointing,
     ),
     Entry(
+        group="Memory",
         name="gradient_accumulation",
         setting="gradient_accumulation: 4",
         searched_for=("micro-batches", "accumulate gradients", "batch splitting"),
@@ -118,8 +134,8 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.gradient_accumulation > 1,
     ),
-    # Speed.
     Entry(
+        group="Speed",
         name="channels_last",
         setting="channels_last: true",
         searched_for=("NHWC", "memory format", "torch.channels_last"),
@@ -142,6 +158,12 @@ def entry(name: str) -> Entry:
 def asked(variant: Variant) -> tuple[Entry, ...]:
     """What the variant applies, in the catalogue's order."""
     return tuple(each for each in CATALOGUE if each.asked(variant))
+
+
+def exclusions(technique: Entry) -> dict[str, str]:
+    """Names of the techniques that ``technique`` cannot run with -> why, whichever of the two says it."""
+    others = {other.name: other.excludes[technique.name] for other in CATALOGUE if technique.name in other.excludes}
+    return others | dict(technique.excludes)
 
 
 def contradiction(variant: Variant) -> str | None:

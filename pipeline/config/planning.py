@@ -66,20 +66,15 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         reason = technique.why_not(machine, on_gpu)
         if reason:
             raise ConfigError(f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out.")
-    if asked.precision == "bf16" and not (machine.gpu_native_bf16 if on_gpu else machine.cpu_native_bf16):
-        reason = (
-            "this GPU has no native bf16 (compute capability below 8.0) and would emulate it"
-            if on_gpu
-            else "this CPU has no native bf16 (AVX-512, AMX or Arm BF16) and would emulate it, several times slower"
-        )
-        if train.without_native == "refuse":
+        reason = technique.emulated(machine, on_gpu)
+        if reason and train.without_native == "refuse":
             raise ConfigError(
-                f"{where}.precision: found 'bf16', but {reason}; use 'fp32', or set train.without_native to "
-                "'leave_out' or 'run'."
+                f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out, or set "
+                "train.without_native to 'leave_out' or 'run'."
             )
-        if train.without_native == "leave_out":
-            left_out["bf16"] = reason
-            changes["precision"] = "fp32"
+        if reason and train.without_native == "leave_out":
+            left_out[technique.name] = reason
+            changes[technique.key] = getattr(Variant(), technique.key)
 
     model_processes = 1
     shares = processes // model_processes * asked.gradient_accumulation
