@@ -24,8 +24,6 @@ WhyNot = Callable[[Machine, bool], str | None]
 class Entry:
     """One technique, or one form of parallelism."""
 
-    group: str
-    """The heading that it stands under."""
     name: str
     """As results and reports call it."""
     setting: str
@@ -71,8 +69,8 @@ def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
 
 
 CATALOGUE: tuple[Entry, ...] = (
+    # Parallelism: how processes or devices share the work.
     Entry(
-        group="Parallelism",
         name="ddp",
         setting="parallelism: ddp",
         searched_for=("DistributedDataParallel", "DDP", "data parallelism", "multi-GPU", "NCCL"),
@@ -83,8 +81,8 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.parallelism == "ddp",
     ),
+    # Precision.
     Entry(
-        group="Precision",
         name="bf16",
         setting="precision: bf16",
         searched_for=("bfloat16", "automatic mixed precision", "AMP", "autocast"),
@@ -98,7 +96,6 @@ CATALOGUE: tuple[Entry, ...] = (
         emulated=_without_native_bf16,
     ),
     Entry(
-        group="Precision",
         name="fp16",
         setting="precision: fp16",
         searched_for=("float16", "half precision", "GradScaler", "automatic mixed precision", "AMP", "autocast"),
@@ -110,8 +107,8 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.precision == "fp16",
         why_not=needs_gpu,
     ),
+    # Memory.
     Entry(
-        group="Memory",
         name="activation_checkpointing",
         setting="activation_checkpointing: true",
         searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
@@ -123,7 +120,6 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.activation_checkpointing,
     ),
     Entry(
-        group="Memory",
         name="gradient_accumulation",
         setting="gradient_accumulation: 4",
         searched_for=("micro-batches", "accumulate gradients", "batch splitting"),
@@ -134,8 +130,8 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.gradient_accumulation > 1,
     ),
+    # Speed.
     Entry(
-        group="Speed",
         name="channels_last",
         setting="channels_last: true",
         searched_for=("NHWC", "memory format", "torch.channels_last"),
