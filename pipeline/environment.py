@@ -6,6 +6,7 @@ UUID. The kernel's release is left out on purpose: it changes with every securit
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -39,6 +40,10 @@ _CPU_FLAGS = (
 
 _NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _NATIVE_BF16_CAPABILITY = (8, 0)
+_TF32_CAPABILITY = (8, 0)
+
+_OPTIONAL_LIBRARIES = ("bitsandbytes",)
+"""What the extras of pyproject.toml bring for techniques."""
 
 _SETTINGS = re.compile(
     r"(OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|MALLOC|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA_TF32|TORCH|TORCHINDUCTOR"
@@ -120,6 +125,9 @@ def machine() -> Machine:
         gpus=len(gpus),
         gpu_native_bf16=bool(gpus) and min(capabilities) >= _NATIVE_BF16_CAPABILITY,
         cpu_native_bf16=bool(_flags() & _NATIVE_BF16_FLAGS),
+        gpu_tf32=bool(gpus) and min(capabilities) >= _TF32_CAPABILITY,
+        trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
+        installed=frozenset(name for name in _OPTIONAL_LIBRARIES if importlib.util.find_spec(name)),
     )
 
 

@@ -24,7 +24,7 @@ class Peak(NamedTuple):
     """A GPU's dense peak in 10^12 operations a second; None: not known, or not in its hardware."""
 
     fp32: float | None
-    """Without TF32, which training does not use."""
+    """Without TF32, whose own peak is not listed: for it there is no utilisation."""
     bf16: float | None
     fp16: float | None
 
@@ -91,6 +91,7 @@ def _count(model: nn.Module, techniques: list[Technique], images: torch.Tensor) 
 def _count_on(device: str, model: nn.Module, techniques: list[Technique], images: torch.Tensor) -> int:
     model = copy.deepcopy(model).to(device)
     for technique in techniques:
+        technique.see_data((images.shape[1], images.shape[2], images.shape[3]))
         model = technique.wrap_model(model)
     images = images.to(device)
     labels = torch.zeros(len(images), dtype=torch.int64, device=device)

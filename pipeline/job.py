@@ -31,6 +31,7 @@ from pipeline.distributed import world as joined_world
 from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
 from pipeline.results import HistoryRow, Result, Run, Setup, Window, summarise
+from pipeline.techniques import ORDER
 from pipeline.training import Training
 
 Placement = Literal["resident", "streamed"]
@@ -58,6 +59,9 @@ def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, D
     """This process as a rank of the variant's world, with all set up that comes before a model."""
     models.load(config.train.model)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
+    for technique in ORDER:
+        if technique.is_asked(plan):
+            technique.prepare_process()
     Memory.note_imports()
     dataset = read_dataset(prepared)
     with joined_world(plan.device, cores()) as world:
@@ -323,6 +327,9 @@ class Job:
             evaluate_seconds=training.evaluate_seconds,
             resumes=resumes,
             model_sha256=checkpoints.state_sha256(training.model_state.read()),
+            findings=self.world.broadcast(
+                {name: value for technique in training.techniques for name, value in technique.findings().items()}
+            ),
         )
 
     def _say(self, text: str) -> None:

@@ -101,6 +101,8 @@ class Run(Window):
     """How often this run was interrupted and taken up again."""
     model_sha256: str
     """Over names, dtypes, shapes and bytes of the model's state, in order."""
+    findings: dict[str, float] = {}
+    """What techniques found out on the main rank: bytes given back between phases, blocks chosen, and the like."""
 
 
 class Dataset(Record):

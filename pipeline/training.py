@@ -205,6 +205,7 @@ class Training:
         self._mould = Mould(self.model) if sharded else None
         wrapped, optimizer = self.model, optimizers.of_job(train)
         for technique in self.techniques:
+            technique.see_data(dataset.shape)
             wrapped = technique.wrap_model(wrapped)
             optimizer = technique.change_optimizer(optimizer)
         self.optimizer = optimizer.make(wrapped.parameters())

@@ -63,7 +63,18 @@ MISTAKES = [
         "variants.memory.activation_checkpoint",
         True,
         "unknown key; allowed: parallelism, processes, precision, channels_last, activation_checkpointing, "
-        "gradient_accumulation. Did you mean 'activation_checkpointing'?",
+        "activation_offload, gradient_accumulation, optimizer_in_backward, optimizer_state, optimizer_kernel, "
+        "set_to_none, expandable_segments, release_cache. Did you mean 'activation_checkpointing'?",
+    ),
+    (
+        "variants.memory.activation_checkpointing",
+        1.5,
+        "found 1.5; expected 'selective' or true or false or a number above 0 below 1.",
+    ),
+    (
+        "variants.memory.activation_checkpointing",
+        "some",
+        "found 'some'; expected 'selective' or true or false or a number above 0 below 1.",
     ),
     ("train.epochs", "three", "found 'three'; expected a whole number above 0."),
     ("train.epochs", 2.5, "found 2.5; expected a whole number above 0."),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config.sections import Machine, Variant
+from pipeline.config.sections import Machine, Train, Variant
 
 Changes = Literal["nothing", "rounding", "statistics"]
 """nothing: the trained weights are the same, bit for bit; rounding: the same sums in another order or precision, equal
@@ -44,6 +44,8 @@ class Entry:
     why_not: WhyNot = lambda machine, on_gpu: None  # noqa: ARG005
     emulated: WhyNot = lambda machine, on_gpu: None  # noqa: ARG005
     """Why the machine can do it only slower than without; train.without_native says what is done then."""
+    why_not_with: Callable[[Train], str | None] = lambda train: None  # noqa: ARG005
+    """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
 
     @property
     def key(self) -> str:
@@ -68,6 +70,35 @@ def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
     return None if on_gpu else "it needs a GPU, and this run is on the CPU"
 
 
+def needs_adamw(train: Train) -> str | None:
+    """``why_not_with`` of what stands in for AdamW."""
+    return None if train.optimizer == "adamw" else f"it stands in for adamw, and train.optimizer is {train.optimizer}"
+
+
+def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
+    if on_gpu and not machine.gpu_tf32:
+        return "this GPU has no TF32 (compute capability below 8.0)"
+    return needs_gpu(machine, on_gpu)
+
+
+def _why_no_offload(_: Machine, on_gpu: bool) -> str | None:
+    return None if on_gpu else "it moves activations to the host's memory, where a run on the CPU has them already"
+
+
+def _why_no_release(machine: Machine, on_gpu: bool) -> str | None:
+    return None if on_gpu or machine.trims_memory else "this system's C library has no malloc_trim"
+
+
+def _why_no_8bit(machine: Machine, _: bool) -> str | None:
+    if "bitsandbytes" in machine.installed:
+        return None
+    return "bitsandbytes is not installed (pip install '.[low-bit]')"
+
+
+_PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
+_OWN_KERNEL = "it has a kernel of its own"
+
+
 CATALOGUE: tuple[Entry, ...] = (
     # Parallelism: how processes or devices share the work.
     Entry(
@@ -82,6 +113,18 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.parallelism == "ddp",
     ),
     # Precision.
+    Entry(
+        name="tf32",
+        setting="precision: tf32",
+        searched_for=("TensorFloat-32", "allow_tf32", "set_float32_matmul_precision", "fp32_precision"),
+        does="Products of matrices and convolutions of float32 numbers on Tensor Cores, which read 10 bits of mantissa",
+        pays="on GPUs from compute capability 8.0, where a net in float32 waits for its products",
+        costs="13 bits of mantissa of each factor; sums stay in float32",
+        source="NVIDIA A100 Tensor Core GPU Architecture, 2020",
+        changes="rounding",
+        asked=lambda variant: variant.precision == "tf32",
+        why_not=_why_no_tf32,
+    ),
     Entry(
         name="bf16",
         setting="precision: bf16",
@@ -117,7 +160,45 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="a second forward pass of the blocks",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
-        asked=lambda variant: variant.activation_checkpointing,
+        asked=lambda variant: variant.activation_checkpointing is True,
+    ),
+    Entry(
+        name="selective_checkpointing",
+        setting="activation_checkpointing: selective",
+        searched_for=("selective activation checkpointing", "SAC", "create_selective_checkpoint_contexts"),
+        does="Blocks keep their input and the outputs of their matrix products and convolutions; what is cheap between "
+        "them runs again in the backward pass",
+        pays="when activations are most of the peak and a second forward pass costs too much",
+        costs="the element-wise operations and normalisations of a forward pass once more; each operation passes "
+        "through Python",
+        source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
+        changes="nothing",
+        asked=lambda variant: variant.activation_checkpointing == "selective",
+        excludes={"activation_offload": "what it keeps passes by the hooks that would offload it"},
+    ),
+    Entry(
+        name="checkpointing_budget",
+        setting="activation_checkpointing: 0.5",
+        searched_for=("activation memory budget", "checkpointing policy", "activation_memory_budget"),
+        does="As many blocks run again in the backward pass as are needed to keep at most this fraction of the "
+        "activations' bytes, with as few operations as possible",
+        pays="when activations are a little too large, and full checkpointing recomputes more than it must",
+        costs="a second forward pass of the chosen blocks",
+        source="Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020",
+        changes="nothing",
+        asked=lambda variant: isinstance(variant.activation_checkpointing, float),
+    ),
+    Entry(
+        name="activation_offload",
+        setting="activation_offload: true",
+        searched_for=("CPU offload", "activation offloading", "save_on_cpu", "saved_tensors_hooks"),
+        does="Activations wait for the backward pass in the host's pinned memory",
+        pays="when activations do not fit, and the bus is faster than computing them again",
+        costs="every kept byte over the bus twice; as much pinned host memory",
+        source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
+        changes="nothing",
+        asked=lambda variant: variant.activation_offload,
+        why_not=_why_no_offload,
     ),
     Entry(
         name="gradient_accumulation",
@@ -130,7 +211,116 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.gradient_accumulation > 1,
     ),
+    Entry(
+        name="optimizer_in_backward",
+        setting="optimizer_in_backward: true",
+        searched_for=("optimizer in backward", "fused backward", "register_post_accumulate_grad_hook", "LOMO"),
+        does="Each parameter is updated as soon as its gradient is complete, and the gradient is freed",
+        pays="when parameters are most of the memory: all gradients together never are",
+        costs="an update a parameter instead of one for all; nothing can look at all gradients before the update",
+        source="Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, ACL 2024",
+        changes="nothing",
+        asked=lambda variant: variant.optimizer_in_backward,
+        excludes={
+            **dict.fromkeys(
+                ("gradient_accumulation", "auto_micro_batch"),
+                "a gradient is complete only after the last micro-batch, and it is used up after each",
+            ),
+            **dict.fromkeys(_PARALLEL, "a gradient is complete only when all devices have added theirs"),
+            "fp16": "the scaler looks at all gradients before any update",
+            "foreach_optimizer": "it updates one parameter at a time",
+            "for_loop_optimizer": "it updates one parameter at a time already",
+            "zeroed_gradients": "it frees gradients at once",
+        },
+    ),
+    Entry(
+        name="low_bit_optimizer",
+        setting="optimizer_state: 8bit",
+        searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-bit optimizer"),
+        does="AdamW's two moments in 8 bits, with a scale for each block of 256 values",
+        pays="when optimizer state is most of the memory: 2 bytes a parameter instead of 8",
+        costs="24 of the moments' 32 bits, in tensors of 4096 values and more; on a GPU, a wait for the loss's flag a "
+        "step",
+        source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
+        changes="statistics",
+        asked=lambda variant: variant.optimizer_state == "8bit",
+        why_not=_why_no_8bit,
+        why_not_with=needs_adamw,
+        excludes={"foreach_optimizer": _OWN_KERNEL, "for_loop_optimizer": _OWN_KERNEL},
+    ),
+    Entry(
+        name="factored_optimizer",
+        setting="optimizer_state: factored",
+        searched_for=("Adafactor", "factored second moment", "sublinear memory optimizer"),
+        does="Adafactor in place of AdamW: no first moment, and of a matrix's second moments the means of its rows and "
+        "columns alone",
+        pays="when optimizer state is most of the memory: next to nothing instead of 8 bytes a parameter",
+        costs="another optimizer: the learning rate is relative to the weights; on a GPU, a wait for the loss's flag a "
+        "step",
+        source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
+        changes="statistics",
+        asked=lambda variant: variant.optimizer_state == "factored",
+        why_not_with=needs_adamw,
+        excludes={"foreach_optimizer": _OWN_KERNEL, "for_loop_optimizer": _OWN_KERNEL},
+    ),
+    Entry(
+        name="zeroed_gradients",
+        setting="set_to_none: false",
+        searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
+        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
+        pays="where something holds on to the gradients' addresses; to see what set_to_none, the default, saves",
+        costs="the gradients' memory during the forward pass; a pass over it a step, and an addition instead of a move",
+        source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
+        changes="nothing",
+        asked=lambda variant: not variant.set_to_none,
+    ),
+    Entry(
+        name="expandable_segments",
+        setting="expandable_segments: true",
+        searched_for=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "fragmentation", "reserved but unallocated"),
+        does="CUDA's allocator maps more memory at the end of a segment instead of asking for another segment",
+        pays="when sizes vary and reserved memory is well above what tensors take",
+        costs="slower first allocations; tensors cannot be shared between processes by CUDA IPC in older drivers",
+        source="PyTorch documentation: CUDA semantics, Optimizing memory usage with PYTORCH_ALLOC_CONF",
+        changes="nothing",
+        asked=lambda variant: variant.expandable_segments,
+        why_not=needs_gpu,
+    ),
+    Entry(
+        name="release_cache",
+        setting="release_cache: true",
+        searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
+        does="Between training and evaluation, memory that is free goes back to the system",
+        pays="when somebody else needs the memory in between; seldom for the job itself",
+        costs="the next phase asks the system for the same memory again",
+        source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
+        changes="nothing",
+        asked=lambda variant: variant.release_cache,
+        why_not=_why_no_release,
+    ),
     # Speed.
+    Entry(
+        name="foreach_optimizer",
+        setting="optimizer_kernel: foreach",
+        searched_for=("foreach", "multi-tensor", "torch._foreach", "horizontal fusion"),
+        does="Each operation of the update is one kernel for all parameters, instead of the whole update",
+        pays="where an optimizer has no fused form; to see what fused, the default, gains",
+        costs="temporary tensors of the parameters' size; on a GPU, a wait for the loss's flag a step",
+        source="PyTorch documentation: torch.optim, How to adjust performance",
+        changes="rounding",
+        asked=lambda variant: variant.optimizer_kernel == "foreach",
+    ),
+    Entry(
+        name="for_loop_optimizer",
+        setting="optimizer_kernel: for_loop",
+        searched_for=("single-tensor optimizer", "foreach=False", "fused=False"),
+        does="Each operation of the update is one kernel for each parameter",
+        pays="when the update's temporary tensors must be small; to see what fused, the default, gains",
+        costs="many small kernels; on a GPU, a wait for the loss's flag a step",
+        source="PyTorch documentation: torch.optim, How to adjust performance",
+        changes="rounding",
+        asked=lambda variant: variant.optimizer_kernel == "for_loop",
+    ),
     Entry(
         name="channels_last",
         setting="channels_last: true",

@@ -177,14 +177,38 @@ class Variant(Section):
     processes: PositiveInt | Literal["auto"] = Field(
         "auto", description="With a parallelism: how many; auto: one a GPU, two where there is none."
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Automatic mixed precision: bf16, or fp16 with a gradient scaler (GPU only)."
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="tf32: float32 products on Tensor Cores (GPU only). Automatic mixed precision: bf16, or fp16 with "
+        "a gradient scaler (GPU only).",
     )
     channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
-    activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass instead of keeping them."
+    activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
+        False,
+        description="Recompute activations in the backward pass instead of keeping them: of all blocks (true), all but "
+        "the outputs of matrix products and convolutions (selective), or of as many blocks as keep the activations "
+        "within this fraction of their bytes.",
+    )
+    activation_offload: bool = Field(
+        False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
     )
     gradient_accumulation: PositiveInt = Field(1, description="Micro-batches an optimizer step.")
+    optimizer_in_backward: bool = Field(
+        False, description="Update each parameter as soon as its gradient is there, and free the gradient."
+    )
+    optimizer_state: Literal["fp32", "8bit", "factored"] = Field(
+        "fp32", description="What AdamW keeps a parameter: float32, blockwise 8 bits, or Adafactor's rows and columns."
+    )
+    optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
+        "fused", description="One kernel for all parameters, one an operation, or one an operation and parameter."
+    )
+    set_to_none: bool = Field(True, description="Free gradients between steps; false: keep them and fill in zeros.")
+    expandable_segments: bool = Field(
+        False, description="CUDA's allocator grows its segments instead of adding new ones (GPU only)."
+    )
+    release_cache: bool = Field(
+        False, description="Give freed memory back to the system between training and evaluation."
+    )
 
     def techniques(self) -> dict[str, tuple[str, ...]]:
         """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
@@ -224,3 +248,9 @@ class Machine(BaseModel):
     gpus: int
     gpu_native_bf16: bool
     cpu_native_bf16: bool
+    gpu_tf32: bool = False
+    """Whether every GPU has TF32 (compute capability 8.0)."""
+    trims_memory: bool = True
+    """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
+    installed: frozenset[str] = frozenset()
+    """Which of the optional libraries that techniques need are there."""

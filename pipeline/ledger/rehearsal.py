@@ -27,6 +27,7 @@ from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.ledger.tape import Tape
 from pipeline.ledger.watching import Call, Calls, KernelWatch, Standing, Watch, resident_bytes, watched_step
+from pipeline.optimizers import leaves_out_steps
 from pipeline.results import Ledger
 from pipeline.techniques import ORDER
 from pipeline.training import DeviceLosses, HostLosses, Training
@@ -151,7 +152,7 @@ class Rehearsal:
                 model, _faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
             )
             if on_gpu:
-                training.losses = training.take_step.losses = DeviceLosses(ALONE)
+                training.losses = training.take_step.losses = _UnreadDeviceLosses(ALONE)
             if plan.applied.parallelism == "ddp":
                 _use_buckets(training)
             _make_optimizer_state(training)
@@ -242,6 +243,15 @@ class _UnreadLosses(HostLosses):
 
     def add(self, loss: torch.Tensor) -> None:
         pass
+
+
+class _UnreadDeviceLosses(DeviceLosses):
+    """The same on a GPU. An optimizer that would read the flag is given none."""
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        super().before_update(optimizer)
+        if not leaves_out_steps(optimizer):
+            del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class _FakeWatch(Watch, TorchDispatchMode):
@@ -351,7 +361,7 @@ def _make_optimizer_state(training: Training) -> None:
     for parameter in training.model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     training.optimizer.step()
-    training.optimizer.zero_grad()
+    training.take_step.zero_grad()
 
 
 def _cublas_bytes(call: Call) -> int:

@@ -50,7 +50,9 @@ def show(
     train = config.train
     if device == "cuda" and not machine.gpus:
         processes = [variant.processes for variant in config.variants.values() if isinstance(variant.processes, int)]
-        machine = machine.model_copy(update={"gpus": max(processes, default=1), "gpu_native_bf16": True})
+        machine = machine.model_copy(
+            update={"gpus": max(processes, default=1), "gpu_native_bf16": True, "gpu_tf32": True}
+        )
     plans = {name: plan_of(config, name, machine) for name in names or config.variants}
     placement: Placement | None = None
     if memory_bytes is not None and train.placement == "auto":  # as ``choose_placement`` does it there

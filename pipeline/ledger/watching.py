@@ -81,7 +81,7 @@ class Watch:
 
 
 def watched_step(training: Training, watch: Watch) -> Tape:
-    """Take one step of ``training`` and watch it, from a moment at which there are no gradients yet."""
+    """Take one step of ``training`` and watch it, from a moment at which the last step's gradients are forgotten."""
     step, parameters = training.take_step, list(training.model.parameters())
     backward = step.backward
 
@@ -90,7 +90,7 @@ def watched_step(training: Training, watch: Watch) -> Tape:
         watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    training.optimizer.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
+    step.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
     step.backward = noted
     try:
         with watch.recording() as tape:
@@ -120,7 +120,8 @@ class Standing:
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in tape.held}
-        """Gradients that no block of the step holds lie in DistributedDataParallel's buckets."""
+        """Gradients that no block of the step holds are there all the time, in DistributedDataParallel's buckets, say.
+        """
 
     def parts(self, tape: Tape) -> dict[str, int]:
         """The ledger's parts, without the rest."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from pipeline.config import Plan
 from pipeline.distributed import World
-from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
+from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, SelectiveCheckpointing
+from pipeline.techniques.activation_offload import ActivationOffload
+from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from pipeline.techniques.base import (
     Accumulate,
     Backward,
@@ -25,9 +27,19 @@ from pipeline.techniques.base import (
     ZeroGrad,
 )
 from pipeline.techniques.channels_last import ChannelsLast
+from pipeline.techniques.checkpointing_budget import CheckpointingBudget
 from pipeline.techniques.ddp import DDP
 from pipeline.techniques.gradient_accumulation import GradientAccumulation
+from pipeline.techniques.low_bit_optimizer import LowBitOptimizer
+from pipeline.techniques.optimizer_choices import (
+    FactoredOptimizer,
+    ForeachOptimizer,
+    ForLoopOptimizer,
+    ZeroedGradients,
+)
+from pipeline.techniques.optimizer_in_backward import OptimizerInBackward
 from pipeline.techniques.precision import BFloat16, Float16
+from pipeline.techniques.tf32 import TF32
 
 __all__ = [
     "ORDER",
@@ -47,12 +59,24 @@ __all__ = [
 ]
 
 ORDER: tuple[type[Technique], ...] = (
+    ExpandableSegments,
     ChannelsLast,
     ActivationCheckpointing,
+    SelectiveCheckpointing,
+    CheckpointingBudget,
+    ForeachOptimizer,
+    ForLoopOptimizer,
+    FactoredOptimizer,
+    LowBitOptimizer,
     DDP,
     BFloat16,
     Float16,
+    ActivationOffload,
     GradientAccumulation,
+    ZeroedGradients,
+    OptimizerInBackward,
+    ReleaseCache,
+    TF32,
 )
 
 

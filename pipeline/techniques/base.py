@@ -75,6 +75,14 @@ class Technique:
         """Whether the plan applies this technique."""
         return entry(cls.name).asked(plan.applied)
 
+    @classmethod
+    def prepare_process(cls) -> None:
+        """Called in each process of a job that applies this technique, before anything is on the process's device. What
+        it imports here does not count as memory of the training."""
+
+    def see_data(self, shape: tuple[int, int, int]) -> None:
+        """Called before all ``wrap_`` hooks, with the shape of an image: channels, height, width."""
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """``model`` on its device, changed in place or wrapped."""
         return model
@@ -113,6 +121,10 @@ class Technique:
 
     def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:  # noqa: ARG002
         return stored
+
+    def findings(self) -> dict[str, float]:
+        """What it found out during a run, for the result, by names that end in their unit or are counts."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """What the technique must remember, on each rank, to resume exactly: plain values and tensors."""

@@ -176,6 +176,8 @@ def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
     for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
         if isinstance(value, int | float):
             yield Point(name, value, timestamp_ms, run.steps)
+    for name, value in run.findings.items():
+        yield Point(f"findings/{name}", value, timestamp_ms, run.steps)
     ranks = run.peak_memory_rank_bytes
     for rank, peak in enumerate(ranks):
         if peak is not None and len(ranks) > 1:
