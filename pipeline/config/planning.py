@@ -63,7 +63,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
         changes["parallelism"] = "none"
     for technique in catalogue.asked(asked):
-        reason = technique.why_not(machine, on_gpu)
+        reason = technique.refusal(asked, machine, on_gpu)
         if reason:
             raise ConfigError(f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out.")
     if asked.precision == "bf16" and not (machine.gpu_native_bf16 if on_gpu else machine.cpu_native_bf16):
