@@ -131,7 +131,9 @@ def _measure(
                 training.advance(turn)
             if on_cpu:
                 training.memory = memory
-            window = window_of(training, asked_steps=steps, max_input_wait=config.bench.max_input_wait)
+            chosen = any(technique.placement for technique in training.techniques)  # then the input is what is compared
+            max_input_wait = None if chosen else config.bench.max_input_wait
+            window = window_of(training, asked_steps=steps, max_input_wait=max_input_wait)
             found = _ledgers(training, config, plan, window) if ledgers else None
             counted = _flops(training, config, plan, environment) if ledgers else None
             setup = setup_of(training, device_name_of(world, environment))

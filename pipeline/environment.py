@@ -14,8 +14,11 @@ import json
 import os
 import platform
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +131,30 @@ def machine() -> Machine:
         gpu_tf32=bool(gpus) and min(capabilities) >= _TF32_CAPABILITY,
         trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
         installed=frozenset(name for name in _OPTIONAL_LIBRARIES if importlib.util.find_spec(name)),
+        no_cpu_kernels=_no_kernels(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")),
+        no_gpu_kernels=_no_kernels(
+            os.environ.get("CC", shutil.which("gcc") or shutil.which("clang") or "gcc"), "triton"
+        ),
     )
+
+
+def _no_kernels(compiler: str, module: str | None = None) -> str | None:
+    """Why torch.compile cannot build kernels with ``compiler``, a command, and ``module``; None if it can.
+
+    It takes the command from the same variables and names: ``cpp.cxx`` in torch/_inductor/config.py for the CPU, _build
+    in triton/runtime/build.py for GPUs. Both compile against Python's headers.
+    """
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if module and importlib.util.find_spec(module) is None:
+        return f"it needs the Python module {module}, which comes with torch for CUDA: pip install {module}"
+    if not (command := shlex.split(compiler)) or shutil.which(command[0]) is None:
+        return (
+            f"there is no compiler {compiler!r} (the variables CXX and CC name others); on Debian and Ubuntu: "
+            "apt-get install g++"
+        )
+    if not header.exists():
+        return f"Python's headers are missing ({header}); on Debian and Ubuntu: apt-get install python3-dev"
+    return None
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str | None]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from pipeline import checkpoints, models, results
 from pipeline.config import Config, Machine, PipelineError, Plan
 from pipeline.config import plan as plan_of
-from pipeline.data.batches import TrainBatches, choose_placement
+from pipeline.data.batches import Placement, TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import Detector, detectors, of_clock, of_memory, of_ranks, of_steps
@@ -33,8 +33,6 @@ from pipeline.measurement import Memory, SystemSampler, percentile_ms
 from pipeline.results import HistoryRow, Result, Run, Setup, Window, summarise
 from pipeline.techniques import ORDER
 from pipeline.training import Training
-
-Placement = Literal["resident", "streamed"]
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
@@ -57,7 +55,8 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 @contextmanager
 def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, Dataset, Placement]]:
     """This process as a rank of the variant's world, with all set up that comes before a model."""
-    models.load(config.train.model)
+    train = config.train
+    models.load(train.model)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
     for technique in ORDER:
         if technique.is_asked(plan):
@@ -65,8 +64,8 @@ def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, D
     Memory.note_imports()
     dataset = read_dataset(prepared)
     with joined_world(plan.device, cores()) as world:
-        _make_exact(world, deterministic=config.train.deterministic)
-        wanted = config.train.placement
+        _make_exact(world, deterministic=train.deterministic)
+        wanted = next((each.placement for each in ORDER if each.placement and each.is_asked(plan)), train.placement)
         chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
         yield world, dataset, world.broadcast(chosen)
 
@@ -95,6 +94,7 @@ def training_of(
         augment=train.augment,
         placement=placement,
         device=world.device,
+        workers=plan.applied.loader_workers,
     ) as batches:
         yield Training(plan, train, model, dataset, batches, world, seed, detectors)
 

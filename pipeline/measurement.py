@@ -127,9 +127,10 @@ def percentile_ms(seconds: list[float], percent: float) -> float | None:
 class Memory:
     """Peak memory of a run's measured windows.
 
-    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``). On CPU: the process's own
-    resident memory at its highest (``own_peak_bytes``) above that of the same process after its imports and
-    before any work. Only Linux lets a process reset its high-water mark; elsewhere the CPU figure is unknown.
+    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``), and what CUDA graphs keep for their
+    replays, which the allocator does not count. On CPU: the process's own resident memory at its highest
+    (``own_peak_bytes``) above that of the same process after its imports and before any work. Only Linux lets a process
+    reset its high-water mark; elsewhere the CPU figure is unknown.
     """
 
     imported_bytes: ClassVar[int | None] = None
@@ -164,7 +165,8 @@ class Memory:
         if not measured:
             return
         if self._device.type == "cuda":
-            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
+            peak = torch.cuda.max_memory_allocated(self._device) + graphs_bytes(self._device)
+            self.peak_bytes = max(self.peak_bytes or 0, peak)
             self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
             retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"] - self._retries
             self.retries = (self.retries or 0) + retries
@@ -178,6 +180,19 @@ class Memory:
     def restore(self, state: dict[str, Any]) -> None:
         """Undo of ``state``."""
         vars(self).update(state)
+
+
+def graphs_bytes(device: torch.device) -> int:
+    """What CUDA graphs on ``device`` keep for their replays, beyond tensors that live now.
+
+    A replay writes to the addresses of its recording, in a pool that nothing else gets, and asks the allocator for
+    nothing: to its statistics, the activations of a replayed step do not exist.
+    """
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def own_peak_bytes() -> int | None:

@@ -142,7 +142,7 @@ class Setup(Record):
     world_size: int
     threads_per_process: int
     """Intra-operation CPU threads of each process."""
-    placement: Literal["resident", "streamed"]
+    placement: Literal["resident", "streamed", "dataloader"]
     parameter_count: int
 
 

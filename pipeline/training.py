@@ -275,6 +275,7 @@ class Training:
 
     def settle(self, steps: int) -> None:
         """Forget what was measured: ``advance`` warms up for so many steps before it measures."""
+        self.batches.close()
         self.clock, self.memory = Clock(self.world.device), Memory(self.world.device)
         self.settled = self.steps + steps
         self._last_row = (self.steps, 0.0)
@@ -340,6 +341,7 @@ class Training:
         """End the window; it counts as measured once the warm-up is over."""
         measured = self.steps > self.settled
         self.clock.close(measured=measured)
+        self.batches.hold()
         self.memory.close(measured=measured)
         for detector in self.detectors:
             detector.close(measured=measured)

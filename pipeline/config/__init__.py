@@ -11,6 +11,7 @@ from pipeline.config.errors import ConfigError, PipelineError
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.planning import Plan, plan, plans
 from pipeline.config.sections import (
+    GRAPH_WARMUP_STEPS,
     Augment,
     Bench,
     Compare,
@@ -28,6 +29,7 @@ from pipeline.config.sections import (
 
 __all__ = [
     "CATALOGUE",
+    "GRAPH_WARMUP_STEPS",
     "PARAMS_FILE",
     "SCHEMA_FILE",
     "Augment",

@@ -46,6 +46,8 @@ class Entry:
     """Why the machine can do it only slower than without; train.without_native says what is done then."""
     why_not_with: Callable[[Train], str | None] = lambda train: None  # noqa: ARG005
     """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
+    why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
+    """The same for single values of the key."""
 
     @property
     def key(self) -> str:
@@ -55,6 +57,11 @@ class Entry:
     def value(self, variant: Variant) -> object:
         """What the variant says there."""
         return getattr(variant, self.key)
+
+    def refusal(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
+        """Why what the variant says there cannot run on the machine; None if it can."""
+        of_value = self.why_not_value.get(self.value(variant))
+        return self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
 
 
 def _without_native_bf16(machine: Machine, on_gpu: bool) -> str | None:
@@ -97,6 +104,14 @@ def _why_no_8bit(machine: Machine, _: bool) -> str | None:
 
 _PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
 _OWN_KERNEL = "it has a kernel of its own"
+
+
+def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
+    return machine.no_gpu_kernels if on_gpu else machine.no_cpu_kernels
+
+
+def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
+    return None if on_gpu else "it is default and CUDA graphs, which need a GPU; on a CPU say default"
 
 
 CATALOGUE: tuple[Entry, ...] = (
@@ -331,6 +346,104 @@ CATALOGUE: tuple[Entry, ...] = (
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         asked=lambda variant: variant.channels_last,
+    ),
+    Entry(
+        name="compile",
+        setting="compile: default",
+        searched_for=("torch.compile", "TorchInductor", "TorchDynamo", "Triton", "kernel fusion", "max-autotune"),
+        does="The model as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
+        "max-autotune also tries several kernels for matrix products (on a CPU: of batches of matrices)",
+        pays="for models with many small operations, in runs long enough to win back the compilation",
+        costs="tens of seconds before the first step, fewer with a warm cache; a C++ compiler; a model without graph "
+        "breaks",
+        source="Ansel et al., PyTorch 2, ASPLOS 2024",
+        changes="rounding",
+        asked=lambda variant: variant.compile != "none",
+        excludes={
+            "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
+            "pipeline": "a stage runs its own part of the model, not the compiled whole",
+        },
+        why_not=_needs_compiler,
+        why_not_value={"reduce-overhead": _records_graphs},
+    ),
+    Entry(
+        name="cuda_graph",
+        setting="cuda_graph: true",
+        searched_for=("CUDA graphs", "torch.cuda.CUDAGraph", "whole-network capture", "launch-bound"),
+        does="Forward, backward and update are recorded once and replayed from then on, by one call a step",
+        pays="for small models and batches, whose kernels end before the CPU has launched the next",
+        costs="memory that nothing else gets; what Python decides in a step is decided once, when it is recorded",
+        source="PyTorch documentation: CUDA semantics, CUDA Graphs",
+        changes="rounding",
+        asked=lambda variant: variant.cuda_graph,
+        excludes={
+            **dict.fromkeys(
+                ("ddp", "zero1", "fsdp", "tensor", "pipeline", "data_parallel"),
+                "the recording holds one GPU's step, without communication",
+            ),
+            "compile": "reduce-overhead records CUDA graphs of what it compiles",
+            "fp16": "the host decides with the gradient scaler whether a step is taken",
+            **dict.fromkeys(
+                ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
+                "to run a block again, the host asks for the random generator's state, which a recording forbids",
+            ),
+            "auto_micro_batch": "a recorded step cannot become smaller",
+            "activation_offload": "its copies to the host are not part of a recording",
+            "optimizer_in_backward": "the learning rate would be recorded with the step",
+            **dict.fromkeys(
+                ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
+                "the fused optimizers alone are known to take learning rate and the flag of a bad loss on the device",
+            ),
+        },
+        why_not=needs_gpu,
+    ),
+    Entry(
+        name="cudnn_benchmark",
+        setting="cudnn_benchmark: true",
+        searched_for=("torch.backends.cudnn.benchmark", "cuDNN autotuning", "convolution algorithm search"),
+        does="cuDNN tries its algorithms for each shape of convolution once and takes the fastest; while "
+        "train.deterministic is true, the fastest of those that repeat exactly",
+        pays="for convolutional nets with fixed shapes",
+        costs="a search in the first step; its choice can differ from run to run, and with it the rounding",
+        source="PyTorch documentation: torch.backends.cudnn",
+        changes="rounding",
+        asked=lambda variant: variant.cudnn_benchmark,
+        why_not=needs_gpu,
+    ),
+    # Data loading.
+    Entry(
+        name="resident_data",
+        setting="data_loading: resident",
+        searched_for=("data set on the GPU", "GPU data loading"),
+        does="The training images lie on the device as uint8, where whole batches are gathered, augmented, normalised",
+        pays="whenever they fit",
+        costs="a byte a pixel and channel of the training set",
+        source="Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024",
+        changes="nothing",
+        asked=lambda variant: variant.data_loading == "resident",
+    ),
+    Entry(
+        name="streamed_data",
+        setting="data_loading: streamed",
+        searched_for=("memory map", "prefetching", "pinned memory"),
+        does="A thread gathers batches from the memory map, a few ahead, and copies them to the device as uint8",
+        pays="for data that do not fit on the device",
+        costs="a processor's share for the gathering; four batches of memory",
+        source="PyTorch tutorial: pin_memory() and non_blocking",
+        changes="nothing",
+        asked=lambda variant: variant.data_loading == "streamed",
+    ),
+    Entry(
+        name="dataloader",
+        setting="data_loading: dataloader",
+        searched_for=("torch.utils.data.DataLoader", "num_workers", "persistent_workers", "torchvision transforms"),
+        does="PyTorch's DataLoader: processes that read, augment and normalise sample by sample; pinned, kept for all "
+        "epochs",
+        pays="where samples must be decoded or changed one by one in Python; else it shows what the other ways save",
+        costs="Python for every sample; loader_workers processes for each that trains, whose memory no figure counts",
+        source="PyTorch documentation: torch.utils.data",
+        changes="nothing",
+        asked=lambda variant: variant.data_loading == "dataloader",
     ),
 )
 """Every technique that the package knows, in the order in which people read of them."""

@@ -63,7 +63,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
         changes["parallelism"] = "none"
     for technique in catalogue.asked(asked):
-        reason = technique.why_not(machine, on_gpu) or technique.why_not_with(train)
+        reason = technique.refusal(asked, machine, on_gpu) or technique.why_not_with(train)
         if reason:
             raise ConfigError(f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out.")
         reason = technique.emulated(machine, on_gpu)

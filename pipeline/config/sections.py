@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
+GRAPH_WARMUP_STEPS = 3
+"""Steps taken before one is recorded as a CUDA graph, as PyTorch's documentation does; its tests take as many."""
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
@@ -192,6 +194,25 @@ class Variant(Section):
     activation_offload: bool = Field(
         False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
     )
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
+        "none",
+        description="torch.compile of the model, in this mode. reduce-overhead records CUDA graphs: on GPUs only.",
+    )
+    cuda_graph: bool = Field(
+        False, description="Record a whole step, update included, as one CUDA graph and replay it (GPU only)."
+    )
+    cudnn_benchmark: bool = Field(
+        False,
+        description="Let cuDNN try its convolutions once and take the fastest; a seed may then not repeat exactly.",
+    )
+    data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
+        "auto",
+        description="Where batches come from: as train.placement says (auto), data on the device, streamed from the "
+        "memory map, or PyTorch's DataLoader with loader_workers processes.",
+    )
+    loader_workers: NonNegativeInt = Field(
+        2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
+    )
     gradient_accumulation: PositiveInt = Field(1, description="Micro-batches an optimizer step.")
     optimizer_in_backward: bool = Field(
         False, description="Update each parameter as soon as its gradient is there, and free the gradient."
@@ -217,13 +238,13 @@ class Variant(Section):
         {'ddp': ('parallelism', 'processes'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
         """
-        plain = Variant()
+        plain, details = Variant(), {"parallelism": "processes", "data_loading": "loader_workers"}
         found: dict[str, tuple[str, ...]] = {}
         for key, value in self:
-            if key == "processes" or value == getattr(plain, key):  # how many processes is a part of the parallelism
+            if key in details.values() or value == getattr(plain, key):
                 continue
-            name = key if value is True else value if isinstance(value, str) else f"{key}={value}"
-            found[name] = (key, "processes") if key == "parallelism" else (key,)
+            name = key if value is True else value if key in ("parallelism", "precision") else f"{key}={value}"
+            found[name] = (key, details[key]) if key in details else (key,)
         return found
 
 
@@ -254,3 +275,7 @@ class Machine(BaseModel):
     """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
     installed: frozenset[str] = frozenset()
     """Which of the optional libraries that techniques need are there."""
+    no_cpu_kernels: str | None = None
+    """Why torch.compile cannot build kernels for the CPU, and the remedy; None: it can."""
+    no_gpu_kernels: str | None = None
+    """The same for GPUs."""

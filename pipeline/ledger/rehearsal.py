@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline import models
 from pipeline.config import Config, PipelineError, Plan
-from pipeline.data.batches import READ_AHEAD, TrainBatches
+from pipeline.data.batches import READ_AHEAD, Placement, TrainBatches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import ALONE
 from pipeline.environment import cores
@@ -44,8 +44,6 @@ CUDA_BLOCK_BYTES = 512
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 """By CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed`` sets. torch takes it from its own allocator
 (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-
-Placement = Literal["resident", "streamed"]
 
 _MATRIX_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _WORKSPACES_LAST = not hasattr(torch.backends.cuda, "cublas_workspace_size")

@@ -10,8 +10,8 @@ from typing import Literal
 from pipeline.config import Config, ConfigError, Machine, parse
 from pipeline.config import plan as plan_of
 from pipeline.data import prepared
-from pipeline.data.batches import RESIDENT_FRACTION
-from pipeline.ledger.rehearsal import RESERVE_FRACTION, Placement, Rehearsal
+from pipeline.data.batches import RESIDENT_FRACTION, Placement
+from pipeline.ledger.rehearsal import RESERVE_FRACTION, Rehearsal
 
 COLUMNS = {
     "peak": "peak_bytes",

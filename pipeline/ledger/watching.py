@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.data.batches import Batch
+from pipeline.data.batches import Batch, Placement
 from pipeline.data.prepared import Dataset
 from pipeline.ledger.tape import Tape
 from pipeline.results import Ledger
@@ -32,8 +32,10 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
     """This rank's ledger. ``training``, which is warm, takes one more step for it; all ranks call it together.
 
     ``peak_bytes`` is this rank's peak as it was measured before, unwatched: what the parts add up to. None, where it is
-    unknown, makes the ledger unknown.
+    unknown, makes the ledger unknown; so does a step that is replayed, in which nothing is allocated.
     """
+    if any(technique.replays for technique in training.techniques):
+        return None
     watch = DeviceWatch(training.world.device.type)
     tape = watched_step(training, watch)
     if peak_bytes is None:
@@ -278,7 +280,7 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
     return sorted(found, key=lambda event: event.time)
 
 
-def resident_bytes(dataset: Dataset, placement: Literal["resident", "streamed"]) -> int:
+def resident_bytes(dataset: Dataset, placement: Placement) -> int:
     """What a GPU holds of the training set all the time."""
-    train = dataset.train
-    return train.labels.nbytes + (train.images.nbytes if placement == "resident" else 0)
+    labels, images = dataset.train.labels.nbytes, dataset.train.images.nbytes
+    return {"resident": labels + images, "streamed": labels, "dataloader": 0}[placement]

@@ -1,8 +1,10 @@
 """The techniques, in the order in which they apply.
 
 The memory format is set on the bare model, checkpointing changes the bare model's blocks, and the
-parallelism wraps whatever is there. Of the forward pass's wrappers the later one is the outer one:
-the input changes its format inside autocast, and the loss is divided last.
+parallelism wraps whatever is there. The compiler comes after it: it must see DistributedDataParallel, so
+that it can end a graph where a bucket of gradients ends. Of the forward pass's wrappers the later one is
+the outer one: the input changes its format inside autocast, and the loss is divided last. A CUDA graph
+records all of a step, and cuDNN's search is on around it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ from pipeline.techniques.base import (
 )
 from pipeline.techniques.channels_last import ChannelsLast
 from pipeline.techniques.checkpointing_budget import CheckpointingBudget
+from pipeline.techniques.compile import Compile
+from pipeline.techniques.cuda_graph import CudaGraph
+from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
+from pipeline.techniques.data_loading import DataLoaderData, ResidentData, StreamedData
 from pipeline.techniques.ddp import DDP
 from pipeline.techniques.gradient_accumulation import GradientAccumulation
 from pipeline.techniques.low_bit_optimizer import LowBitOptimizer
@@ -69,6 +75,7 @@ ORDER: tuple[type[Technique], ...] = (
     FactoredOptimizer,
     LowBitOptimizer,
     DDP,
+    Compile,
     BFloat16,
     Float16,
     ActivationOffload,
@@ -77,6 +84,11 @@ ORDER: tuple[type[Technique], ...] = (
     OptimizerInBackward,
     ReleaseCache,
     TF32,
+    CudaGraph,
+    CudnnBenchmark,
+    ResidentData,
+    StreamedData,
+    DataLoaderData,
 )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeline.config import Plan, entry
+from pipeline.data.batches import Placement
 from pipeline.distributed import World
 from pipeline.optimizers import OptimizerChoice
 
@@ -65,10 +66,14 @@ class Technique:
     """Whether a step then takes more floating-point operations."""
     foreseen: ClassVar[bool] = True
     """Whether a rehearsal on tensors without values shows the memory it takes (``pipeline.ledger``)."""
+    placement: ClassVar[Placement | None] = None
+    """Where it reads the data set from; None: as ``train.placement`` says."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan = plan
         self.world = world
+        self.replays = False
+        """Whether steps are replayed from CUDA graphs, so that the allocator is not asked for what they take."""
 
     @classmethod
     def is_asked(cls, plan: Plan) -> bool:
