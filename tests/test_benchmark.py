@@ -13,7 +13,7 @@ from pipeline.config import Bench, Machine, Variant, parse
 from pipeline.data import packing, sources
 from pipeline.results import Window, read_bench
 from tests.conftest import ROOT
-from tests.factories import make_window
+from tests.factories import JOB, make_window
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
@@ -49,6 +49,7 @@ class FakeServer(Server):
         return {
             "applied": {},
             "left_out": {},
+            **JOB,
             "backend": None,
             "world_size": 1,
             "threads_per_process": 2,

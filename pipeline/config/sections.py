@@ -74,7 +74,9 @@ class Train(Section):
     )
     epochs: PositiveInt = Field(2, description="Passes over the training set.")
     batch_size: PositiveInt = Field(
-        256, description="Global batch: samples an optimizer step, over all devices and micro-batches."
+        256,
+        description="Global batch: samples an optimizer step, over all devices and micro-batches. With a variant's "
+        "scaling: weak, each process's share of it.",
     )
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
     learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
@@ -177,6 +179,22 @@ class Variant(Section):
     processes: PositiveInt | Literal["auto"] = Field(
         "auto", description="With a parallelism: how many; auto: one a GPU, two where there is none."
     )
+    scaling: Literal["strong", "weak"] = Field(
+        "strong",
+        description="strong: train.batch_size is shared out. weak: each data-parallel process takes that many samples, "
+        "and the learning rate is multiplied by the number of processes.",
+    )
+    bucket_mb: PositiveFloat | None = Field(
+        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."
+    )
+    gradient_as_bucket_view: bool = Field(
+        True, description="DDP: gradients lie in the buckets; false: beside them, and are copied in and out."
+    )
+    static_graph: bool = Field(False, description="DDP: promise that every step uses the same parameters alike.")
+    communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
+        "none", description="DDP: how gradients travel: as they are, in 16 bits, as low-rank factors, or seldom."
+    )
+    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the whole micro-batch of all processes.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Automatic mixed precision: bf16, or fp16 with a gradient scaler (GPU only)."
     )
@@ -184,23 +202,28 @@ class Variant(Section):
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass instead of keeping them."
     )
-    gradient_accumulation: PositiveInt = Field(1, description="Micro-batches an optimizer step.")
+    gradient_accumulation: PositiveInt | Literal["auto"] = Field(
+        1, description="Micro-batches an optimizer step; auto: as few as the devices' memory allows."
+    )
 
     def techniques(self) -> dict[str, tuple[str, ...]]:
         """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
+
+        In the order of the fields. What needs a parallelism goes with it.
 
         >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
         {'ddp': ('parallelism', 'processes'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
         """
-        plain = Variant()
-        found: dict[str, tuple[str, ...]] = {}
-        for key, value in self:
-            if key == "processes" or value == getattr(plain, key):  # how many processes is a part of the parallelism
-                continue
-            name = key if value is True else value if isinstance(value, str) else f"{key}={value}"
-            found[name] = (key, "processes") if key == "parallelism" else (key,)
-        return found
+        from pipeline.config import catalogue  # which knows this module
+
+        order = list(type(self).model_fields)
+        applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
+        options = tuple(each.key for each in applied if each.needs)
+        return {
+            each.label(self): ("parallelism", "processes", *options) if each.key == "parallelism" else (each.key,)
+            for each in applied
+        }
 
 
 class Config(Section):

@@ -25,9 +25,12 @@ from pipeline.techniques.base import (
     ZeroGrad,
 )
 from pipeline.techniques.channels_last import ChannelsLast
-from pipeline.techniques.ddp import DDP
-from pipeline.techniques.gradient_accumulation import GradientAccumulation
+from pipeline.techniques.communication import BF16Compression, FP16Compression, PostLocalSGD, PowerSGD
+from pipeline.techniques.ddp import DDP, BucketSize, GradientsBesideBuckets, StaticGraph
+from pipeline.techniques.gradient_accumulation import AutoMicroBatch, GradientAccumulation
 from pipeline.techniques.precision import BFloat16, Float16
+from pipeline.techniques.scaling import WeakScaling
+from pipeline.techniques.sync_batchnorm import SyncBatchNorm
 
 __all__ = [
     "ORDER",
@@ -48,11 +51,16 @@ __all__ = [
 
 ORDER: tuple[type[Technique], ...] = (
     ChannelsLast,
+    SyncBatchNorm,
     ActivationCheckpointing,
+    *(BucketSize, GradientsBesideBuckets, StaticGraph),
     DDP,
+    *(FP16Compression, BF16Compression, PowerSGD, PostLocalSGD),
     BFloat16,
     Float16,
     GradientAccumulation,
+    AutoMicroBatch,
+    WeakScaling,
 )
 
 
