@@ -212,6 +212,17 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path) -> None:  # noq
     assert set(bench.ledgers) == set(bench.flops) == {"baseline", "ddp", "stack"}
 
 
+def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:
+    tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
+    config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})
+    found, without = benchmark._ablation(config, CPU_ONLY, FakeServer())
+    assert [(each.role, each.technique) for each in found] == [
+        (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
+    ]
+    assert found[1].values == Variant(gradient_accumulation=2).model_dump(mode="json")
+    assert without == {"tuned": {"bucket_mb=5": "it goes with the variant's parallelism, which baseline lacks"}}
+
+
 def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     (workspace / "broken.py").write_text("def net(**sizes):\n    raise RuntimeError('planted')\n")
     params = PARAMS | {"train": PARAMS["train"] | {"model": "broken:net"}}

@@ -73,8 +73,10 @@ def test_gradients_travel_in_16_bits_and_are_rounded_to_them(
         for gradient, whole in zip(rounded["gradients"], exact["gradients"], strict=True):
             assert gradient.dtype == torch.float32
             assert not torch.equal(gradient, whole)
-            # Each rank's half is rounded, and so is their sum; beside large numbers, small ones lose more.
-            torch.testing.assert_close(gradient, whole, rtol=2.0 ** (2 - digits_kept), atol=2.0**-digits_kept / 100)
+            # Each rank's share is rounded, and their sum; the shares of a small one can be large.
+            torch.testing.assert_close(
+                gradient, whole, rtol=0.0, atol=2.0 ** (1 - digits_kept) * whole.abs().max().item()
+            )
 
 
 def test_powersgd_sends_dense_gradients_first_and_then_factors_of_rank_two(digits: Dataset) -> None:
