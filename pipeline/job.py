@@ -32,7 +32,7 @@ from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
 from pipeline.results import HistoryRow, Result, Run, Setup, Window, summarise
 from pipeline.techniques import ORDER
-from pipeline.training import Training
+from pipeline.training import OutOfMemory, Training
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
@@ -80,8 +80,56 @@ def training_of(
     seed: int,
     detectors: Sequence[Detector],
 ) -> Iterator[Training]:
-    """The variant's training with one seed, ready to run."""
-    train = config.train
+    """The variant's training with one seed, ready to run; its plan says what it decided (``fitted``)."""
+    plan = fitted(config, plan, dataset, world, placement)
+    with _training_of(config, plan, dataset, world, placement, seed, detectors) as training:
+        yield training
+
+
+def fitted(config: Config, plan: Plan, dataset: Dataset, world: World, placement: Placement) -> Plan:
+    """The plan with as few micro-batches as every rank has the memory for, where it is asked to find out.
+
+    Each try is a training of its own that is thrown away, so that what follows begins as if there had been none. All
+    ranks call it together. Raises OutOfMemory if a single sample is too much.
+    """
+    technique = "auto_micro_batch"
+    if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
+        return plan
+    samples, count, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
+    while True:
+        tried = plan.divided(count)
+        with _training_of(config, tried, dataset, world, placement, config.train.seeds[0], ()) as training:
+            fits = training.fits()
+        del training
+        forget_last_run(world)
+        if fits:
+            break
+        torch.compiler.reset()  # or it would compile for batches of any size from the second on
+        failed = tried.micro_batch_size
+        if failed == 1:
+            raise OutOfMemory(
+                f"variants.{plan.name}: a process runs out of memory with a single sample a micro-batch; take a "
+                "smaller model, or a technique that saves memory, such as activation_checkpointing."
+            )
+        count = next(more for more in range(min(2 * count, samples), samples + 1) if samples % more == 0)
+    reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
+    decision = f"{count} micro-batch(es) of {tried.micro_batch_size} samples a process{reason}"
+    if world.is_main:
+        print(f"{plan.name}: {technique}: {decision}", flush=True)
+    return plan.divided(count, decided=plan.decided | {technique: decision})
+
+
+@contextmanager
+def _training_of(
+    config: Config,
+    plan: Plan,
+    dataset: Dataset,
+    world: World,
+    placement: Placement,
+    seed: int,
+    detectors: Sequence[Detector],
+) -> Iterator[Training]:
+    train = plan.job(config.train)
     torch.manual_seed(seed)
     model = models.of_job(train, dataset.shape, len(dataset.classes))
     with TrainBatches(
@@ -129,6 +177,10 @@ def setup_of(training: Training, device_name: str) -> Setup:
     return Setup(
         applied=plan.applied.model_dump(mode="json"),
         left_out=plan.left_out,
+        decided=plan.decided,
+        batch_size=training.train.batch_size,
+        learning_rate=training.train.learning_rate,
+        micro_batches=plan.micro_batches,
         device=device_name,
         backend=world.backend,
         world_size=world.size,
@@ -195,6 +247,8 @@ class Job:
         interruption: Interruption,
     ) -> None:
         self.config, self.plan, self.dataset, self.world = config, plan, dataset, world
+        self.asked_plan = plan
+        """Before anything was decided: what a checkpoint's identity stands for."""
         self.environment_hash, self.device_name, self.started = environment_hash, device_name, started
         self.sampler, self.interruption = sampler, interruption
         self.history: list[HistoryRow] = []
@@ -208,14 +262,16 @@ class Job:
         """One seed, from the start or from its checkpoint; returns the same record on every rank."""
         if self.sampler:
             self.sampler.seed = seed
-        _forget_last_run(self.world)
+        forget_last_run(self.world)
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
         identity = self._identity(seed)
         saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
         watching = detectors(
             self.world.device, root_pid=os.getppid() if self.world.backend else os.getpid(), max_foreign_load=None
         )
-        with training_of(self.config, self.plan, self.dataset, self.world, self.placement, seed, watching) as training:
+        plan = Plan.model_validate(saved["plan"]) if saved else self.plan
+        with training_of(self.config, plan, self.dataset, self.world, self.placement, seed, watching) as training:
+            self.plan = training.plan
             self.setup = setup_of(training, self.device_name)
             resumes, earlier = 0, list(self.history)
             if saved:
@@ -305,7 +361,7 @@ class Job:
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
-            checkpoints.save(state | facts, path)
+            checkpoints.save(state | facts | {"plan": self.plan.model_dump(mode="json")}, path)
 
     def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
         """The record of a finished run, from what every rank measured."""
@@ -341,7 +397,7 @@ class Job:
         content = {
             "seed": seed,
             "train": self.config.train.model_dump(mode="json", exclude={"seeds", "checkpoint_every_steps"}),
-            "plan": self.plan.model_dump(mode="json"),
+            "plan": self.asked_plan.model_dump(mode="json"),
             "dataset": self.dataset.sha256,
             "environment": self.environment_hash,
             "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _code()],
@@ -412,7 +468,7 @@ def _make_exact(world: World, *, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _forget_last_run(world: World) -> None:
+def forget_last_run(world: World) -> None:
     """Checkpointed blocks refer to themselves; without this their memory would count for the next seed's run."""
     gc.collect()
     if world.device.type == "cuda":

@@ -135,6 +135,14 @@ class Setup(Record):
     """The variant's values as they were applied."""
     left_out: dict[str, str]
     """Technique -> why this machine left it out."""
+    decided: dict[str, str]
+    """Technique -> what it decided by itself on this machine, and why."""
+    batch_size: int
+    """Global, as it was trained: under weak scaling a multiple of the job's."""
+    learning_rate: float
+    """The peak, as it was trained: like batch_size."""
+    micro_batches: int
+    """A step's, of each process."""
     device: str
     """Name of the GPU or CPU."""
     backend: str | None

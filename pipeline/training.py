@@ -49,6 +49,18 @@ class NonFiniteLoss(PipelineError):
         self.steps_ago = steps_ago
 
 
+class OutOfMemory(PipelineError):
+    """A device had not the memory for a step of the training."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator of torch said so, or one of CUDA's libraries."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in said for words in ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
+    )
+
+
 class TrainingStep:
     """One optimizer update from one global batch: what ``techniques`` made of its parts."""
 
@@ -80,6 +92,7 @@ class TrainingStep:
             self.zero_grad = technique.wrap_zero_grad(self.zero_grad, optimizer)
             self.update = technique.wrap_update(self.update, optimizer)
             self.take = technique.wrap_step(self.take)
+        self.hold_sync = hold_sync
         self.syncs: list[HoldSync] = [hold_sync] * (micro_batches - 1) + [nullcontext]
 
     def __call__(self, micro_batches: MicroBatches) -> None:
@@ -155,9 +168,14 @@ class DeviceLosses:
         return total
 
 
+def rising_steps(train: Train, total_steps: int) -> int:
+    """Over how many of ``total_steps`` the learning rate rises."""
+    return round(train.warmup_fraction * total_steps)
+
+
 def learning_rate(train: Train, step: int, total_steps: int) -> float:
     """The rate of ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
-    warmup = round(train.warmup_fraction * total_steps)
+    warmup = rising_steps(train, total_steps)
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, total_steps - warmup)
@@ -223,6 +241,8 @@ class Training:
 
         self.clock, self.memory = Clock(world.device), Memory(world.device)
         self.total_steps = train.epochs * batches.steps_per_epoch
+        for technique in self.techniques:
+            technique.begin_after(rising_steps(train, self.total_steps))
         self.steps = 0
         """Optimizer steps taken."""
         self.settled = train.warmup_steps
@@ -260,6 +280,33 @@ class Training:
                     yield self._row(self.clock.train_seconds_now())
                 else:
                     yield None
+
+    def fits(self) -> bool:
+        """Whether every rank has the memory for a step: one is tried. The training is of no use afterwards.
+
+        Gradients stay on their ranks, for one that fails would leave the others waiting for its own. The second round
+        finds the state that an optimizer makes in its first step.
+        """
+        step = self.take_step
+        step.syncs = [step.hold_sync] * min(2, len(step.syncs))  # all after the first find gradients to add to
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+
+        def gradients() -> None:
+            step.zero_grad()
+            step.accumulate(self.batches.epoch(0))
+
+        for part in (gradients, step.update, gradients):
+            failed = torch.zeros((), device=self.world.device)
+            try:
+                part()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed += 1
+            if self.world.max_(failed):
+                return False
+        return True
 
     def advance(self, steps: int) -> None:
         """Train so many steps, fewer if the end comes first, in a window of their own."""
@@ -388,12 +435,25 @@ class Training:
 
     @contextmanager
     def _located(self) -> Iterator[None]:
+        def place(steps_ago: int = 0) -> str:
+            epoch, step = divmod(self.steps - steps_ago, self.batches.steps_per_epoch)
+            return f"variant {self.plan.name}, seed {self.seed}, epoch {epoch + 1}, step {step + 1}"
+
         try:
             yield
         except NonFiniteLoss as error:
-            epoch, step = divmod(self.steps - error.steps_ago, self.batches.steps_per_epoch)
             raise NonFiniteLoss(
-                f"variant {self.plan.name}, seed {self.seed}, epoch {epoch + 1}, step {step + 1}: {error}; the "
+                f"{place(error.steps_ago)}: {error}; the "
                 "optimizer has not taken that step. Lower train.learning_rate, lengthen train.warmup_fraction, or "
                 "look at the data and at the variant's precision."
+            ) from None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            plan = self.plan
+            more = "'auto'" if plan.applied.gradient_accumulation != "auto" else 2 * plan.micro_batches
+            raise OutOfMemory(
+                f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples a process "
+                f"({str(error).partition(chr(10))[0]}). Set variants.{plan.name}.gradient_accumulation to {more}, "
+                "lower train.batch_size, or end what else takes memory there."
             ) from None

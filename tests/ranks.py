@@ -14,7 +14,7 @@ def run_ranks(function: Callable[..., Any], *arguments: Any, size: int = 2) -> l
     ``function`` must be importable (a module's own), its arguments and values picklable. Raises WorkerError with the
     traceback of a rank that failed.
     """
-    with forked(_joined, (function, arguments), size, preload=["pipeline.training"]) as ask:
+    with forked(_joined, (function, arguments), size, preload=["pipeline.training", "torch._dynamo"]) as ask:
         return ask(None)
 
 

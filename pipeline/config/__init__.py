@@ -6,7 +6,7 @@ work, with the path of the key, what was found there and what is allowed.
 
 from __future__ import annotations
 
-from pipeline.config.catalogue import CATALOGUE, Entry, asked, entry, exclusions
+from pipeline.config.catalogue import CATALOGUE, Entry, asked, entry, exclusions, misplaced
 from pipeline.config.errors import ConfigError, PipelineError
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.planning import Plan, plan, plans
@@ -53,6 +53,7 @@ __all__ = [
     "entry",
     "exclusions",
     "load",
+    "misplaced",
     "parse",
     "plan",
     "plans",

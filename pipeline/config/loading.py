@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config.catalogue import contradiction
+from pipeline.config.catalogue import contradiction, misplaced
 from pipeline.config.errors import ConfigError
 from pipeline.config.sections import GRAPH_WARMUP_STEPS, Config, Variant
 
@@ -96,9 +96,15 @@ def _contradictions(config: Config) -> Iterator[str]:
                 f"train.warmup_steps: found {config.train.warmup_steps}, but variants.{name}.cuda_graph records its "
                 f"step after {GRAPH_WARMUP_STEPS} others, which must not be measured; allowed: more than that."
             )
+        yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
         problem = contradiction(variant)
         if problem:
             yield f"variants.{name}: {problem}"
+        if variant.scaling == "weak" and not config.train.warmup_fraction:
+            yield (
+                f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
+                "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
+            )
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

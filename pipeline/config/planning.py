@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.config import catalogue
 from pipeline.config.errors import ConfigError
-from pipeline.config.sections import Config, Machine, Variant
+from pipeline.config.sections import Config, Machine, Train, Variant
 
 
 class Plan(BaseModel):
@@ -21,10 +21,14 @@ class Plan(BaseModel):
     applied: Variant
     left_out: dict[str, str]
     """Technique -> why this machine leaves it out. Empty: everything asked is applied."""
+    decided: dict[str, str] = {}
+    """Technique -> what it decided by itself on this machine, and why."""
     device: Literal["cpu", "cuda"]
     processes: int
     model_processes: int = 1
     """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
+    scale: int = 1
+    """By what the job's batch and learning rate are multiplied: with weak scaling ``data_processes``."""
     micro_batches: int
     micro_batch_size: int
     """Samples one process takes in one micro-step."""
@@ -33,6 +37,19 @@ class Plan(BaseModel):
     def data_processes(self) -> int:
         """Into how many shares a global batch is divided."""
         return self.processes // self.model_processes
+
+    def job(self, train: Train) -> Train:
+        """The job as this variant trains it: ``train``, at the plan's scale.
+
+        Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1.
+        """
+        scaled = {"batch_size": self.scale * train.batch_size, "learning_rate": self.scale * train.learning_rate}
+        return train.model_copy(update=scaled)
+
+    def divided(self, micro_batches: int, **changes: Any) -> Plan:
+        """The same with another number of micro-batches, which must divide a process's share of the batch."""
+        size = self.micro_batches * self.micro_batch_size // micro_batches
+        return self.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size, **changes})
 
 
 def plan(config: Config, name: str, machine: Machine, launched: int | None = None) -> Plan:
@@ -51,9 +68,11 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
 
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
-    if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto":
+    weak = asked.scaling == "weak"
+    micro_batches = 1 if asked.gradient_accumulation == "auto" else asked.gradient_accumulation
+    if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto" and not weak:
         available = processes
-        while train.batch_size % (processes * asked.gradient_accumulation) and processes > 1:
+        while train.batch_size % (processes * micro_batches) and processes > 1:
             processes -= 1
         if processes < available:
             left_out[f"{available - processes} of {available} GPUs"] = (
@@ -62,6 +81,10 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
     if asked.parallelism != "none" and processes == 1:
         left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
         changes["parallelism"] = "none"
+        for option in catalogue.asked(asked):
+            if option.needs:
+                left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"
+                changes[option.key] = getattr(Variant(), option.key)
     for technique in catalogue.asked(asked):
         reason = technique.refusal(asked, machine, on_gpu) or technique.why_not_with(train)
         if reason:
@@ -77,12 +100,18 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
             changes[technique.key] = getattr(Variant(), technique.key)
 
     model_processes = 1
-    shares = processes // model_processes * asked.gradient_accumulation
+    data_processes = processes // model_processes
+    if weak and data_processes == 1 and "weak_scaling" not in left_out:
+        left_out["weak_scaling"] = "there is one data-parallel process, whose batch is the global one"
+        changes["scaling"] = "strong"
+    scale = data_processes if weak else 1
+    shares = data_processes // scale * micro_batches
     if train.batch_size % shares:
         fitting = max(shares, round(train.batch_size / shares) * shares)
         raise ConfigError(
-            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {processes} process(es) x "
-            f"{asked.gradient_accumulation} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into "
+            f"{data_processes // scale} process(es) x {micro_batches} micro-batch(es); allowed: a multiple of "
+            f"{shares}, such as {fitting}."
         )
     return Plan(
         name=name,
@@ -92,7 +121,8 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         device="cuda" if on_gpu else "cpu",
         processes=processes,
         model_processes=model_processes,
-        micro_batches=asked.gradient_accumulation,
+        scale=scale,
+        micro_batches=micro_batches,
         micro_batch_size=train.batch_size // shares,
     )
 

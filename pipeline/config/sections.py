@@ -76,7 +76,9 @@ class Train(Section):
     )
     epochs: PositiveInt = Field(2, description="Passes over the training set.")
     batch_size: PositiveInt = Field(
-        256, description="Global batch: samples an optimizer step, over all devices and micro-batches."
+        256,
+        description="Global batch: samples an optimizer step, over all devices and micro-batches. With a variant's "
+        "scaling: weak, each process's share of it.",
     )
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
     learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
@@ -184,6 +186,22 @@ class Variant(Section):
         description="tf32: float32 products on Tensor Cores (GPU only). Automatic mixed precision: bf16, or fp16 with "
         "a gradient scaler (GPU only).",
     )
+    scaling: Literal["strong", "weak"] = Field(
+        "strong",
+        description="strong: train.batch_size is shared out. weak: each data-parallel process takes that many samples, "
+        "and the learning rate is multiplied by the number of processes.",
+    )
+    bucket_mb: PositiveFloat | None = Field(
+        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."
+    )
+    gradient_as_bucket_view: bool = Field(
+        True, description="DDP: gradients lie in the buckets; false: beside them, and are copied in and out."
+    )
+    static_graph: bool = Field(False, description="DDP: promise that every step uses the same parameters alike.")
+    communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
+        "none", description="DDP: how gradients travel: as they are, in 16 bits, as low-rank factors, or seldom."
+    )
+    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the whole micro-batch of all processes.")
     channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
     activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
         False,
@@ -213,7 +231,6 @@ class Variant(Section):
     loader_workers: NonNegativeInt = Field(
         2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
     )
-    gradient_accumulation: PositiveInt = Field(1, description="Micro-batches an optimizer step.")
     optimizer_in_backward: bool = Field(
         False, description="Update each parameter as soon as its gradient is there, and free the gradient."
     )
@@ -230,22 +247,28 @@ class Variant(Section):
     release_cache: bool = Field(
         False, description="Give freed memory back to the system between training and evaluation."
     )
+    gradient_accumulation: PositiveInt | Literal["auto"] = Field(
+        1, description="Micro-batches an optimizer step; auto: as few as the devices' memory allows."
+    )
 
     def techniques(self) -> dict[str, tuple[str, ...]]:
         """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
+
+        In the order of the fields. What needs a parallelism goes with it.
 
         >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
         {'ddp': ('parallelism', 'processes'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
         """
-        plain, details = Variant(), {"parallelism": "processes", "data_loading": "loader_workers"}
-        found: dict[str, tuple[str, ...]] = {}
-        for key, value in self:
-            if key in details.values() or value == getattr(plain, key):
-                continue
-            name = key if value is True else value if key in ("parallelism", "precision") else f"{key}={value}"
-            found[name] = (key, details[key]) if key in details else (key,)
-        return found
+        from pipeline.config import catalogue  # which knows this module
+
+        order = list(type(self).model_fields)
+        applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
+        options = tuple(each.key for each in applied if each.needs)
+        return {
+            each.label(self): ("parallelism", "processes", *options) if each.key == "parallelism" else (each.key,)
+            for each in applied
+        }
 
 
 class Config(Section):

@@ -68,7 +68,7 @@ def show(
         if memory_bytes is not None:
             largest = rehearsal.largest_batch(memory_bytes)
             table[-1] += [
-                "too large" if largest is None or largest < train.batch_size else "fits",
+                "too large" if largest is None or largest < plan.job(train).batch_size else "fits",
                 "none" if largest is None else str(largest),
             ]
             if largest and largest + plan.processes * plan.micro_batches > len(dataset.train):

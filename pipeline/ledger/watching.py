@@ -124,6 +124,8 @@ class Standing:
         self.buckets = {key: size for key, size in gradients.items() if key not in tape.held}
         """Gradients that no block of the step holds are there all the time, in DistributedDataParallel's buckets, say.
         """
+        self.communication = sum(technique.communication_bytes() for technique in training.techniques)
+        """What techniques keep beside them."""
 
     def parts(self, tape: Tape) -> dict[str, int]:
         """The ledger's parts, without the rest."""
@@ -135,7 +137,7 @@ class Standing:
             "gradients_bytes": max(buckets, beside),
             "optimizer_state_bytes": sum(self.optimizer_state.values()),
             "activations_bytes": tape.at_peak("activations"),
-            "communication_bytes": min(buckets, beside),
+            "communication_bytes": min(buckets, beside) + self.communication,
             "data_bytes": tape.at_peak("data"),
         }
 

@@ -30,12 +30,13 @@ from pipeline.techniques.base import (
 )
 from pipeline.techniques.channels_last import ChannelsLast
 from pipeline.techniques.checkpointing_budget import CheckpointingBudget
+from pipeline.techniques.communication import BF16Compression, FP16Compression, PostLocalSGD, PowerSGD
 from pipeline.techniques.compile import Compile
 from pipeline.techniques.cuda_graph import CudaGraph
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
 from pipeline.techniques.data_loading import DataLoaderData, ResidentData, StreamedData
-from pipeline.techniques.ddp import DDP
-from pipeline.techniques.gradient_accumulation import GradientAccumulation
+from pipeline.techniques.ddp import DDP, BucketSize, GradientsBesideBuckets, StaticGraph
+from pipeline.techniques.gradient_accumulation import AutoMicroBatch, GradientAccumulation
 from pipeline.techniques.low_bit_optimizer import LowBitOptimizer
 from pipeline.techniques.optimizer_choices import (
     FactoredOptimizer,
@@ -45,6 +46,8 @@ from pipeline.techniques.optimizer_choices import (
 )
 from pipeline.techniques.optimizer_in_backward import OptimizerInBackward
 from pipeline.techniques.precision import BFloat16, Float16
+from pipeline.techniques.scaling import WeakScaling
+from pipeline.techniques.sync_batchnorm import SyncBatchNorm
 from pipeline.techniques.tf32 import TF32
 
 __all__ = [
@@ -67,6 +70,7 @@ __all__ = [
 ORDER: tuple[type[Technique], ...] = (
     ExpandableSegments,
     ChannelsLast,
+    SyncBatchNorm,
     ActivationCheckpointing,
     SelectiveCheckpointing,
     CheckpointingBudget,
@@ -74,12 +78,15 @@ ORDER: tuple[type[Technique], ...] = (
     ForLoopOptimizer,
     FactoredOptimizer,
     LowBitOptimizer,
+    *(BucketSize, GradientsBesideBuckets, StaticGraph),
     DDP,
+    *(FP16Compression, BF16Compression, PowerSGD, PostLocalSGD),
     Compile,
     BFloat16,
     Float16,
     ActivationOffload,
     GradientAccumulation,
+    AutoMicroBatch,
     ZeroedGradients,
     OptimizerInBackward,
     ReleaseCache,
@@ -89,6 +96,7 @@ ORDER: tuple[type[Technique], ...] = (
     ResidentData,
     StreamedData,
     DataLoaderData,
+    WeakScaling,
 )
 
 

@@ -61,7 +61,8 @@ class Technique:
     name: ClassVar[str]
     """That of its entry in ``pipeline.config.CATALOGUE``."""
     shards_model: ClassVar[bool] = False
-    """Whether a rank holds a part of the model; ``wrap_model_state`` reads the whole, which is evaluated."""
+    """Whether what a rank holds is not yet the model: a part of it, or one of several to average. ``wrap_model_state``
+    reads the whole, which is evaluated."""
     recomputes: ClassVar[bool] = False
     """Whether a step then takes more floating-point operations."""
     foreseen: ClassVar[bool] = True
@@ -78,7 +79,8 @@ class Technique:
     @classmethod
     def is_asked(cls, plan: Plan) -> bool:
         """Whether the plan applies this technique."""
-        return entry(cls.name).asked(plan.applied)
+        known = entry(cls.name)
+        return known.asked(plan.applied) and (not known.needs or plan.applied.parallelism in known.needs)
 
     @classmethod
     def prepare_process(cls) -> None:
@@ -117,6 +119,14 @@ class Technique:
 
     def wrap_step(self, step: Step) -> Step:
         return step
+
+    def begin_after(self, warmup_steps: int) -> None:
+        """Called before the first step. What is not for a training's start begins after ``warmup_steps``, during which
+        the learning rate rises; 0 where a steady state is measured."""
+
+    def communication_bytes(self) -> int:
+        """Memory kept between steps for exchanging gradients, the gradients themselves not counted."""
+        return 0
 
     def between_phases(self) -> None:
         """Called after an epoch's training, and again after the evaluation that follows; outside measured windows."""

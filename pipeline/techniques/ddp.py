@@ -17,6 +17,51 @@ _NO_BROADCAST = (
 )
 
 
+class DDPOption(Technique):
+    """An argument of ``DistributedDataParallel``, which asks for it."""
+
+    def arguments(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class BucketSize(DDPOption):
+    """The size at which a bucket of gradients is reduced."""
+
+    name = "bucket_mb"
+
+    def arguments(self) -> dict[str, Any]:
+        return {"bucket_cap_mb": self.plan.applied.bucket_mb}
+
+
+class GradientsBesideBuckets(DDPOption):
+    """Gradients are no views of the buckets."""
+
+    name = "gradients_beside_buckets"
+    foreseen = False
+
+    def arguments(self) -> dict[str, Any]:
+        return {"gradient_as_bucket_view": False}
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self._gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model
+
+    def communication_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._gradients)
+
+
+class StaticGraph(DDPOption):
+    """The promise that every step uses the same parameters alike. One that is never used is then no error."""
+
+    name = "static_graph"
+
+    def arguments(self) -> dict[str, Any]:
+        return {"static_graph": True}
+
+
+OPTIONS = (BucketSize, GradientsBesideBuckets, StaticGraph)
+
+
 class DDP(Technique):
     """``torch.nn.parallel.DistributedDataParallel`` around the model.
 
@@ -28,6 +73,9 @@ class DDP(Technique):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         options: dict[str, Any] = {_NO_BROADCAST: False, "gradient_as_bucket_view": True}
+        for option in OPTIONS:
+            if option.is_asked(self.plan):
+                options |= option(self.plan, self.world).arguments()
         device_ids = [self.world.device] if self.world.device.type == "cuda" else None
         self.model = DistributedDataParallel(model, device_ids, **options)
         return self.model

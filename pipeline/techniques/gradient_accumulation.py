@@ -20,3 +20,9 @@ class GradientAccumulation(Technique):
             return forward(images, labels) / self.plan.micro_batches
 
         return share
+
+
+class AutoMicroBatch(GradientAccumulation):
+    """The same, with the N that ``job.training_of`` has found before: the smallest whose step fits in memory."""
+
+    name = "auto_micro_batch"
