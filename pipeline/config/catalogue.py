@@ -1,7 +1,8 @@
 """What is known of every technique before any runs: how it is asked for, what it changes, what it cannot run with.
 
-The techniques themselves are classes under ``pipeline/techniques``, one for each entry here, of the same name. This
-half imports no torch, so that a combination that cannot be is refused in the first second.
+The techniques themselves are classes under ``pipeline/techniques``, one for each entry here, of the same name; fsdp's
+own options are a part of its class. This half imports no torch, so that a combination that cannot be is refused in the
+first second.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Entry:
     """Whether a variant applies it."""
     excludes: Mapping[str, str] = field(default_factory=dict)
     """Name of another technique -> why the two cannot run together. Said by one of the two."""
+    needs: tuple[str, ...] = ()
+    """Values of ``parallelism``, of which it needs one; empty: it needs none."""
     why_not: WhyNot = lambda machine, on_gpu: None  # noqa: ARG005
 
     @property
@@ -50,6 +53,17 @@ class Entry:
     def value(self, variant: Variant) -> object:
         """What the variant says there."""
         return getattr(variant, self.key)
+
+    def label(self, variant: Variant) -> str:
+        """The name, and what the variant says there where the name does not tell it.
+
+        >>> [each.label(variant) for variant in [Variant(precision="bf16", gradient_accumulation=4)] for each in
+        ...  asked(variant)]
+        ['bf16', 'gradient_accumulation=4']
+        """
+        value = self.value(variant)
+        told = isinstance(value, bool) or (isinstance(value, str) and self.setting == f"{self.key}: {value}")
+        return self.name if told else f"{self.name}={value}"
 
 
 def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
@@ -69,6 +83,105 @@ CATALOGUE: tuple[Entry, ...] = (
         source="Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
         asked=lambda variant: variant.parallelism == "ddp",
+    ),
+    Entry(
+        name="zero1",
+        setting="parallelism: zero1",
+        searched_for=("ZeRO", "ZeRO-1", "ZeroRedundancyOptimizer", "sharded optimizer state", "DeepSpeed stage 1"),
+        does="ddp, but every process keeps the optimizer state of its share of the parameters alone, updates these and "
+        "sends them to the others",
+        pays="where the optimizer's state is what does not fit (AdamW: two values a parameter)",
+        costs="a broadcast of all parameters a step, after the update, which nothing hides",
+        source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "zero1",
+        excludes={
+            "optimizer_in_backward": "the shares of the new parameters are sent on after one update of all of them",
+            "cuda_graph": "its update sends parameters from the host's side, which no graph holds",
+        },
+    ),
+    Entry(
+        name="fsdp",
+        setting="parallelism: fsdp",
+        searched_for=(
+            "FSDP",
+            "FSDP2",
+            "fully_shard",
+            "FullyShardedDataParallel",
+            "ZeRO-3",
+            "DeepSpeed stage 3",
+            "HSDP",
+        ),
+        does="Every process holds a share of parameters, gradients and optimizer state, gathers a block's parameters "
+        "when it runs, and scatters their gradients; `replicas: N` does so in N groups, which average as by ddp",
+        pays="where model and optimizer state do not fit on one GPU",
+        costs="about half as much communication again as ddp, in smaller pieces; BatchNorm sees its own share of the "
+        "batch",
+        source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "fsdp",
+        excludes={
+            "cuda_graph": "it gathers and frees parameters from the host's side, which no graph holds",
+            "auto_micro_batch": "a step that breaks off leaves parameters half gathered",
+        },
+    ),
+    Entry(
+        name="keep_gathered",
+        setting="reshard_after_forward: false",
+        searched_for=("reshard_after_forward", "SHARD_GRAD_OP", "ZeRO-2"),
+        does="A block's gathered parameters stay from its forward to its backward pass",
+        pays="where fsdp's communication is what a step waits for, and the whole parameters fit",
+        costs="the memory of the whole parameters while a step runs",
+        source="PyTorch documentation: torch.distributed.fsdp.fully_shard",
+        changes="nothing",
+        asked=lambda variant: not variant.reshard_after_forward,
+        needs=("fsdp",),
+    ),
+    Entry(
+        name="parameter_precision",
+        setting="parameter_precision: bf16",
+        searched_for=("MixedPrecisionPolicy", "param_dtype", "bf16 parameters", "FSDP mixed precision"),
+        does="Parameters are gathered and used in bfloat16, and gradients summed in float32; the shares that the "
+        "optimizer updates stay float32, and BatchNorm's are gathered so too",
+        pays="on GPUs from compute capability 8.0: half the bytes of every gathering, and matrix products in bfloat16",
+        costs="8 bits of mantissa in parameters, activations and their gradients",
+        source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
+        changes="rounding",
+        asked=lambda variant: variant.parameter_precision == "bf16",
+        needs=("fsdp",),
+        excludes={"fp16": "two precisions of 16 bits would meet in one product"},
+    ),
+    Entry(
+        name="cpu_offload",
+        setting="cpu_offload: true",
+        searched_for=("CPUOffloadPolicy", "ZeRO-Offload", "parameter offload"),
+        does="Shares of parameters, gradients and optimizer state lie in pinned host memory, where the update runs",
+        pays="as a last resort, where even the shares do not fit",
+        costs="parameters and gradients cross PCIe every step, and the update runs on the CPU",
+        source="Ren et al., ZeRO-Offload, USENIX ATC 2021",
+        changes="rounding",
+        asked=lambda variant: variant.cpu_offload,
+        needs=("fsdp",),
+        excludes={"fp16": "the loss scale lies on the GPU, and the gradients that it divides do not"},
+        why_not=needs_gpu,
+    ),
+    Entry(
+        name="tensor",
+        setting="parallelism: tensor",
+        searched_for=("tensor parallelism", "TP", "Megatron", "parallelize_module", "DTensor", "model parallelism"),
+        does="Pairs of linear layers are cut along the width between them: every process computes its columns of the "
+        "first and its rows of the second; `replicas: N` does so in N groups, which share the batch as by ddp",
+        pays="for transformers with wide MLPs on GPUs of one host, joined by NVLink",
+        costs="an all-reduce of activations a pair in each direction, which nothing hides; all else of the model is "
+        "held and computed by every process",
+        source="Shoeybi et al., Megatron-LM, 2019",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "tensor",
+        excludes={
+            "fp16": "each process would find the overflows of its own share of the gradients, and scale by those",
+            "cuda_graph": "its collectives are not known to be capturable",
+            "auto_micro_batch": "a process that ran out of memory leaves the others waiting in the middle of a pair",
+        },
     ),
     # Precision.
     Entry(
@@ -142,6 +255,16 @@ def entry(name: str) -> Entry:
 def asked(variant: Variant) -> tuple[Entry, ...]:
     """What the variant applies, in the catalogue's order."""
     return tuple(each for each in CATALOGUE if each.asked(variant))
+
+
+def misplaced(variant: Variant) -> dict[str, str]:
+    """Key -> what is wrong with it, for what needs another parallelism than the variant's."""
+    return {
+        each.key: f"found {each.value(variant)!r} with parallelism {variant.parallelism!r}; it needs "
+        f"{' or '.join(map(repr, each.needs))}: set that, or take {each.key} out."
+        for each in asked(variant)
+        if each.needs and variant.parallelism not in each.needs
+    }
 
 
 def contradiction(variant: Variant) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config.catalogue import contradiction
+from pipeline.config.catalogue import contradiction, misplaced
 from pipeline.config.errors import ConfigError
 from pipeline.config.sections import Config
 
@@ -86,6 +86,12 @@ def _contradictions(config: Config) -> Iterator[str]:
                 f"variants.{name}.processes: found {variant.processes} without a parallelism; "
                 "set parallelism: ddp, or take processes out."
             )
+        if variant.parallelism == "none" and variant.replicas > 1:
+            yield (
+                f"variants.{name}.replicas: found {variant.replicas} without a parallelism; "
+                "set parallelism: fsdp, or take replicas out."
+            )
+        yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
         problem = contradiction(variant)
         if problem:
             yield f"variants.{name}: {problem}"

@@ -10,6 +10,13 @@ from pipeline.config import catalogue
 from pipeline.config.errors import ConfigError
 from pipeline.config.sections import Config, Machine, Variant
 
+PARALLELISMS = ("ddp", "zero1", "fsdp", "tensor")
+"""Those that take several processes."""
+REPLICATED = ("fsdp", "tensor")
+"""Those whose processes may hold several whole models, by ``replicas``."""
+ONE_BATCH = ("tensor",)
+"""Those whose processes take the same samples where they hold one model together."""
+
 
 class Plan(BaseModel):
     """What this machine makes of one variant; every worker follows it."""
@@ -52,21 +59,31 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
     if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto":
-        available = processes
-        while train.batch_size % (processes * asked.gradient_accumulation) and processes > 1:
-            processes -= 1
+        available = machine.gpus
         if processes < available:
             left_out[f"{available - processes} of {available} GPUs"] = (
-                f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
+                f"{asked.replicas} replicas take the same number of GPUs each"
             )
+        fits = _sharing_evenly(asked, processes, train.batch_size)
+        if fits < processes:
+            left_out[f"{available - fits} of {available} GPUs"] = (
+                f"train.batch_size {train.batch_size} is shared out evenly among {fits} at most"
+            )
+            processes = fits
     if asked.parallelism != "none" and processes == 1:
         left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
-        changes["parallelism"] = "none"
+        changes |= {"parallelism": "none", "replicas": 1}
+        for option in catalogue.asked(asked):
+            if option.needs:
+                left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"
+                changes[option.key] = getattr(Variant(), option.key)
     for technique in catalogue.asked(asked):
         reason = technique.why_not(machine, on_gpu)
         if reason:
             raise ConfigError(f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out.")
-    if asked.precision == "bf16" and not (machine.gpu_native_bf16 if on_gpu else machine.cpu_native_bf16):
+    for key, technique_name in (("precision", "bf16"), ("parameter_precision", "parameter_precision")):
+        if getattr(asked, key) != "bf16" or (machine.gpu_native_bf16 if on_gpu else machine.cpu_native_bf16):
+            continue
         reason = (
             "this GPU has no native bf16 (compute capability below 8.0) and would emulate it"
             if on_gpu
@@ -74,19 +91,21 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         )
         if train.without_native == "refuse":
             raise ConfigError(
-                f"{where}.precision: found 'bf16', but {reason}; use 'fp32', or set train.without_native to "
+                f"{where}.{key}: found 'bf16', but {reason}; use 'fp32', or set train.without_native to "
                 "'leave_out' or 'run'."
             )
         if train.without_native == "leave_out":
-            left_out["bf16"] = reason
-            changes["precision"] = "fp32"
+            left_out[technique_name] = reason
+            changes[key] = "fp32"
 
-    model_processes = 1
-    shares = processes // model_processes * asked.gradient_accumulation
+    model_processes = _of_a_model(asked, processes)
+    sharing = processes // model_processes
+    shares = sharing * asked.gradient_accumulation
     if train.batch_size % shares:
         fitting = max(shares, round(train.batch_size / shares) * shares)
+        who = "replica(s)" if model_processes > 1 else "process(es)"
         raise ConfigError(
-            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {processes} process(es) x "
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {sharing} {who} x "
             f"{asked.gradient_accumulation} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
         )
     return Plan(
@@ -120,17 +139,55 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
         if (variant.processes if variant.parallelism != "none" else 1) not in ("auto", launched):
             raise ConfigError(
                 f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
-                f"launcher started {launched} process(es); allowed: parallelism 'ddp' with processes 'auto' or "
-                f"{launched}."
+                f"launcher started {launched} process(es); allowed: parallelism "
+                f"{_listed(PARALLELISMS)} with processes 'auto' or {launched}."
             )
-        return launched
-    if variant.parallelism == "none":
-        return 1
-    if variant.processes == "auto":
-        return machine.gpus if on_gpu else 2
-    if on_gpu and variant.processes > machine.gpus:
+        found = launched
+    elif variant.parallelism == "none":
+        found = 1
+    elif variant.processes == "auto":
+        equal = machine.gpus // variant.replicas * variant.replicas
+        found = (equal or machine.gpus) if on_gpu else 2 * variant.replicas
+    else:
+        found = variant.processes
+        if on_gpu and found > machine.gpus:
+            raise ConfigError(
+                f"{where}.processes: found {found}, but this machine shows {machine.gpus} GPU(s); "
+                f"allowed: 1 to {machine.gpus}, or 'auto'."
+            )
+    _check_replicas(variant, found, where)
+    return found
+
+
+def _check_replicas(variant: Variant, processes: int, where: str) -> None:
+    """Refuse replicas that do not divide the processes into groups of two or more."""
+    if variant.replicas > 1 and variant.parallelism not in REPLICATED:
         raise ConfigError(
-            f"{where}.processes: found {variant.processes}, but this machine shows {machine.gpus} GPU(s); "
-            f"allowed: 1 to {machine.gpus}, or 'auto'."
+            f"{where}.replicas: found {variant.replicas} with parallelism {variant.parallelism!r}; allowed: 1, or "
+            f"parallelism {_listed(REPLICATED)}."
         )
-    return variant.processes
+    fitting = [count for count in range(1, processes // 2 + 1) if processes % count == 0]
+    if processes > 1 and variant.replicas not in fitting:
+        raise ConfigError(
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {processes} processes into groups of two "
+            f"or more; allowed: {', '.join(map(str, fitting))}."
+        )
+
+
+def _sharing_evenly(variant: Variant, processes: int, batch_size: int) -> int:
+    """The most of ``processes`` that can share out a batch evenly; the fewest that could be if none can."""
+    if variant.parallelism in ONE_BATCH:  # replicas share it out, however many processes each of them has
+        return processes
+    fewest = 1 if variant.replicas == 1 else 2 * variant.replicas
+    candidates = range(processes, fewest - 1, -variant.replicas)
+    return next((each for each in candidates if batch_size % (each * variant.gradient_accumulation) == 0), fewest)
+
+
+def _of_a_model(variant: Variant, processes: int) -> int:
+    """How many of ``processes`` hold one model together and take the same samples."""
+    return processes // variant.replicas if variant.parallelism in ONE_BATCH else 1
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    *others, last = map(repr, values)
+    return f"{', '.join(others)} or {last}" if others else last

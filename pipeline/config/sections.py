@@ -171,11 +171,27 @@ class Publish(Section):
 class Variant(Section):
     """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
 
-    parallelism: Literal["none", "ddp"] = Field(
-        "none", description="none: one device. ddp: DistributedDataParallel, one process a device."
+    parallelism: Literal["none", "ddp", "zero1", "fsdp", "tensor"] = Field(
+        "none",
+        description="none: one device. ddp: DistributedDataParallel, one process a device. zero1: ddp with the "
+        "optimizer's state in shares. fsdp: parameters, gradients and optimizer state in shares. tensor: pairs of "
+        "linear layers in shares.",
     )
     processes: PositiveInt | Literal["auto"] = Field(
-        "auto", description="With a parallelism: how many; auto: one a GPU, two where there is none."
+        "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
+    )
+    replicas: PositiveInt = Field(
+        1, description="With fsdp or tensor: how many whole models the processes hold, which share the batch as by ddp."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
+    )
+    parameter_precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="With fsdp. bf16: parameters are gathered and used in bfloat16, gradients summed in float32.",
+    )
+    cpu_offload: bool = Field(
+        False, description="With fsdp on GPUs: shares of parameters, gradients and optimizer state in host memory."
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Automatic mixed precision: bf16, or fp16 with a gradient scaler (GPU only)."
@@ -189,18 +205,23 @@ class Variant(Section):
     def techniques(self) -> dict[str, tuple[str, ...]]:
         """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
 
+        In the order of the fields. What needs a parallelism goes with it.
+
         >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
-        {'ddp': ('parallelism', 'processes'), 'channels_last': ('channels_last',), \
+        {'ddp': ('parallelism', 'processes', 'replicas'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
         """
-        plain = Variant()
-        found: dict[str, tuple[str, ...]] = {}
-        for key, value in self:
-            if key == "processes" or value == getattr(plain, key):  # how many processes is a part of the parallelism
-                continue
-            name = key if value is True else value if isinstance(value, str) else f"{key}={value}"
-            found[name] = (key, "processes") if key == "parallelism" else (key,)
-        return found
+        from pipeline.config import catalogue  # which knows this module
+
+        order = list(type(self).model_fields)
+        applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
+        options = tuple(each.key for each in applied if each.needs)
+        return {
+            each.label(self): ("parallelism", "processes", "replicas", *options)
+            if each.key == "parallelism"
+            else (each.key,)
+            for each in applied
+        }
 
 
 class Config(Section):

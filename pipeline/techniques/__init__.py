@@ -26,8 +26,11 @@ from pipeline.techniques.base import (
 )
 from pipeline.techniques.channels_last import ChannelsLast
 from pipeline.techniques.ddp import DDP
+from pipeline.techniques.fsdp import FSDP
 from pipeline.techniques.gradient_accumulation import GradientAccumulation
 from pipeline.techniques.precision import BFloat16, Float16
+from pipeline.techniques.tensor import Tensor
+from pipeline.techniques.zero1 import Zero1
 
 __all__ = [
     "ORDER",
@@ -50,6 +53,9 @@ ORDER: tuple[type[Technique], ...] = (
     ChannelsLast,
     ActivationCheckpointing,
     DDP,
+    Zero1,
+    FSDP,
+    Tensor,
     BFloat16,
     Float16,
     GradientAccumulation,

@@ -61,6 +61,8 @@ class Technique:
     """That of its entry in ``pipeline.config.CATALOGUE``."""
     shards_model: ClassVar[bool] = False
     """Whether a rank holds a part of the model; ``wrap_model_state`` reads the whole, which is evaluated."""
+    draws_alike: ClassVar[bool] = False
+    """Whether the ranks that hold one model together must draw the same random numbers."""
     recomputes: ClassVar[bool] = False
     """Whether a step then takes more floating-point operations."""
     foreseen: ClassVar[bool] = True
@@ -73,7 +75,8 @@ class Technique:
     @classmethod
     def is_asked(cls, plan: Plan) -> bool:
         """Whether the plan applies this technique."""
-        return entry(cls.name).asked(plan.applied)
+        known = entry(cls.name)
+        return known.asked(plan.applied) and (not known.needs or plan.applied.parallelism in known.needs)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """``model`` on its device, changed in place or wrapped."""

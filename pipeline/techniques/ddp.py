@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.distributed import World
 from pipeline.techniques.base import HoldSync, Technique
 
 _NO_BROADCAST = (
@@ -15,6 +16,14 @@ _NO_BROADCAST = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"  # its name before torch 2.15
 )
+
+
+def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:
+    """``model`` in DistributedDataParallel; ``options`` are its own, such as the ``process_group`` of the replicas."""
+    device_ids = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids, **{_NO_BROADCAST: False, "gradient_as_bucket_view": True} | options
+    )
 
 
 class DDP(Technique):
@@ -27,9 +36,7 @@ class DDP(Technique):
     name = "ddp"
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        options: dict[str, Any] = {_NO_BROADCAST: False, "gradient_as_bucket_view": True}
-        device_ids = [self.world.device] if self.world.device.type == "cuda" else None
-        self.model = DistributedDataParallel(model, device_ids, **options)
+        self.model = replicated(model, self.world)
         return self.model
 
     def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002
