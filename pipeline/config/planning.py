@@ -59,17 +59,14 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
     if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto":
-        available = machine.gpus
+        available, alike = machine.gpus, processes
+        processes = _sharing_evenly(asked, alike, train.batch_size)
         if processes < available:
             left_out[f"{available - processes} of {available} GPUs"] = (
-                f"{asked.replicas} replicas take the same number of GPUs each"
+                f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
+                if processes < alike
+                else f"{asked.replicas} replicas take the same number each"
             )
-        fits = _sharing_evenly(asked, processes, train.batch_size)
-        if fits < processes:
-            left_out[f"{available - fits} of {available} GPUs"] = (
-                f"train.batch_size {train.batch_size} is shared out evenly among {fits} at most"
-            )
-            processes = fits
     if asked.parallelism != "none" and processes == 1:
         left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
         changes |= {"parallelism": "none", "replicas": 1}
@@ -180,7 +177,8 @@ def _sharing_evenly(variant: Variant, processes: int, batch_size: int) -> int:
         return processes
     fewest = 1 if variant.replicas == 1 else 2 * variant.replicas
     candidates = range(processes, fewest - 1, -variant.replicas)
-    return next((each for each in candidates if batch_size % (each * variant.gradient_accumulation) == 0), fewest)
+    even = (each for each in candidates if batch_size % (each * variant.gradient_accumulation) == 0)
+    return next(even, min(fewest, processes))
 
 
 def _of_a_model(variant: Variant, processes: int) -> int:

@@ -92,7 +92,7 @@ def _gathered(joined: World) -> dict[str, Any]:
         seen[name] = {
             "units": sum(isinstance(part, FSDPModule) for part in model.modules()),
             "held": held_bytes(model[0].parameters()),
-            "dtypes": dtypes,
+            "dtypes": list(dtypes),
             "logits": logits.dtype,
         }
         F.cross_entropy(logits, labels).backward()
