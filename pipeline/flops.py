@@ -72,7 +72,9 @@ def counted(config: Config, plan: Plan, shape: tuple[int, int, int], classes: in
         images = torch.zeros(_SAMPLES, *shape)
         recomputing = [each(plan, ALONE) for each in ORDER if each.recomputes and each.is_asked(plan)]
         counts = [_count(model, techniques, images) for techniques in ([], recomputing)]
-    peak = getattr(PEAKS.get(device_name), plan.applied.precision, None) if plan.device == "cuda" else None
+    applied = plan.applied
+    precision = "bf16" if applied.parameter_precision == "bf16" else applied.precision
+    peak = getattr(PEAKS.get(device_name), precision, None) if plan.device == "cuda" else None
     return Flops(
         model_per_sample=counts[0] // _SAMPLES,
         executed_per_sample=counts[1] // _SAMPLES,

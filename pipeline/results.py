@@ -184,7 +184,8 @@ class Ledger(Record):
     activations_bytes: int
     """What the forward pass keeps for the backward pass, temporary tensors, and what kernels take inside."""
     communication_bytes: int
-    """Buckets of the gradients' all-reduce beyond the gradients themselves."""
+    """Buckets of the gradients' all-reduce beyond the gradients themselves; with fsdp, gathered parameters and what is
+    reduced."""
     data_bytes: int
     """The resident data set (not the mapped file on a CPU), the epoch's random draws and the input batch."""
     rest_bytes: int

@@ -198,7 +198,7 @@ class Training:
 
     ``model`` is a single-device module with this seed's initial weights, the same on every rank; it is
     moved to the rank's device. All ranks do everything in step; what is random after the initialisation
-    (dropout, say) differs by rank.
+    (dropout, say) differs by rank, unless a technique says otherwise.
     """
 
     def __init__(
@@ -237,7 +237,9 @@ class Training:
         for technique in self.techniques:
             self.model_state = technique.wrap_model_state(self.model_state)
             self.optimizer_state = technique.wrap_optimizer_state(self.optimizer_state, self.optimizer)
-        torch.manual_seed(seed + 1_000_003 * (world.rank + 1))
+        alike = any(technique.draws_alike for technique in self.techniques)
+        stream = world.rank // plan.model_processes if alike else world.rank
+        torch.manual_seed(seed + 1_000_003 * (stream + 1))
 
         self.clock, self.memory = Clock(world.device), Memory(world.device)
         self.total_steps = train.epochs * batches.steps_per_epoch

@@ -15,6 +15,7 @@ def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, 
     """The plan of a variant whose techniques all apply, on the CPU."""
     variant = Variant(**applied)
     micro_batches = 1 if variant.gradient_accumulation == "auto" else variant.gradient_accumulation
+    model_processes = processes // variant.replicas if variant.parallelism == "tensor" else 1
     return Plan(
         name=name,
         asked=variant,
@@ -22,8 +23,9 @@ def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, 
         left_out={},
         device="cpu",
         processes=processes,
+        model_processes=model_processes,
         micro_batches=micro_batches,
-        micro_batch_size=batch_size // processes // micro_batches,
+        micro_batch_size=batch_size // (processes // model_processes) // micro_batches,
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import config
-from pipeline.config import Config, ConfigError, Machine, PipelineError, load, parse, plan, plans
+from pipeline.config import Config, ConfigError, Machine, PipelineError, Variant, load, parse, plan, plans
 
 ROOT = Path(__file__).parent.parent
 SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
@@ -62,9 +62,7 @@ MISTAKES = [
     (
         "variants.memory.activation_checkpoint",
         True,
-        "unknown key; allowed: parallelism, processes, precision, channels_last, activation_checkpointing, "
-        "activation_offload, gradient_accumulation, optimizer_in_backward, optimizer_state, optimizer_kernel, "
-        "set_to_none, expandable_segments, release_cache. Did you mean 'activation_checkpointing'?",
+        f"unknown key; allowed: {', '.join(Variant.model_fields)}. Did you mean 'activation_checkpointing'?",
     ),
     (
         "variants.memory.activation_checkpointing",

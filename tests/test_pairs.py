@@ -25,11 +25,22 @@ def values(entry: Entry) -> dict[str, Any]:
 
 
 def together(one: Entry, other: Entry) -> dict[str, Any] | None:
-    """The variant that applies both; None where they are two values of one key."""
+    """The variant that applies both; None where there is none: they are two values of one key, or need two."""
     mine, theirs = values(one), values(other)
-    if any(mine[key] != theirs[key] for key in mine.keys() & theirs.keys()):
+    if mine.keys() & theirs.keys():
         return None
-    return mine | theirs
+    asked = mine | theirs
+    possible = [set(entry.needs) for entry in (one, other) if entry.needs]
+    if possible and "parallelism" not in asked:
+        both = [name for name in (one.needs or other.needs) if all(name in names for names in possible)]
+        asked["parallelism"] = next(iter(both), None)
+    if any(asked["parallelism"] not in names for names in possible):
+        return None
+    return asked
+
+
+def alone(one: Entry) -> dict[str, Any]:
+    return values(one) | ({"parallelism": one.needs[0]} if one.needs else {})
 
 
 def pairs(one: Entry) -> Iterator[tuple[Entry, dict[str, Any]]]:
@@ -55,7 +66,7 @@ def runs_here(entry: Entry, here: Machine) -> bool:
 
 @pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
 def test_each_is_asked_for_by_its_setting(one: Entry) -> None:
-    assert one.asked(configured(values(one)).variants["tried"])
+    assert one.asked(configured(alone(one)).variants["tried"])
 
 
 @pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)

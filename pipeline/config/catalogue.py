@@ -1,7 +1,8 @@
 """What is known of every technique before any runs: how it is asked for, what it changes, what it cannot run with.
 
-The techniques themselves are classes under ``pipeline/techniques``, one for each entry here, of the same name. This
-half imports no torch, so that a combination that cannot be is refused in the first second.
+The techniques themselves are classes under ``pipeline/techniques``, one for each entry here, of the same name; fsdp's
+own options are a part of its class. This half imports no torch, so that a combination that cannot be is refused in the
+first second.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ class Entry:
     name: str
     """As results and reports call it."""
     setting: str
-    """The keys of a variant in params.yaml that ask for it, such as ``parallelism: ddp, static_graph: true``: at last
-    its own, before it what it cannot be without."""
+    """The line of a variant in params.yaml."""
     searched_for: tuple[str, ...]
     """Names under which people look for it."""
     does: str
@@ -54,7 +54,7 @@ class Entry:
     @property
     def key(self) -> str:
         """The key of a variant that asks for it."""
-        return self.setting.rpartition(", ")[2].partition(":")[0]
+        return self.setting.partition(":")[0]
 
     def value(self, variant: Variant) -> object:
         """What the variant says there."""
@@ -143,6 +143,106 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.parallelism == "ddp",
     ),
+    Entry(
+        name="zero1",
+        setting="parallelism: zero1",
+        searched_for=("ZeRO", "ZeRO-1", "ZeroRedundancyOptimizer", "sharded optimizer state", "DeepSpeed stage 1"),
+        does="ddp, but every process keeps the optimizer state of its share of the parameters alone, updates these and "
+        "sends them to the others",
+        pays="where the optimizer's state is what does not fit (AdamW: two values a parameter)",
+        costs="a broadcast of all parameters a step, after the update, which nothing hides",
+        source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "zero1",
+        excludes={
+            "optimizer_in_backward": "the shares of the new parameters are sent on after one update of all of them",
+            "cuda_graph": "its update sends parameters from the host's side, which no graph holds",
+        },
+    ),
+    Entry(
+        name="fsdp",
+        setting="parallelism: fsdp",
+        searched_for=(
+            "FSDP",
+            "FSDP2",
+            "fully_shard",
+            "FullyShardedDataParallel",
+            "ZeRO-3",
+            "DeepSpeed stage 3",
+            "HSDP",
+        ),
+        does="Every process holds a share of parameters, gradients and optimizer state, gathers a block's parameters "
+        "when it runs, and scatters their gradients; `replicas: N` does so in N groups, which average as by ddp",
+        pays="where model and optimizer state do not fit on one GPU",
+        costs="about half as much communication again as ddp, in smaller pieces; BatchNorm sees its own share of the "
+        "batch",
+        source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "fsdp",
+        excludes={
+            "cuda_graph": "it gathers and frees parameters from the host's side, which no graph holds",
+            "auto_micro_batch": "a step that breaks off leaves parameters half gathered",
+        },
+    ),
+    Entry(
+        name="keep_gathered",
+        setting="reshard_after_forward: false",
+        searched_for=("reshard_after_forward", "SHARD_GRAD_OP", "ZeRO-2"),
+        does="A block's gathered parameters stay from its forward to its backward pass",
+        pays="where fsdp's communication is what a step waits for, and the whole parameters fit",
+        costs="the memory of the whole parameters while a step runs",
+        source="PyTorch documentation: torch.distributed.fsdp.fully_shard",
+        changes="nothing",
+        asked=lambda variant: not variant.reshard_after_forward,
+        needs=("fsdp",),
+    ),
+    Entry(
+        name="parameter_precision",
+        setting="parameter_precision: bf16",
+        searched_for=("MixedPrecisionPolicy", "param_dtype", "bf16 parameters", "FSDP mixed precision"),
+        does="Parameters are gathered and used in bfloat16, and gradients summed in float32; the shares that the "
+        "optimizer updates stay float32, and BatchNorm's are gathered so too",
+        pays="on GPUs from compute capability 8.0: half the bytes of every gathering, and matrix products in bfloat16",
+        costs="8 bits of mantissa in parameters, activations and their gradients",
+        source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
+        changes="rounding",
+        asked=lambda variant: variant.parameter_precision == "bf16",
+        emulated=_without_native_bf16,
+        needs=("fsdp",),
+        excludes={"fp16": "two precisions of 16 bits would meet in one product"},
+    ),
+    Entry(
+        name="cpu_offload",
+        setting="cpu_offload: true",
+        searched_for=("CPUOffloadPolicy", "ZeRO-Offload", "parameter offload"),
+        does="Shares of parameters, gradients and optimizer state lie in pinned host memory, where the update runs",
+        pays="as a last resort, where even the shares do not fit",
+        costs="parameters and gradients cross PCIe every step, and the update runs on the CPU",
+        source="Ren et al., ZeRO-Offload, USENIX ATC 2021",
+        changes="rounding",
+        asked=lambda variant: variant.cpu_offload,
+        needs=("fsdp",),
+        excludes={"fp16": "the loss scale lies on the GPU, and the gradients that it divides do not"},
+        why_not=needs_gpu,
+    ),
+    Entry(
+        name="tensor",
+        setting="parallelism: tensor",
+        searched_for=("tensor parallelism", "TP", "Megatron", "parallelize_module", "DTensor", "model parallelism"),
+        does="Pairs of linear layers are cut along the width between them: every process computes its columns of the "
+        "first and its rows of the second; `replicas: N` does so in N groups, which share the batch as by ddp",
+        pays="for transformers with wide MLPs on GPUs of one host, joined by NVLink",
+        costs="an all-reduce of activations a pair in each direction, which nothing hides; all else of the model is "
+        "held and computed by every process",
+        source="Shoeybi et al., Megatron-LM, 2019",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "tensor",
+        excludes={
+            "fp16": "each process would find the overflows of its own share of the gradients, and scale by those",
+            "cuda_graph": "its collectives are not known to be capturable",
+            "auto_micro_batch": "a process that ran out of memory leaves the others waiting in the middle of a pair",
+        },
+    ),
     # Precision.
     Entry(
         name="tf32",
@@ -157,7 +257,6 @@ CATALOGUE: tuple[Entry, ...] = (
         why_not=_why_no_tf32,
     ),
     Entry(
-        group="Communication",
         name="bucket_mb",
         setting="bucket_mb: 50",
         searched_for=("bucket_cap_mb", "DDP bucket size", "gradient bucketing"),
@@ -171,7 +270,6 @@ CATALOGUE: tuple[Entry, ...] = (
         needs=_OVER_DDP,
     ),
     Entry(
-        group="Communication",
         name="gradients_beside_buckets",
         setting="gradient_as_bucket_view: false",
         searched_for=("gradient_as_bucket_view",),
@@ -184,7 +282,6 @@ CATALOGUE: tuple[Entry, ...] = (
         needs=_OVER_DDP,
     ),
     Entry(
-        group="Communication",
         name="static_graph",
         setting="static_graph: true",
         searched_for=("DDP static graph", "find_unused_parameters", "unused parameters"),
@@ -201,7 +298,6 @@ CATALOGUE: tuple[Entry, ...] = (
         ),
     ),
     Entry(
-        group="Communication",
         name="sync_batchnorm",
         setting="sync_batchnorm: true",
         searched_for=("SyncBatchNorm", "synchronized batch normalization", "cross-GPU batch norm"),
@@ -222,7 +318,6 @@ CATALOGUE: tuple[Entry, ...] = (
         why_not=needs_gpu,
     ),
     Entry(
-        group="Communication",
         name="fp16_compression",
         setting="communication_hook: fp16",
         searched_for=("fp16_compress_hook", "gradient compression", "DDP communication hook"),
@@ -235,7 +330,6 @@ CATALOGUE: tuple[Entry, ...] = (
         needs=_OVER_DDP,
     ),
     Entry(
-        group="Communication",
         name="bf16_compression",
         setting="communication_hook: bf16",
         searched_for=("bf16_compress_hook", "gradient compression", "DDP communication hook"),
@@ -248,7 +342,6 @@ CATALOGUE: tuple[Entry, ...] = (
         needs=_OVER_DDP,
     ),
     Entry(
-        group="Communication",
         name="powersgd",
         setting="communication_hook: powersgd",
         searched_for=("PowerSGD", "powerSGD_hook", "low-rank gradient compression"),
@@ -266,7 +359,6 @@ CATALOGUE: tuple[Entry, ...] = (
         },
     ),
     Entry(
-        group="Communication",
         name="post_local_sgd",
         setting="communication_hook: post_local_sgd",
         searched_for=(
@@ -286,7 +378,6 @@ CATALOGUE: tuple[Entry, ...] = (
         needs=("ddp",),
     ),
     Entry(
-        group="Communication",
         name="weak_scaling",
         setting="scaling: weak",
         searched_for=("linear scaling rule", "large minibatch", "batch size a GPU", "learning rate scaling"),
@@ -301,7 +392,6 @@ CATALOGUE: tuple[Entry, ...] = (
     ),
     # Precision.
     Entry(
-        group="Precision",
         name="bf16",
         setting="precision: bf16",
         searched_for=("bfloat16", "automatic mixed precision", "AMP", "autocast"),
@@ -388,7 +478,6 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.gradient_accumulation not in (1, "auto"),
     ),
     Entry(
-        group="Memory",
         name="auto_micro_batch",
         setting="gradient_accumulation: auto",
         searched_for=("automatic batch size", "auto_find_batch_size", "batch size finder", "out of memory", "OOM"),

@@ -96,6 +96,11 @@ def _contradictions(config: Config) -> Iterator[str]:
                 f"train.warmup_steps: found {config.train.warmup_steps}, but variants.{name}.cuda_graph records its "
                 f"step after {GRAPH_WARMUP_STEPS} others, which must not be measured; allowed: more than that."
             )
+        if variant.parallelism == "none" and variant.replicas > 1:
+            yield (
+                f"variants.{name}.replicas: found {variant.replicas} without a parallelism; "
+                "set parallelism: fsdp, or take replicas out."
+            )
         yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
         problem = contradiction(variant)
         if problem:

@@ -10,6 +10,13 @@ from pipeline.config import catalogue
 from pipeline.config.errors import ConfigError
 from pipeline.config.sections import Config, Machine, Train, Variant
 
+PARALLELISMS = ("ddp", "zero1", "fsdp", "tensor")
+"""Those that take several processes."""
+REPLICATED = ("fsdp", "tensor")
+"""Those whose processes may hold several whole models, by ``replicas``."""
+ONE_BATCH = ("tensor",)
+"""Those whose processes take the same samples where they hold one model together."""
+
 
 class Plan(BaseModel):
     """What this machine makes of one variant; every worker follows it."""
@@ -65,22 +72,23 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         raise ConfigError("train.device: found 'cuda', but this machine shows no GPU; allowed here: 'auto', 'cpu'.")
     on_gpu = train.device != "cpu" and machine.gpus > 0
     processes = _processes(asked, machine, on_gpu, where, launched)
+    weak = asked.scaling == "weak"
+    micro_batches = 1 if asked.gradient_accumulation == "auto" else asked.gradient_accumulation
 
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
-    weak = asked.scaling == "weak"
-    micro_batches = 1 if asked.gradient_accumulation == "auto" else asked.gradient_accumulation
-    if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto" and not weak:
-        available = processes
-        while train.batch_size % (processes * micro_batches) and processes > 1:
-            processes -= 1
+    if on_gpu and launched is None and asked.parallelism in PARALLELISMS and asked.processes == "auto":
+        available, alike = machine.gpus, processes
+        processes = alike if weak else _sharing_evenly(asked, alike, train.batch_size, micro_batches)
         if processes < available:
             left_out[f"{available - processes} of {available} GPUs"] = (
                 f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
+                if processes < alike
+                else f"{asked.replicas} replicas take the same number each"
             )
-    if asked.parallelism != "none" and processes == 1:
+    if asked.parallelism in PARALLELISMS and processes == 1:
         left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
-        changes["parallelism"] = "none"
+        changes |= {"parallelism": "none", "replicas": 1}
         for option in catalogue.asked(asked):
             if option.needs:
                 left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"
@@ -99,7 +107,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
             left_out[technique.name] = reason
             changes[technique.key] = getattr(Variant(), technique.key)
 
-    model_processes = 1
+    model_processes = processes // asked.replicas if asked.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes
     if weak and data_processes == 1 and "weak_scaling" not in left_out:
         left_out["weak_scaling"] = "there is one data-parallel process, whose batch is the global one"
@@ -108,10 +116,10 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
     shares = data_processes // scale * micro_batches
     if train.batch_size % shares:
         fitting = max(shares, round(train.batch_size / shares) * shares)
+        who = "replica(s)" if model_processes > 1 else "process(es)"
         raise ConfigError(
-            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into "
-            f"{data_processes // scale} process(es) x {micro_batches} micro-batch(es); allowed: a multiple of "
-            f"{shares}, such as {fitting}."
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {data_processes // scale} "
+            f"{who} x {micro_batches} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
         )
     return Plan(
         name=name,
@@ -145,17 +153,51 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
         if (variant.processes if variant.parallelism != "none" else 1) not in ("auto", launched):
             raise ConfigError(
                 f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
-                f"launcher started {launched} process(es); allowed: parallelism 'ddp' with processes 'auto' or "
-                f"{launched}."
+                f"launcher started {launched} process(es); allowed: parallelism "
+                f"{_listed(PARALLELISMS)} with processes 'auto' or {launched}."
             )
-        return launched
-    if variant.parallelism == "none":
-        return 1
-    if variant.processes == "auto":
-        return machine.gpus if on_gpu else 2
-    if on_gpu and variant.processes > machine.gpus:
+        found = launched
+    elif variant.parallelism == "none":
+        found = 1
+    elif variant.processes == "auto":
+        equal = machine.gpus // variant.replicas * variant.replicas
+        found = (equal or machine.gpus) if on_gpu else 2 * variant.replicas
+    else:
+        found = variant.processes
+        if on_gpu and found > machine.gpus:
+            raise ConfigError(
+                f"{where}.processes: found {found}, but this machine shows {machine.gpus} GPU(s); "
+                f"allowed: 1 to {machine.gpus}, or 'auto'."
+            )
+    _check_replicas(variant, found, where)
+    return found
+
+
+def _check_replicas(variant: Variant, processes: int, where: str) -> None:
+    """Refuse replicas that do not divide the processes into groups of two or more."""
+    if variant.replicas > 1 and variant.parallelism not in REPLICATED:
         raise ConfigError(
-            f"{where}.processes: found {variant.processes}, but this machine shows {machine.gpus} GPU(s); "
-            f"allowed: 1 to {machine.gpus}, or 'auto'."
+            f"{where}.replicas: found {variant.replicas} with parallelism {variant.parallelism!r}; allowed: 1, or "
+            f"parallelism {_listed(REPLICATED)}."
         )
-    return variant.processes
+    fitting = [count for count in range(1, processes // 2 + 1) if processes % count == 0]
+    if processes > 1 and variant.replicas not in fitting:
+        raise ConfigError(
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {processes} processes into groups of two "
+            f"or more; allowed: {', '.join(map(str, fitting))}."
+        )
+
+
+def _sharing_evenly(variant: Variant, processes: int, batch_size: int, micro_batches: int) -> int:
+    """The most of ``processes`` that can share out a batch evenly; the fewest that could be if none can."""
+    if variant.parallelism in ONE_BATCH:  # replicas share it out, however many processes each of them has
+        return processes
+    fewest = 1 if variant.replicas == 1 else 2 * variant.replicas
+    candidates = range(processes, fewest - 1, -variant.replicas)
+    even = (each for each in candidates if batch_size % (each * micro_batches) == 0)
+    return next(even, min(fewest, processes))
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    *others, last = map(repr, values)
+    return f"{', '.join(others)} or {last}" if others else last

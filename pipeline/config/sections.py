@@ -175,11 +175,27 @@ class Publish(Section):
 class Variant(Section):
     """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
 
-    parallelism: Literal["none", "ddp"] = Field(
-        "none", description="none: one device. ddp: DistributedDataParallel, one process a device."
+    parallelism: Literal["none", "ddp", "zero1", "fsdp", "tensor"] = Field(
+        "none",
+        description="none: one device. ddp: DistributedDataParallel, one process a device. zero1: ddp with the "
+        "optimizer's state in shares. fsdp: parameters, gradients and optimizer state in shares. tensor: pairs of "
+        "linear layers in shares.",
     )
     processes: PositiveInt | Literal["auto"] = Field(
-        "auto", description="With a parallelism: how many; auto: one a GPU, two where there is none."
+        "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
+    )
+    replicas: PositiveInt = Field(
+        1, description="With fsdp or tensor: how many whole models the processes hold, which share the batch as by ddp."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
+    )
+    parameter_precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="With fsdp. bf16: parameters are gathered and used in bfloat16, gradients summed in float32.",
+    )
+    cpu_offload: bool = Field(
+        False, description="With fsdp on GPUs: shares of parameters, gradients and optimizer state in host memory."
     )
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
         "fp32",
@@ -257,7 +273,7 @@ class Variant(Section):
         In the order of the fields. What needs a parallelism goes with it.
 
         >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
-        {'ddp': ('parallelism', 'processes'), 'channels_last': ('channels_last',), \
+        {'ddp': ('parallelism', 'processes', 'replicas'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
         """
         from pipeline.config import catalogue  # which knows this module
@@ -265,10 +281,8 @@ class Variant(Section):
         order = list(type(self).model_fields)
         applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
         options = tuple(each.key for each in applied if each.needs)
-        return {
-            each.label(self): ("parallelism", "processes", *options) if each.key == "parallelism" else (each.key,)
-            for each in applied
-        }
+        details = {"parallelism": ("processes", "replicas", *options), "data_loading": ("loader_workers",)}
+        return {each.label(self): (each.key, *details.get(each.key, ())) for each in applied}
 
 
 class Config(Section):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.batches import Batch, Placement
 from pipeline.data.prepared import Dataset
+from pipeline.distributed import own_part
 from pipeline.ledger.tape import Tape
 from pipeline.results import Ledger
 from pipeline.training import Training
@@ -25,6 +26,8 @@ Call = tuple[str, int]
 
 _INPUT, _INPUT_ENDS = "ledger: input", "/ledger: input"
 _GRADIENTS = "ledger: gradients"
+_FSDP, _FSDP_ENDS = "FSDP::", "/FSDP::"
+"""How fully_shard names the parts of a step in which it gathers parameters and reduces gradients."""
 _CALL, _CALL_ENDS = "ledger: call ", "/ledger: call "
 
 
@@ -79,7 +82,7 @@ class Watch:
     @staticmethod
     def key(tensor: torch.Tensor) -> int:
         """The key of the tensor's memory on the tape."""
-        return tensor.untyped_storage().data_ptr()
+        return own_part(tensor).untyped_storage().data_ptr()
 
 
 def watched_step(training: Training, watch: Watch) -> Tape:
@@ -111,14 +114,12 @@ class Standing:
         model, states = training.model, training.optimizer.state.values()
 
         def sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-            return {watch.key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+            held = (own_part(tensor) for tensor in tensors)
+            return {watch.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
         self.parameters = sizes([*model.parameters(), *model.buffers()])
         self.optimizer_state = sizes(
-            value
-            for state in states
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.device.type == device
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in tape.held}
@@ -137,7 +138,7 @@ class Standing:
             "gradients_bytes": max(buckets, beside),
             "optimizer_state_bytes": sum(self.optimizer_state.values()),
             "activations_bytes": tape.at_peak("activations"),
-            "communication_bytes": min(buckets, beside) + self.communication,
+            "communication_bytes": min(buckets, beside) + self.communication + tape.at_peak("communication"),
             "data_bytes": tape.at_peak("data"),
         }
 
@@ -178,6 +179,8 @@ class DeviceWatch(Watch):
                 tape.gradients(next(noted))
             elif event.name in (_INPUT, _INPUT_ENDS):
                 tape.input(event.name == _INPUT)
+            elif event.name.startswith((_FSDP, _FSDP_ENDS)):
+                tape.communication(event.name.startswith(_FSDP))
 
     def input(self) -> AbstractContextManager[object]:
         return profiler.record_function(_INPUT)
@@ -276,7 +279,7 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
         if isinstance(fields, _ExtraFields_Allocation):
             if fields.device.type == device and fields.ptr:
                 found.append(_Event(event.start_time_ns, key=fields.ptr, size=fields.alloc_size))
-        elif event.name.startswith("ledger: "):
+        elif event.name.startswith(("ledger: ", _FSDP)):
             found.append(_Event(event.start_time_ns, event.name))
             found.append(_Event(event.end_time_ns, f"/{event.name}"))
     return sorted(found, key=lambda event: event.time)

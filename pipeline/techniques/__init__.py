@@ -36,6 +36,7 @@ from pipeline.techniques.cuda_graph import CudaGraph
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
 from pipeline.techniques.data_loading import DataLoaderData, ResidentData, StreamedData
 from pipeline.techniques.ddp import DDP, BucketSize, GradientsBesideBuckets, StaticGraph
+from pipeline.techniques.fsdp import FSDP
 from pipeline.techniques.gradient_accumulation import AutoMicroBatch, GradientAccumulation
 from pipeline.techniques.low_bit_optimizer import LowBitOptimizer
 from pipeline.techniques.optimizer_choices import (
@@ -48,7 +49,9 @@ from pipeline.techniques.optimizer_in_backward import OptimizerInBackward
 from pipeline.techniques.precision import BFloat16, Float16
 from pipeline.techniques.scaling import WeakScaling
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
+from pipeline.techniques.tensor import Tensor
 from pipeline.techniques.tf32 import TF32
+from pipeline.techniques.zero1 import Zero1
 
 __all__ = [
     "ORDER",
@@ -80,7 +83,10 @@ ORDER: tuple[type[Technique], ...] = (
     LowBitOptimizer,
     *(BucketSize, GradientsBesideBuckets, StaticGraph),
     DDP,
+    Zero1,
     *(FP16Compression, BF16Compression, PowerSGD, PostLocalSGD),
+    FSDP,
+    Tensor,
     Compile,
     BFloat16,
     Float16,

@@ -63,6 +63,8 @@ class Technique:
     shards_model: ClassVar[bool] = False
     """Whether what a rank holds is not yet the model: a part of it, or one of several to average. ``wrap_model_state``
     reads the whole, which is evaluated."""
+    draws_alike: ClassVar[bool] = False
+    """Whether the ranks that hold one model together must draw the same random numbers."""
     recomputes: ClassVar[bool] = False
     """Whether a step then takes more floating-point operations."""
     foreseen: ClassVar[bool] = True

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.config import Plan
+from pipeline.distributed import World
 from pipeline.techniques.base import HoldSync, Technique
 
 _NO_BROADCAST = (
@@ -62,6 +64,17 @@ class StaticGraph(DDPOption):
 OPTIONS = (BucketSize, GradientsBesideBuckets, StaticGraph)
 
 
+def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> DistributedDataParallel:
+    """``model`` in DistributedDataParallel with the plan's ``OPTIONS``; ``options`` are more of its arguments, such as
+    the ``process_group`` of the replicas."""
+    options = {_NO_BROADCAST: False, "gradient_as_bucket_view": True} | options
+    for option in OPTIONS:
+        if option.is_asked(plan):
+            options |= option(plan, world).arguments()
+    device_ids = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids, **options)
+
+
 class DDP(Technique):
     """``torch.nn.parallel.DistributedDataParallel`` around the model.
 
@@ -72,12 +85,7 @@ class DDP(Technique):
     name = "ddp"
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        options: dict[str, Any] = {_NO_BROADCAST: False, "gradient_as_bucket_view": True}
-        for option in OPTIONS:
-            if option.is_asked(self.plan):
-                options |= option(self.plan, self.world).arguments()
-        device_ids = [self.world.device] if self.world.device.type == "cuda" else None
-        self.model = DistributedDataParallel(model, device_ids, **options)
+        self.model = replicated(model, self.plan, self.world)
         return self.model
 
     def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002

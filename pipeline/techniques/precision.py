@@ -44,7 +44,7 @@ class Float16(BFloat16):
     def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
         def scaled() -> None:
             # The scaler puts its own flag in place of one that is set already, but it heeds what is in a gradient.
-            found_inf = vars(optimizer).get("found_inf")
+            found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
                 optimizer.param_groups[0]["params"][0].grad += found_inf / (1 - found_inf)  # 0: nothing; 1: infinity
             self.scaler.step(optimizer)
