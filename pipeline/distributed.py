@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config import PipelineError
 
@@ -99,11 +100,29 @@ class World:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def devices(self, count: int) -> list[torch.device]:
+        """What this process computes on: its own device, or, if they are more than one, the first ``count`` GPUs."""
+        return [self.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
+
+    def mesh(self, **dimensions: int) -> DeviceMesh:
+        """All ranks as a grid with these named dimensions, neighbours of the last one being neighbouring ranks.
+
+        Made once; all ranks must ask for the same one together.
+        """
+        key = tuple(dimensions.items())
+        if key not in _MESHES:
+            names, shape = zip(*key, strict=True)
+            _MESHES[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return _MESHES[key]
+
     def synchronise(self) -> None:
         """Wait until this rank's device has done all it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+
+_MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+"""Those of the process group that lives."""
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 """A single process on the CPU."""
@@ -137,6 +156,7 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
         return
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device == "cuda" else None)
+    _MESHES.clear()
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
     # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends them.
     dist.destroy_process_group()

@@ -11,9 +11,12 @@ from pipeline.config import Plan, Variant
 from pipeline.distributed import ALONE as ALONE
 
 
-def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, **applied: Any) -> Plan:
+def make_plan(
+    name: str = "tried", *, processes: int = 1, devices_per_process: int = 1, batch_size: int = 32, **applied: Any
+) -> Plan:
     """The plan of a variant whose techniques all apply, on the CPU."""
     variant = Variant(**applied)
+    model_processes = processes // variant.replicas if variant.parallelism == "pipeline" else 1
     return Plan(
         name=name,
         asked=variant,
@@ -21,8 +24,10 @@ def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, 
         left_out={},
         device="cpu",
         processes=processes,
+        model_processes=model_processes,
+        devices_per_process=devices_per_process,
         micro_batches=variant.gradient_accumulation,
-        micro_batch_size=batch_size // processes // variant.gradient_accumulation,
+        micro_batch_size=batch_size // (processes // model_processes) // variant.gradient_accumulation,
     )
 
 

@@ -62,8 +62,8 @@ MISTAKES = [
     (
         "variants.memory.activation_checkpoint",
         True,
-        "unknown key; allowed: parallelism, processes, precision, channels_last, activation_checkpointing, "
-        "gradient_accumulation. Did you mean 'activation_checkpointing'?",
+        "unknown key; allowed: parallelism, processes, replicas, schedule, precision, channels_last, "
+        "activation_checkpointing, gradient_accumulation. Did you mean 'activation_checkpointing'?",
     ),
     ("train.epochs", "three", "found 'three'; expected a whole number above 0."),
     ("train.epochs", 2.5, "found 2.5; expected a whole number above 0."),

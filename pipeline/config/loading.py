@@ -86,6 +86,21 @@ def _contradictions(config: Config) -> Iterator[str]:
                 f"variants.{name}.processes: found {variant.processes} without a parallelism; "
                 "set parallelism: ddp, or take processes out."
             )
+        if variant.parallelism == "data_parallel" and variant.processes not in ("auto", 1):
+            yield (
+                f"variants.{name}.processes: found {variant.processes} with parallelism 'data_parallel', which is one "
+                "process for all GPUs; take processes out."
+            )
+        if variant.parallelism not in ("pipeline",) and variant.replicas > 1:
+            yield (
+                f"variants.{name}.replicas: found {variant.replicas} with parallelism {variant.parallelism!r}, whose "
+                "processes hold a model each; allowed: 1, or parallelism 'pipeline'."
+            )
+        if variant.parallelism != "pipeline" and variant.schedule != "1f1b":
+            yield (
+                f"variants.{name}.schedule: found {variant.schedule!r} without a pipeline; set parallelism: pipeline, "
+                "or take schedule out."
+            )
         problem = contradiction(variant)
         if problem:
             yield f"variants.{name}: {problem}"

@@ -10,6 +10,12 @@ from pipeline.config import catalogue
 from pipeline.config.errors import ConfigError
 from pipeline.config.sections import Config, Machine, Variant
 
+_HOLD_A_MODEL_TOGETHER = ("pipeline",)
+"""Parallelisms with several processes a model."""
+MICRO_BATCHES_A_STAGE = 4
+"""Of a pipeline, where the variant does not say. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
+Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
+
 
 class Plan(BaseModel):
     """What this machine makes of one variant; every worker follows it."""
@@ -25,6 +31,8 @@ class Plan(BaseModel):
     processes: int
     model_processes: int = 1
     """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
+    devices_per_process: int = 1
+    """GPUs that one process computes on: more than one with nn.DataParallel alone."""
     micro_batches: int
     micro_batch_size: int
     """Samples one process takes in one micro-step."""
@@ -47,20 +55,26 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
     if train.device == "cuda" and machine.gpus == 0:
         raise ConfigError("train.device: found 'cuda', but this machine shows no GPU; allowed here: 'auto', 'cpu'.")
     on_gpu = train.device != "cpu" and machine.gpus > 0
+    alone = asked.parallelism == "data_parallel"  # one process, however many GPUs
     processes = _processes(asked, machine, on_gpu, where, launched)
 
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
-    if on_gpu and launched is None and asked.parallelism != "none" and asked.processes == "auto":
-        available = processes
-        while train.batch_size % (processes * asked.gradient_accumulation) and processes > 1:
+    together = asked.parallelism in _HOLD_A_MODEL_TOGETHER
+    if on_gpu and launched is None and not (alone or asked.parallelism == "none") and asked.processes == "auto":
+        while not together and train.batch_size % (processes * asked.gradient_accumulation) and processes > 1:
             processes -= 1
-        if processes < available:
-            left_out[f"{available - processes} of {available} GPUs"] = (
-                f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
+        if processes < machine.gpus:
+            left_out[f"{machine.gpus - processes} of {machine.gpus} GPUs"] = (
+                f"{asked.replicas} replicas take as many each"
+                if together
+                else f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
             )
-    if asked.parallelism != "none" and processes == 1:
-        left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
+    devices_per_process = machine.gpus if asked.parallelism == "data_parallel" and on_gpu else 1
+    if asked.parallelism != "none" and processes * devices_per_process == 1 and (on_gpu or not alone):
+        left_out[asked.parallelism] = (
+            "there is one GPU" if alone else "there is one process, which has nobody to share the batch with"
+        )
         changes["parallelism"] = "none"
     for technique in catalogue.asked(asked):
         reason = technique.why_not(machine, on_gpu)
@@ -81,13 +95,19 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
             left_out["bf16"] = reason
             changes["precision"] = "fp32"
 
-    model_processes = 1
-    shares = processes // model_processes * asked.gradient_accumulation
+    model_processes = processes // asked.replicas if together else 1
+    micro_batches = asked.gradient_accumulation
+    if asked.parallelism == "pipeline" and model_processes > 1:
+        micro_batches = _micro_batches_of_pipeline(asked, model_processes, train.batch_size // asked.replicas, where)
+        changes["gradient_accumulation"] = micro_batches
+    sharing = processes // model_processes
+    shares = sharing * micro_batches
     if train.batch_size % shares:
         fitting = max(shares, round(train.batch_size / shares) * shares)
+        who = "replica(s)" if model_processes > 1 else "process(es)"
         raise ConfigError(
-            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {processes} process(es) x "
-            f"{asked.gradient_accumulation} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {sharing} {who} x "
+            f"{micro_batches} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
         )
     return Plan(
         name=name,
@@ -97,7 +117,8 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         device="cuda" if on_gpu else "cpu",
         processes=processes,
         model_processes=model_processes,
-        micro_batches=asked.gradient_accumulation,
+        devices_per_process=devices_per_process if "parallelism" not in changes else 1,
+        micro_batches=micro_batches,
         micro_batch_size=train.batch_size // shares,
     )
 
@@ -116,21 +137,50 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 
 def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:
+    alone = variant.parallelism in ("none", "data_parallel")
     if launched is not None:
-        if (variant.processes if variant.parallelism != "none" else 1) not in ("auto", launched):
+        if (1 if alone else variant.processes) not in ("auto", launched):
             raise ConfigError(
                 f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
                 f"launcher started {launched} process(es); allowed: parallelism 'ddp' with processes 'auto' or "
                 f"{launched}."
             )
-        return launched
-    if variant.parallelism == "none":
+        return _shared_by_replicas(launched, variant, where)
+    if alone:
         return 1
     if variant.processes == "auto":
-        return machine.gpus if on_gpu else 2
+        most = machine.gpus - machine.gpus % variant.replicas if on_gpu else 2 * variant.replicas
+        return _shared_by_replicas(most, variant, where)
     if on_gpu and variant.processes > machine.gpus:
         raise ConfigError(
             f"{where}.processes: found {variant.processes}, but this machine shows {machine.gpus} GPU(s); "
             f"allowed: 1 to {machine.gpus}, or 'auto'."
         )
-    return variant.processes
+    return _shared_by_replicas(variant.processes, variant, where)
+
+
+def _shared_by_replicas(processes: int, variant: Variant, where: str) -> int:
+    """``processes``, if the replicas are so many models of several processes."""
+    replicas = variant.replicas
+    if replicas > 1 and (processes % replicas or processes <= replicas):
+        raise ConfigError(
+            f"{where}.replicas: found {replicas} with {processes} process(es); allowed: 1, or a number that divides "
+            "the processes and leaves each replica two or more."
+        )
+    return processes
+
+
+def _micro_batches_of_pipeline(variant: Variant, stages: int, samples: int, where: str) -> int:
+    """Of ``samples`` a step and pipeline: as many as the variant says, by default up to ``MICRO_BATCHES_A_STAGE``."""
+    asked = variant.gradient_accumulation
+    if asked >= stages:
+        return asked
+    if asked == 1:
+        for count in range(MICRO_BATCHES_A_STAGE * stages, stages - 1, -1):
+            if samples % count == 0:
+                return count
+    raise ConfigError(
+        f"{where}.gradient_accumulation: found {asked}, but a pipeline of {stages} stages stands still with fewer "
+        f"micro-batches than stages, and {samples} samples a step must be a multiple of them; allowed: {stages} or "
+        f"more, better {MICRO_BATCHES_A_STAGE * stages}."
+    )

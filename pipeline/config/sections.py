@@ -168,14 +168,28 @@ class Publish(Section):
     )
 
 
+_OF_PARALLELISM = ("processes", "replicas", "schedule")
+"""Keys that say how a parallelism runs, and are no technique of their own."""
+
+
 class Variant(Section):
     """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
 
-    parallelism: Literal["none", "ddp"] = Field(
-        "none", description="none: one device. ddp: DistributedDataParallel, one process a device."
+    parallelism: Literal["none", "data_parallel", "ddp", "pipeline"] = Field(
+        "none",
+        description="none: one device. data_parallel: nn.DataParallel, one process for all GPUs. "
+        "ddp: DistributedDataParallel, one process a device. pipeline: the model in stages, one a process.",
     )
     processes: PositiveInt | Literal["auto"] = Field(
         "auto", description="With a parallelism: how many; auto: one a GPU, two where there is none."
+    )
+    replicas: PositiveInt = Field(
+        1, description="Of a model that processes hold together: how many, each with its share of the batch."
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        "1f1b",
+        description="Of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so that no "
+        "more micro-batches are in memory than there are stages.",
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Automatic mixed precision: bf16, or fp16 with a gradient scaler (GPU only)."
@@ -184,22 +198,24 @@ class Variant(Section):
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass instead of keeping them."
     )
-    gradient_accumulation: PositiveInt = Field(1, description="Micro-batches an optimizer step.")
+    gradient_accumulation: PositiveInt = Field(
+        1, description="Micro-batches an optimizer step. With a pipeline 1 means up to four a stage."
+    )
 
     def techniques(self) -> dict[str, tuple[str, ...]]:
         """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
 
         >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
-        {'ddp': ('parallelism', 'processes'), 'channels_last': ('channels_last',), \
+        {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
         """
         plain = Variant()
         found: dict[str, tuple[str, ...]] = {}
         for key, value in self:
-            if key == "processes" or value == getattr(plain, key):  # how many processes is a part of the parallelism
+            if key in _OF_PARALLELISM or value == getattr(plain, key):
                 continue
             name = key if value is True else value if isinstance(value, str) else f"{key}={value}"
-            found[name] = (key, "processes") if key == "parallelism" else (key,)
+            found[name] = (key, *_OF_PARALLELISM) if key == "parallelism" else (key,)
         return found
 
 

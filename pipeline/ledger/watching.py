@@ -18,6 +18,7 @@ from pipeline.data.batches import Batch
 from pipeline.data.prepared import Dataset
 from pipeline.ledger.tape import Tape
 from pipeline.results import Ledger
+from pipeline.techniques import MicroBatches
 from pipeline.training import Training
 
 Call = tuple[str, int]
@@ -83,21 +84,28 @@ class Watch:
 def watched_step(training: Training, watch: Watch) -> Tape:
     """Take one step of ``training`` and watch it, from a moment at which there are no gradients yet."""
     step, parameters = training.take_step, list(training.model.parameters())
-    backward = step.backward
+    backward, accumulate = step.backward, step.accumulate
+
+    def note() -> None:
+        watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def noted(loss: torch.Tensor) -> None:
         backward(loss)
-        watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+        note()
+
+    def accumulated(micro_batches: MicroBatches) -> None:
+        accumulate(micro_batches)
+        note()  # a pipeline's schedule takes the backward passes itself
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
     training.optimizer.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
-    step.backward = noted
+    step.backward, step.accumulate = noted, accumulated
     try:
         with watch.recording() as tape:
             step(watch.arriving(training.batches.epoch(epoch, start)))
             training.world.synchronise()
     finally:
-        step.backward = backward
+        step.backward, step.accumulate = backward, accumulate
     return tape
 
 
@@ -111,7 +119,10 @@ class Standing:
         def sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
             return {watch.key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
-        self.parameters = sizes([*model.parameters(), *model.buffers()])
+        # Of other ranks' parts of the model, a rank has the shapes alone, on the meta device.
+        self.parameters = sizes(
+            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == device
+        )
         self.optimizer_state = sizes(
             value
             for state in states

@@ -25,8 +25,10 @@ from pipeline.techniques.base import (
     ZeroGrad,
 )
 from pipeline.techniques.channels_last import ChannelsLast
+from pipeline.techniques.data_parallel import DataParallel
 from pipeline.techniques.ddp import DDP
 from pipeline.techniques.gradient_accumulation import GradientAccumulation
+from pipeline.techniques.pipeline import Pipeline
 from pipeline.techniques.precision import BFloat16, Float16
 
 __all__ = [
@@ -49,7 +51,9 @@ __all__ = [
 ORDER: tuple[type[Technique], ...] = (
     ChannelsLast,
     ActivationCheckpointing,
+    DataParallel,
     DDP,
+    Pipeline,
     BFloat16,
     Float16,
     GradientAccumulation,
