@@ -323,7 +323,9 @@ def _until_broken(joined: World, dataset: Dataset, on_device: bool, directory: s
                 print("step", file=file, flush=True)
                 training.model[-1].broken = training.steps == 7  # type: ignore[index]
         except NonFiniteLoss as error:
-            return str(error)
+            if on_device:
+                return str(error)
+            raise
     raise AssertionError("the run did not stop")
 
 
