@@ -109,6 +109,10 @@ class World:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def devices(self, count: int) -> list[torch.device]:
+        """What this process computes on: its own device, or, if they are more than one, the first ``count`` GPUs."""
+        return [self.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
+
     def mesh(self, **dimensions: int) -> DeviceMesh:
         """All ranks as a grid with these named dimensions, neighbours of the last one being neighbouring ranks.
 

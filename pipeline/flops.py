@@ -78,7 +78,7 @@ def counted(config: Config, plan: Plan, shape: tuple[int, int, int], classes: in
     return Flops(
         model_per_sample=counts[0] // _SAMPLES,
         executed_per_sample=counts[1] // _SAMPLES,
-        peak_per_second=None if peak is None else peak * 1e12 * plan.processes,
+        peak_per_second=None if peak is None else peak * 1e12 * plan.processes * plan.devices_per_process,
     )
 
 

@@ -155,7 +155,8 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
         if world.is_main:
             _announce(plan, world, device_name)
         following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
-        here = [device for host, device in world.gather((platform.node(), world.device)) if host == platform.node()]
+        everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
+        here = [device for host, devices in everywhere if host == platform.node() for device in devices]
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
         with following, sampler or nullcontext(), interruption(world) as heard:
             job = Job(
@@ -428,6 +429,8 @@ def _followed(variant: str) -> Iterator[None]:
 
 def _announce(plan: Plan, world: World, device_name: str) -> None:
     place = f"{world.size} processes over {world.backend}" if world.backend else "one process"
+    if plan.devices_per_process > 1:
+        place += f" for {plan.devices_per_process} GPUs"
     print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
     for technique, reason in plan.left_out.items():
         print(f"{plan.name}: {technique} is left out: {reason}", flush=True)

@@ -73,6 +73,9 @@ class TrainingStep:
         techniques: Sequence[Technique],
         micro_batches: int,
     ) -> None:
+        for technique in techniques:
+            criterion = technique.wrap_criterion(criterion)
+
         def forward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return criterion(model(images), labels)
 
@@ -88,7 +91,7 @@ class TrainingStep:
             self.forward = technique.wrap_forward(self.forward)
             self.backward = technique.wrap_backward(self.backward)
             hold_sync = technique.wrap_hold_sync(hold_sync)
-            self.accumulate = technique.wrap_accumulate(self.accumulate, criterion, losses)
+            self.accumulate = technique.wrap_accumulate(self.accumulate, self._forward, self)
             self.zero_grad = technique.wrap_zero_grad(self.zero_grad, optimizer)
             self.update = technique.wrap_update(self.update, optimizer)
             self.take = technique.wrap_step(self.take)
@@ -103,6 +106,13 @@ class TrainingStep:
         self.accumulate(micro_batches)
         self.losses.before_update(self.optimizer)
         self.update()
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Note a micro-batch's share of the loss."""
+        self.losses.add(loss)
+
+    def _forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.forward(images, labels)
 
     def _one_by_one(self, micro_batches: MicroBatches) -> None:
         for sync in self.syncs:
@@ -224,6 +234,7 @@ class Training:
         wrapped, optimizer = self.model, optimizers.of_job(train)
         for technique in self.techniques:
             technique.see_data(dataset.shape)
+            technique.preview(self._sample)
             wrapped = technique.wrap_model(wrapped)
             optimizer = technique.change_optimizer(optimizer)
         self.optimizer = optimizer.make(wrapped.parameters())
@@ -241,7 +252,7 @@ class Training:
         stream = world.rank // plan.model_processes if alike else world.rank
         torch.manual_seed(seed + 1_000_003 * (stream + 1))
 
-        self.clock, self.memory = Clock(world.device), Memory(world.device)
+        self.clock, self.memory = Clock(world.device), Memory(*world.devices(plan.devices_per_process))
         self.total_steps = train.epochs * batches.steps_per_epoch
         for technique in self.techniques:
             technique.begin_after(rising_steps(train, self.total_steps))
@@ -325,7 +336,7 @@ class Training:
     def settle(self, steps: int) -> None:
         """Forget what was measured: ``advance`` warms up for so many steps before it measures."""
         self.batches.close()
-        self.clock, self.memory = Clock(self.world.device), Memory(self.world.device)
+        self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
         self.settled = self.steps + steps
         self._last_row = (self.steps, 0.0)
         self._advancing = None
@@ -364,20 +375,23 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Undo of ``state``, before ``run``."""
+        mine = state["ranks"][self.world.rank]
+        for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
+            technique.restore(remembered)  # first: what a rank holds of the model may depend on it
         self.model_state.load(state["model"])
         self.optimizer_state.load(state["optimizer"])
-        mine = state["ranks"][self.world.rank]
         self.losses.total += mine["losses"]
         self.clock.restore(mine["clock"])
         self.memory.restore(mine["memory"])
-        for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
-            technique.restore(remembered)
         for detector, remembered in zip(self.detectors, mine["detectors"], strict=True):
             detector.restore(remembered)
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
         self.settled = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(state["last_row"])
         checkpoints.restore_random_state(mine["random"])
+
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return next(self.batches.epoch(0))
 
     def _open(self) -> None:
         for detector in self.detectors:

@@ -11,11 +11,13 @@ from pipeline.config import Plan, Variant
 from pipeline.distributed import ALONE as ALONE
 
 
-def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, **applied: Any) -> Plan:
+def make_plan(
+    name: str = "tried", *, processes: int = 1, devices_per_process: int = 1, batch_size: int = 32, **applied: Any
+) -> Plan:
     """The plan of a variant whose techniques all apply, on the CPU."""
     variant = Variant(**applied)
     micro_batches = 1 if variant.gradient_accumulation == "auto" else variant.gradient_accumulation
-    model_processes = processes // variant.replicas if variant.parallelism == "tensor" else 1
+    model_processes = processes // variant.replicas if variant.parallelism in ("pipeline", "tensor") else 1
     return Plan(
         name=name,
         asked=variant,
@@ -26,6 +28,7 @@ def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, 
         model_processes=model_processes,
         micro_batches=micro_batches,
         micro_batch_size=batch_size // (processes // model_processes) // micro_batches,
+        devices_per_process=devices_per_process,
     )
 
 

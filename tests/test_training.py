@@ -38,17 +38,16 @@ def make_training(
 ) -> Training:
     """A run of ``conv_net`` over the digits: 44 steps an epoch."""
     plan = make_plan(
-        parallelism="ddp" if joined.size > 1 else "none",
         processes=joined.size,
         batch_size=train.batch_size,
-        **applied,
+        **{"parallelism": "ddp" if joined.size > 1 else "none"} | applied,
     )
     batches = TrainBatches(
         dataset,
         batch_size=train.batch_size,
         micro_batches=plan.micro_batches,
-        rank=joined.rank,
-        world_size=joined.size,
+        rank=joined.rank // plan.model_processes,
+        world_size=plan.data_processes,
         seed=seed,
         augment=train.augment,
         placement="resident",

@@ -129,9 +129,32 @@ def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
 
 _OVER_DDP = ("ddp", "zero1")
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
+_ONE_FORWARD = "its copies of a block would all run the first GPU's, whose forward pass checkpointing replaces"
 
 CATALOGUE: tuple[Entry, ...] = (
     # Parallelism: how processes or devices share the work.
+    Entry(
+        name="data_parallel",
+        setting="parallelism: data_parallel",
+        searched_for=("DataParallel", "nn.DataParallel", "DP", "multi-GPU", "single process"),
+        does="One process copies the model to every GPU in each forward pass, and a thread drives each",
+        pays="nowhere any more: it shows what DistributedDataParallel replaced",
+        costs="the model broadcast and the gradients gathered in each step; threads that wait for Python's lock; more "
+        "memory on the first GPU than on the others",
+        source="PyTorch documentation: torch.nn.DataParallel; Li et al., PyTorch Distributed, VLDB 2020",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "data_parallel",
+        excludes={
+            "bf16": "its threads do not take over autocast's type, and would compute in float16",
+            "activation_checkpointing": _ONE_FORWARD,
+            "selective_checkpointing": _ONE_FORWARD,
+            "checkpointing_budget": _ONE_FORWARD,
+            "activation_offload": "its threads do not take over the hooks that move activations",
+            "compile": "torch.compile does not follow it into its threads",
+            "cuda_graph": "a graph is captured in one thread, on one GPU",
+        },
+        why_not=needs_gpu,
+    ),
     Entry(
         name="ddp",
         setting="parallelism: ddp",
@@ -224,6 +247,26 @@ CATALOGUE: tuple[Entry, ...] = (
         needs=("fsdp",),
         excludes={"fp16": "the loss scale lies on the GPU, and the gradients that it divides do not"},
         why_not=needs_gpu,
+    ),
+    Entry(
+        name="pipeline",
+        setting="parallelism: pipeline",
+        searched_for=("pipeline parallelism", "model parallelism", "GPipe", "1F1B", "PipelineStage", "stages"),
+        does="The model is cut into stages of equal cost, one a process; micro-batches follow each other through them",
+        pays="when the model and its optimizer state do not fit on one GPU, and between hosts: only activations at the "
+        "cuts are sent",
+        costs="with p stages and m micro-batches a share (p - 1) / (m + p - 1) of the time, in which stages wait; "
+        "BatchNorm sees micro-batches",
+        source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
+        "al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021",
+        changes="rounding",
+        asked=lambda variant: variant.parallelism == "pipeline",
+        excludes={
+            "fp16": "each stage would find overflows, and follow a loss scale, of its own",
+            "optimizer_in_backward": "a stage's gradients are complete when its last micro-batch is through",
+            "auto_micro_batch": "the stages are cut, and their buffers made, for one size of micro-batch",
+            "cuda_graph": "what stages send each other is not captured with a step",
+        },
     ),
     Entry(
         name="tensor",

@@ -102,6 +102,16 @@ def _contradictions(config: Config) -> Iterator[str]:
                 "set parallelism: fsdp, or take replicas out."
             )
         yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
+        if variant.parallelism == "data_parallel" and variant.processes not in ("auto", 1):
+            yield (
+                f"variants.{name}.processes: found {variant.processes} with parallelism 'data_parallel', which is one "
+                "process for all GPUs; take processes out."
+            )
+        if variant.parallelism != "pipeline" and variant.schedule != "1f1b":
+            yield (
+                f"variants.{name}.schedule: found {variant.schedule!r} without a pipeline; set parallelism: pipeline, "
+                "or take schedule out."
+            )
         problem = contradiction(variant)
         if problem:
             yield f"variants.{name}: {problem}"

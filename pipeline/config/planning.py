@@ -10,12 +10,15 @@ from pipeline.config import catalogue
 from pipeline.config.errors import ConfigError
 from pipeline.config.sections import Config, Machine, Train, Variant
 
-PARALLELISMS = ("ddp", "zero1", "fsdp", "tensor")
+PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
 """Those that take several processes."""
-REPLICATED = ("fsdp", "tensor")
+REPLICATED = ("fsdp", "pipeline", "tensor")
 """Those whose processes may hold several whole models, by ``replicas``."""
-ONE_BATCH = ("tensor",)
+ONE_BATCH = ("pipeline", "tensor")
 """Those whose processes take the same samples where they hold one model together."""
+MICRO_BATCHES_A_STAGE = 4
+"""Of a pipeline, where the variant does not say. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
+Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
 
 
 class Plan(BaseModel):
@@ -36,6 +39,8 @@ class Plan(BaseModel):
     """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
     scale: int = 1
     """By what the job's batch and learning rate are multiplied: with weak scaling ``data_processes``."""
+    devices_per_process: int = 1
+    """GPUs that one process computes on: more than one with nn.DataParallel alone."""
     micro_batches: int
     micro_batch_size: int
     """Samples one process takes in one micro-step."""
@@ -86,8 +91,14 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
                 if processes < alike
                 else f"{asked.replicas} replicas take the same number each"
             )
-    if asked.parallelism in PARALLELISMS and processes == 1:
-        left_out[asked.parallelism] = "there is one process, which has nobody to share the batch with"
+    devices_per_process = machine.gpus if asked.parallelism == "data_parallel" and on_gpu else 1
+    alone = processes == 1 if asked.parallelism in PARALLELISMS else on_gpu and devices_per_process == 1
+    if asked.parallelism != "none" and alone:
+        left_out[asked.parallelism] = (
+            "there is one process, which has nobody to share the batch with"
+            if asked.parallelism in PARALLELISMS
+            else "there is one GPU"
+        )
         changes |= {"parallelism": "none", "replicas": 1}
         for option in catalogue.asked(asked):
             if option.needs:
@@ -109,6 +120,10 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
 
     model_processes = processes // asked.replicas if asked.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes
+    if asked.parallelism == "pipeline" and model_processes > 1:
+        samples = train.batch_size // (1 if weak else data_processes)
+        micro_batches = _micro_batches_of_pipeline(micro_batches, model_processes, samples, where)
+        changes["gradient_accumulation"] = micro_batches
     if weak and data_processes == 1 and "weak_scaling" not in left_out:
         left_out["weak_scaling"] = "there is one data-parallel process, whose batch is the global one"
         changes["scaling"] = "strong"
@@ -129,6 +144,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         device="cuda" if on_gpu else "cpu",
         processes=processes,
         model_processes=model_processes,
+        devices_per_process=devices_per_process,
         scale=scale,
         micro_batches=micro_batches,
         micro_batch_size=train.batch_size // shares,
@@ -150,14 +166,14 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:
     if launched is not None:
-        if (variant.processes if variant.parallelism != "none" else 1) not in ("auto", launched):
+        if (variant.processes if variant.parallelism in PARALLELISMS else 1) not in ("auto", launched):
             raise ConfigError(
                 f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
                 f"launcher started {launched} process(es); allowed: parallelism "
                 f"{_listed(PARALLELISMS)} with processes 'auto' or {launched}."
             )
         found = launched
-    elif variant.parallelism == "none":
+    elif variant.parallelism not in PARALLELISMS:
         found = 1
     elif variant.processes == "auto":
         equal = machine.gpus // variant.replicas * variant.replicas
@@ -196,6 +212,21 @@ def _sharing_evenly(variant: Variant, processes: int, batch_size: int, micro_bat
     candidates = range(processes, fewest - 1, -variant.replicas)
     even = (each for each in candidates if batch_size % (each * micro_batches) == 0)
     return next(even, min(fewest, processes))
+
+
+def _micro_batches_of_pipeline(asked: int, stages: int, samples: int, where: str) -> int:
+    """Of ``samples`` a step and pipeline: as many as are asked for, by default up to ``MICRO_BATCHES_A_STAGE``."""
+    if asked >= stages:
+        return asked
+    if asked == 1:
+        for count in range(MICRO_BATCHES_A_STAGE * stages, stages - 1, -1):
+            if samples % count == 0:
+                return count
+    raise ConfigError(
+        f"{where}.gradient_accumulation: found {asked}, but a pipeline of {stages} stages stands still with fewer "
+        f"micro-batches than stages, and {samples} samples a step must be a multiple of them; allowed: {stages} or "
+        f"more, better {MICRO_BATCHES_A_STAGE * stages}."
+    )
 
 
 def _listed(values: tuple[str, ...]) -> str:

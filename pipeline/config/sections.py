@@ -175,17 +175,25 @@ class Publish(Section):
 class Variant(Section):
     """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
 
-    parallelism: Literal["none", "ddp", "zero1", "fsdp", "tensor"] = Field(
+    parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
         "none",
-        description="none: one device. ddp: DistributedDataParallel, one process a device. zero1: ddp with the "
-        "optimizer's state in shares. fsdp: parameters, gradients and optimizer state in shares. tensor: pairs of "
-        "linear layers in shares.",
+        description="none: one device. data_parallel: nn.DataParallel, one process for all GPUs. ddp: "
+        "DistributedDataParallel, one process a device. zero1: ddp with the optimizer's state in shares. fsdp: "
+        "parameters, gradients and optimizer state in shares. pipeline: the model in stages, one a process. tensor: "
+        "pairs of linear layers in shares.",
     )
     processes: PositiveInt | Literal["auto"] = Field(
         "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
     )
     replicas: PositiveInt = Field(
-        1, description="With fsdp or tensor: how many whole models the processes hold, which share the batch as by ddp."
+        1,
+        description="With fsdp, pipeline or tensor: how many whole models the processes hold, which share the batch as "
+        "by ddp.",
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        "1f1b",
+        description="Of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so that no "
+        "more micro-batches are in memory than there are stages.",
     )
     reshard_after_forward: bool = Field(
         True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
@@ -264,7 +272,9 @@ class Variant(Section):
         False, description="Give freed memory back to the system between training and evaluation."
     )
     gradient_accumulation: PositiveInt | Literal["auto"] = Field(
-        1, description="Micro-batches an optimizer step; auto: as few as the devices' memory allows."
+        1,
+        description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 means "
+        "up to four a stage.",
     )
 
     def techniques(self) -> dict[str, tuple[str, ...]]:
@@ -273,7 +283,7 @@ class Variant(Section):
         In the order of the fields. What needs a parallelism goes with it.
 
         >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
-        {'ddp': ('parallelism', 'processes', 'replicas'), 'channels_last': ('channels_last',), \
+        {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
         """
         from pipeline.config import catalogue  # which knows this module
@@ -281,7 +291,7 @@ class Variant(Section):
         order = list(type(self).model_fields)
         applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
         options = tuple(each.key for each in applied if each.needs)
-        details = {"parallelism": ("processes", "replicas", *options), "data_loading": ("loader_workers",)}
+        details = {"parallelism": ("processes", "replicas", "schedule", *options), "data_loading": ("loader_workers",)}
         return {each.label(self): (each.key, *details.get(each.key, ())) for each in applied}
 
 

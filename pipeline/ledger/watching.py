@@ -19,6 +19,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import own_part
 from pipeline.ledger.tape import Tape
 from pipeline.results import Ledger
+from pipeline.techniques import MicroBatches
 from pipeline.training import Training
 
 Call = tuple[str, int]
@@ -88,21 +89,28 @@ class Watch:
 def watched_step(training: Training, watch: Watch) -> Tape:
     """Take one step of ``training`` and watch it, from a moment at which the last step's gradients are forgotten."""
     step, parameters = training.take_step, list(training.model.parameters())
-    backward = step.backward
+    backward, accumulate = step.backward, step.accumulate
+
+    def note() -> None:
+        watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def noted(loss: torch.Tensor) -> None:
         backward(loss)
-        watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+        note()
+
+    def accumulated(micro_batches: MicroBatches) -> None:
+        accumulate(micro_batches)
+        note()  # a pipeline's schedule takes the backward passes itself
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
     step.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
-    step.backward = noted
+    step.backward, step.accumulate = noted, accumulated
     try:
         with watch.recording() as tape:
             step(watch.arriving(training.batches.epoch(epoch, start)))
             training.world.synchronise()
     finally:
-        step.backward = backward
+        step.backward, step.accumulate = backward, accumulate
     return tape
 
 
@@ -117,7 +125,10 @@ class Standing:
             held = (own_part(tensor) for tensor in tensors)
             return {watch.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
-        self.parameters = sizes([*model.parameters(), *model.buffers()])
+        # Of other ranks' parts of the model, a rank has the shapes alone, on the meta device.
+        self.parameters = sizes(
+            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == device
+        )
         self.optimizer_state = sizes(
             value for state in states for value in state.values() if isinstance(value, torch.Tensor)
         )

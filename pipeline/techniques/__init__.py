@@ -35,6 +35,7 @@ from pipeline.techniques.compile import Compile
 from pipeline.techniques.cuda_graph import CudaGraph
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
 from pipeline.techniques.data_loading import DataLoaderData, ResidentData, StreamedData
+from pipeline.techniques.data_parallel import DataParallel
 from pipeline.techniques.ddp import DDP, BucketSize, GradientsBesideBuckets, StaticGraph
 from pipeline.techniques.fsdp import FSDP
 from pipeline.techniques.gradient_accumulation import AutoMicroBatch, GradientAccumulation
@@ -46,6 +47,7 @@ from pipeline.techniques.optimizer_choices import (
     ZeroedGradients,
 )
 from pipeline.techniques.optimizer_in_backward import OptimizerInBackward
+from pipeline.techniques.pipeline import Pipeline
 from pipeline.techniques.precision import BFloat16, Float16
 from pipeline.techniques.scaling import WeakScaling
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
@@ -81,11 +83,13 @@ ORDER: tuple[type[Technique], ...] = (
     ForLoopOptimizer,
     FactoredOptimizer,
     LowBitOptimizer,
+    DataParallel,
     *(BucketSize, GradientsBesideBuckets, StaticGraph),
     DDP,
     Zero1,
     *(FP16Compression, BF16Compression, PowerSGD, PostLocalSGD),
     FSDP,
+    Pipeline,
     Tensor,
     Compile,
     BFloat16,

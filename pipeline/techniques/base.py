@@ -92,6 +92,16 @@ class Technique:
     def see_data(self, shape: tuple[int, int, int]) -> None:
         """Called before all ``wrap_`` hooks, with the shape of an image: channels, height, width."""
 
+    def preview(self, sample: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Before ``wrap_model``, for what must try the model: ``sample()`` makes a micro-batch as training brings them.
+
+        It is the same on every rank that takes the same samples, and the training's own draws stay as they are.
+        """
+
+    def wrap_criterion(self, criterion: Criterion) -> Criterion:
+        """What is made of the wrapped model's output."""
+        return criterion
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """``model`` on its device, changed in place or wrapped."""
         return model
@@ -109,8 +119,11 @@ class Technique:
     def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:
         return hold_sync
 
-    def wrap_accumulate(self, accumulate: Accumulate, criterion: Criterion, losses: Losses) -> Accumulate:  # noqa: ARG002
-        """For what does not take a step's micro-batches one by one, each forward and backward."""
+    def wrap_accumulate(self, accumulate: Accumulate, forward: Forward, losses: Losses) -> Accumulate:  # noqa: ARG002
+        """For what does not take a step's micro-batches one by one, each forward and backward.
+
+        ``forward`` is the step's as all techniques, later ones too, leave it.
+        """
         return accumulate
 
     def wrap_zero_grad(self, zero_grad: ZeroGrad, optimizer: torch.optim.Optimizer) -> ZeroGrad:  # noqa: ARG002

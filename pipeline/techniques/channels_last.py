@@ -9,7 +9,10 @@ from pipeline.techniques.base import Forward, Technique
 
 
 class ChannelsLast(Technique):
-    """The model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same."""
+    """The model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same.
+
+    What a later stage of a pipeline gets may have other dimensions, and stays as it is.
+    """
 
     name = "channels_last"
 
@@ -18,6 +21,8 @@ class ChannelsLast(Technique):
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def channels_last(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return forward(images.contiguous(memory_format=torch.channels_last), labels)
+            if images.dim() == 4:
+                images = images.contiguous(memory_format=torch.channels_last)
+            return forward(images, labels)
 
         return channels_last

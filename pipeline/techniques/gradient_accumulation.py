@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.config import Plan
 from pipeline.techniques.base import Forward, Technique
 
 
 class GradientAccumulation(Technique):
     """Each of N micro-batches counts 1/N, so the sum of their gradients is the whole batch's mean gradient.
 
-    BatchNorm still normalises each micro-batch by its own statistics.
+    BatchNorm still normalises each micro-batch by its own statistics. A pipeline takes its micro-batches itself.
     """
 
     name = "gradient_accumulation"
+
+    @classmethod
+    def is_asked(cls, plan: Plan) -> bool:
+        return super().is_asked(plan) and plan.applied.parallelism != "pipeline"
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def share(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
