@@ -18,7 +18,7 @@ PREPARED = Path("data/prepared")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code: 2 for a mistake that the person can put right.
 
-    Only ``gate`` and ``doctor`` have others of their own.
+    Only ``gate``, ``verify`` and ``doctor`` have others of their own.
     """
     parsed = _parser().parse_args(arguments)
     from pipeline.config import PipelineError
@@ -69,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
     memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
+    verify = add("verify", _verify, "Prove on this model and data what the comparison rests on, in a minute or so.")
+    verify.epilog = "Ends with 1 if a claim does not hold, else with 0."
+    verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
+    verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")
     doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
     doctor.epilog = "Ends with 0 if there is no problem, also with warnings, and with 1 if there is one."
     doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
@@ -184,6 +188,15 @@ def _predict_memory(parsed: argparse.Namespace) -> None:
         device=parsed.device,
         batch_size=parsed.batch_size,
     )
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import verification
+
+    return verification.run(params, machine, parsed.variants, PREPARED, as_json=parsed.json)
 
 
 def _doctor(parsed: argparse.Namespace) -> int:

@@ -111,7 +111,7 @@ class Compared(Record):
 
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
-    test_correct_count: int
+    test_correct_count: int | float
     """Over all seeds."""
     test_count: int
     """Test samples evaluated, over all seeds."""

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Machine
+from pipeline.config import Machine, outside
 from pipeline.results import write_text
 
 ENVIRONMENT_FILE = Path("environment.json")
@@ -89,6 +89,8 @@ def fingerprint() -> dict[str, Any]:
             if _SETTINGS.fullmatch(name) and not _NO_SETTINGS.fullmatch(name)
         },
     }
+    if outside.packages():
+        content["software"]["techniques"] = outside.packages()
     if gpus:  # without a GPU these are installed but not used
         content["software"] |= {"driver": driver, "cuda": _torch()["cuda"], **_cuda_libraries()}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

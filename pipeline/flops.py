@@ -14,7 +14,7 @@ from pipeline import models
 from pipeline.config import Config, Plan
 from pipeline.distributed import ALONE
 from pipeline.results import Flops
-from pipeline.techniques import ORDER, Technique
+from pipeline.techniques import Technique, of_plan
 
 _SAMPLES = 2
 """Counted at once: BatchNorm does not train on a single value a channel. The count is proportional to them."""
@@ -70,7 +70,7 @@ def counted(config: Config, plan: Plan, shape: tuple[int, int, int], classes: in
     with torch.random.fork_rng(devices=[]):
         model = models.of_job(config.train, shape, classes)
         images = torch.zeros(_SAMPLES, *shape)
-        recomputing = [each(plan, ALONE) for each in ORDER if each.recomputes and each.is_asked(plan)]
+        recomputing = [each(plan, ALONE) for each in of_plan(plan) if each.recomputes]
         counts = [_count(model, techniques, images) for techniques in ([], recomputing)]
     applied = plan.applied
     precision = "bf16" if applied.parameter_precision == "bf16" else applied.precision

@@ -10,16 +10,17 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch import nn
 from tqdm import tqdm
 
-from pipeline import checkpoints, models, results
+from pipeline import checkpoints, models, objectives, results
 from pipeline.config import Config, Machine, PipelineError, Plan
 from pipeline.config import plan as plan_of
 from pipeline.data.batches import Placement, TrainBatches, choose_placement
@@ -31,7 +32,7 @@ from pipeline.distributed import world as joined_world
 from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
 from pipeline.results import HistoryRow, Result, Run, Setup, Window, summarise
-from pipeline.techniques import ORDER
+from pipeline.techniques import of_plan
 from pipeline.training import OutOfMemory, Training
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
@@ -57,15 +58,17 @@ def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, D
     """This process as a rank of the variant's world, with all set up that comes before a model."""
     train = config.train
     models.load(train.model)
+    objectives.load(train)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
-    for technique in ORDER:
-        if technique.is_asked(plan):
-            technique.prepare_process()
+    techniques = of_plan(plan)
+    for technique in techniques:
+        technique.prepare_process()
     Memory.note_imports()
     dataset = read_dataset(prepared)
+    objectives.check(config.train, len(dataset.classes))
     with joined_world(plan.device, cores()) as world:
         _make_exact(world, deterministic=train.deterministic)
-        wanted = next((each.placement for each in ORDER if each.placement and each.is_asked(plan)), train.placement)
+        wanted = next((each.placement for each in techniques if each.placement), train.placement)
         chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
         yield world, dataset, world.broadcast(chosen)
 
@@ -79,10 +82,14 @@ def training_of(
     placement: Placement,
     seed: int,
     detectors: Sequence[Detector],
+    change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Iterator[Training]:
-    """The variant's training with one seed, ready to run; its plan says what it decided (``fitted``)."""
+    """The variant's training with one seed, ready to run; its plan says what it decided (``fitted``).
+
+    ``change_model``: of the single-device model, on the CPU, before any technique.
+    """
     plan = fitted(config, plan, dataset, world, placement)
-    with _training_of(config, plan, dataset, world, placement, seed, detectors) as training:
+    with _training_of(config, plan, dataset, world, placement, seed, detectors, change_model) as training:
         yield training
 
 
@@ -128,10 +135,11 @@ def _training_of(
     placement: Placement,
     seed: int,
     detectors: Sequence[Detector],
+    change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Iterator[Training]:
     train = plan.job(config.train)
     torch.manual_seed(seed)
-    model = models.of_job(train, dataset.shape, len(dataset.classes))
+    model = change_model(models.of_job(train, dataset.shape, len(dataset.classes)))
     with TrainBatches(
         dataset,
         batch_size=train.batch_size,

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.config import CATALOGUE, ConfigError, Entry, Machine, exclusions
+from pipeline.config import CATALOGUE, ConfigError, Entry, Machine, entries, exclusions
 
 CHANGES = {
     "nothing": "the trained weights are the same, bit for bit",
@@ -20,10 +20,11 @@ CHANGES = {
 def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
     """Print the techniques that ``words`` are about, all without any. Raises ConfigError if there is none."""
     on_gpu = machine.gpus > 0
-    found = [entry for entry in CATALOGUE if all(_is_about(entry, word) for word in words)]
+    installed = entries()
+    found = [entry for entry in installed if all(_is_about(entry, word) for word in words)]
     if not found:
         raise ConfigError(
-            f"techniques: found nothing about {' '.join(words)!r}; there are: {', '.join(e.name for e in CATALOGUE)}."
+            f"techniques: found nothing about {' '.join(words)!r}; there are: {', '.join(e.name for e in installed)}."
         )
     if as_json:
         print(json.dumps([_described(entry, machine, on_gpu) for entry in found], indent=2))
@@ -82,17 +83,17 @@ def _described(entry: Entry, machine: Machine, on_gpu: bool) -> dict[str, Any]:
         "costs": entry.costs,
         "source": entry.source,
         "changes": entry.changes,
-        "excludes": dict(sorted(exclusions(entry).items())),
+        "excludes": dict(sorted(exclusions(entry, entries()).items())),
         "why_not_here": entry.why_not(machine, on_gpu),
         "emulated_here": entry.emulated(machine, on_gpu),
     }
 
 
-def _lines(entries: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
-    lines = []
-    for group in dict.fromkeys(entry.group for entry in entries):
+def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
+    lines, installed = [], entries()
+    for group in dict.fromkeys(entry.group for entry in found):
         lines += [group, ""]
-        for entry in entries:
+        for entry in found:
             if entry.group != group:
                 continue
             lines += [f"  {entry.setting}"]
@@ -103,7 +104,7 @@ def _lines(entries: Sequence[Entry], machine: Machine, on_gpu: bool, width: int)
                 "pays": f"{entry.pays}.",
                 "costs": f"{entry.costs}.",
                 "changes": f"{entry.changes}: {CHANGES[entry.changes]}.",
-                "excludes": "; ".join(f"{name} ({why})" for name, why in sorted(exclusions(entry).items())),
+                "excludes": "; ".join(f"{name} ({why})" for name, why in sorted(exclusions(entry, installed).items())),
                 "here": f"no: {here}." if here else f"slowly: {emulated}." if emulated else "yes",
                 "also": ", ".join(entry.searched_for),
             }

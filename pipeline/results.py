@@ -81,10 +81,12 @@ class Run(Window):
 
     seed: int
     test_accuracy: float
-    test_correct: int
+    """Mean of ``train.metric`` over the test set, 0 to 1: test_correct / test_count."""
+    test_correct: int | float
+    """Of accuracy, how many are right; of a metric of the user's own, the sum of the samples' scores."""
     test_count: int
     test_loss: float
-    """Mean cross-entropy over the test set, without label smoothing."""
+    """Mean of ``train.loss`` over the test set; of cross-entropy, without label smoothing."""
     train_loss: float
     """Mean training loss of the last epoch."""
     steps: int

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pipeline import checkpoints, optimizers
+from pipeline import checkpoints, objectives, optimizers
 from pipeline.config import PipelineError, Plan, Train
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
@@ -198,11 +196,6 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
             return train.learning_rate
 
 
-def criterion_of(train: Train) -> Criterion:
-    """The loss of params.yaml."""
-    return partial(F.cross_entropy, label_smoothing=train.label_smoothing)
-
-
 class Training:
     """One seed's run of one variant, on one rank.
 
@@ -238,9 +231,10 @@ class Training:
             wrapped = technique.wrap_model(wrapped)
             optimizer = technique.change_optimizer(optimizer)
         self.optimizer = optimizer.make(wrapped.parameters())
+        self.objective = objectives.of_job(train, len(dataset.classes), world.device)
         self.losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
         self.take_step = TrainingStep(
-            wrapped, criterion_of(train), self.optimizer, self.losses, self.techniques, plan.micro_batches
+            wrapped, self.objective.loss, self.optimizer, self.losses, self.techniques, plan.micro_batches
         )
         self.model_state = Stored(self.model.state_dict, self.model.load_state_dict)
         """That of the single-device model, whatever the ranks hold of it."""
@@ -415,7 +409,7 @@ class Training:
         self._between_phases()
         started = self.clock.now()
         model = self._mould.cast(self.model_state.read(), self.world.device) if self._mould else self.model
-        self.score = evaluate(model, self.dataset, self.world, self.plan.micro_batch_size)
+        self.score = evaluate(model, self.dataset, self.world, self.plan.micro_batch_size, self.objective)
         self.evaluate_seconds += self.clock.now() - started
         self._between_phases()
         return row.model_copy(update={"test_loss": self.score.loss, "test_accuracy": self.score.accuracy})

@@ -13,14 +13,15 @@ from tests.imports import imported, modules, own, tree
 
 LAYERS = (
     {"config", "stats"},
-    {"results"},
-    {"environment", "distributed", "measurement", "checkpoints", "models", "data", "optimizers", "verdicts"},
+    {"results", "factories"},
+    {"environment", "distributed", "measurement", "checkpoints"},
+    {"models", "data", "objectives", "optimizers", "verdicts"},
     {"ablation", "detectors", "techniques", "tracking"},
     {"evaluation"},
     {"training"},
     {"ledger", "flops"},
     {"job"},
-    {"arm"},
+    {"arm", "verification"},
     {"benchmark", "comparison"},
     {"doctor", "gate", "listing", "report", "variant_sets"},
     {"cli"},

@@ -6,7 +6,7 @@ work, with the path of the key, what was found there and what is allowed.
 
 from __future__ import annotations
 
-from pipeline.config.catalogue import CATALOGUE, Entry, asked, entry, exclusions, misplaced
+from pipeline.config.catalogue import CATALOGUE, Entry, asked, entries, entry, exclusions, misplaced, without
 from pipeline.config.errors import ConfigError, PipelineError
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.planning import Plan, plan, plans
@@ -50,6 +50,7 @@ __all__ = [
     "Train",
     "Variant",
     "asked",
+    "entries",
     "entry",
     "exclusions",
     "load",
@@ -58,4 +59,5 @@ __all__ = [
     "plan",
     "plans",
     "schema",
+    "without",
 ]

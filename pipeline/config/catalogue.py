@@ -1,16 +1,21 @@
 """What is known of every technique before any runs: how it is asked for, what it changes, what it cannot run with.
 
 The techniques themselves are classes under ``pipeline/techniques``, one for each entry here, of the same name; fsdp's
-own options are a part of its class. This half imports no torch, so that a combination that cannot be is refused in the
-first second.
+own options are a part of its class. Other packages can bring more (``outside``). This half imports no torch, so that a
+combination that cannot be is refused in the first second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from pydantic import BaseModel, ValidationError
+
+from pipeline.config import outside
+from pipeline.config.errors import ConfigError
 from pipeline.config.sections import Machine, Train, Variant
 
 Changes = Literal["nothing", "rounding", "statistics"]
@@ -50,11 +55,18 @@ class Entry:
     """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
     """The same for single values of the key."""
+    roundoff: float = 2.0**-24
+    """Of what changes rounding: the unit roundoff (half the distance from 1 to the next number) of the coarsest format
+    in which it computes or sends; float32's, unless it says otherwise. ``verify`` derives its bounds from it."""
+    repeats: bool = True
+    """Whether the same seed gives the same weights again, bit for bit."""
+    options: type[BaseModel] | None = None
+    """Of a technique from outside: what ``extra: {name: options}`` may hold. None: nothing."""
 
     @property
     def key(self) -> str:
         """The key of a variant that asks for it."""
-        return self.setting.partition(":")[0]
+        return "extra" if self.setting.startswith("extra:") else self.setting.partition(":")[0]
 
     def value(self, variant: Variant) -> object:
         """What the variant says there."""
@@ -62,7 +74,7 @@ class Entry:
 
     def refusal(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
         """Why what the variant says there cannot run on the machine; None if it can."""
-        of_value = self.why_not_value.get(self.value(variant))
+        of_value = self.why_not_value.get(self.value(variant)) if self.why_not_value else None
         return self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
 
     def label(self, variant: Variant) -> str:
@@ -229,6 +241,7 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="8 bits of mantissa in parameters, activations and their gradients",
         source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
         changes="rounding",
+        roundoff=2.0**-8,
         asked=lambda variant: variant.parameter_precision == "bf16",
         emulated=_without_native_bf16,
         needs=("fsdp",),
@@ -296,6 +309,7 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="13 bits of mantissa of each factor; sums stay in float32",
         source="NVIDIA A100 Tensor Core GPU Architecture, 2020",
         changes="rounding",
+        roundoff=2.0**-11,
         asked=lambda variant: variant.precision == "tf32",
         why_not=_why_no_tf32,
     ),
@@ -369,6 +383,7 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="gradients below 6e-8 become zero and above 65504 infinite, unless fp16's loss scale keeps them between",
         source="PyTorch documentation: DDP Communication Hooks",
         changes="rounding",
+        roundoff=2.0**-11,
         asked=lambda variant: variant.communication_hook == "fp16",
         needs=_OVER_DDP,
     ),
@@ -381,6 +396,7 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="8 bits of mantissa in every gradient and in their sums",
         source="PyTorch documentation: DDP Communication Hooks",
         changes="rounding",
+        roundoff=2.0**-8,
         asked=lambda variant: variant.communication_hook == "bf16",
         needs=_OVER_DDP,
     ),
@@ -444,6 +460,7 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="8 bits of mantissa in activations and their gradients",
         source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
         changes="rounding",
+        roundoff=2.0**-8,
         asked=lambda variant: variant.precision == "bf16",
         emulated=_without_native_bf16,
     ),
@@ -456,6 +473,7 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="a range of 6e-8 to 65504: steps whose gradients overflow are left out; a pass over the gradients a step",
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018",
         changes="rounding",
+        roundoff=2.0**-11,
         asked=lambda variant: variant.precision == "fp16",
         why_not=needs_gpu,
     ),
@@ -717,6 +735,7 @@ CATALOGUE: tuple[Entry, ...] = (
         costs="a search in the first step; its choice can differ from run to run, and with it the rounding",
         source="PyTorch documentation: torch.backends.cudnn",
         changes="rounding",
+        repeats=False,
         asked=lambda variant: variant.cudnn_benchmark,
         why_not=needs_gpu,
     ),
@@ -759,20 +778,26 @@ CATALOGUE: tuple[Entry, ...] = (
 """Every technique that the package knows, in the order in which people read of them."""
 
 
+def entries() -> tuple[Entry, ...]:
+    """All that can be asked for here: the package's own, and those that other packages bring. Raises ConfigError."""
+    return (*CATALOGUE, *(_from_outside(name) for name in outside.names()))
+
+
 def entry(name: str) -> Entry:
-    """The entry of that name. Raises KeyError."""
-    return _BY_NAME[name]
+    """The entry of that name. Raises ConfigError if there is none, or the package that brings it is broken."""
+    return _BY_NAME.get(name) or _from_outside(name)
 
 
 def asked(variant: Variant) -> tuple[Entry, ...]:
-    """What the variant applies, in the catalogue's order."""
-    return tuple(each for each in CATALOGUE if each.asked(variant))
+    """What the variant applies, in the catalogue's order. Raises ConfigError for an extra that is not installed."""
+    own = (each for each in CATALOGUE if each.asked(variant))
+    return (*own, *(_from_outside(name) for name in variant.extra))
 
 
-def exclusions(technique: Entry) -> dict[str, str]:
+def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str, str]:
     """Names of the techniques that ``technique`` cannot run with -> why, whichever of the two says it."""
-    apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in CATALOGUE}
-    others = {other.name: other.excludes[technique.name] for other in CATALOGUE if technique.name in other.excludes}
+    apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in among}
+    others = {other.name: other.excludes[technique.name] for other in among if technique.name in other.excludes}
     return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
 
 
@@ -793,6 +818,20 @@ def misplaced(variant: Variant) -> dict[str, str]:
     }
 
 
+def unasked(variant: Variant, technique: Entry) -> dict[str, Any]:
+    """The key that asks for the technique, with the value with which the variant does not."""
+    if technique.name in variant.extra:
+        return {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
+    return {technique.key: getattr(Variant(), technique.key)}
+
+
+def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
+    """The variant with these techniques not applied. The rest need not be able to run alone."""
+    for technique in techniques:
+        variant = variant.model_copy(update=unasked(variant, technique))
+    return variant
+
+
 def contradiction(variant: Variant) -> str | None:
     """Why the variant's techniques cannot run together; None if they can."""
     together = asked(variant)
@@ -804,6 +843,39 @@ def contradiction(variant: Variant) -> str | None:
                     f"each other: {one.excludes[other.name]}; take one of them out."
                 )
     return None
+
+
+def extra_problems(variant: Variant) -> list[str]:
+    """What is wrong with the variant's techniques of other packages, by key: not installed, or with other options."""
+    return [problem for name, options in variant.extra.items() for problem in _problems_of(name, options)]
+
+
+def _problems_of(name: str, options: Mapping[str, Any]) -> list[str]:
+    try:
+        model = _from_outside(name).options
+    except ConfigError as error:
+        return [f"extra.{name}: {error}"]
+    if model is None:
+        return [f"extra.{name}: found {dict(options)}, but it takes no options; write {name}: {{}}"] if options else []
+    try:
+        model.model_validate(options)
+    except ValidationError as error:
+        return [
+            f"extra.{'.'.join(map(str, (name, *each['loc'])))}: found {each['input']!r}; {each['msg']}. "
+            f"Options of {name}: {', '.join(model.model_fields) or 'none'}."
+            for each in error.errors(include_url=False)
+        ]
+    return []
+
+
+@functools.cache
+def _from_outside(name: str) -> Entry:
+    found = outside.load(outside.CATALOGUE, name)
+    if not isinstance(found, Entry) or found.name != name:
+        raise ConfigError(f"the entry point {name!r} of the group {outside.CATALOGUE} is {found!r}, not its Entry.")
+    if name in _BY_NAME:
+        raise ConfigError(f"an installed package brings a technique {name!r}, which is the name of a built-in one.")
+    return found
 
 
 _BY_NAME = {each.name: each for each in CATALOGUE}

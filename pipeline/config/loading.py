@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config.catalogue import contradiction, misplaced
+from pipeline.config.catalogue import contradiction, extra_problems, misplaced
 from pipeline.config.errors import ConfigError
-from pipeline.config.sections import GRAPH_WARMUP_STEPS, Config, Variant
+from pipeline.config.sections import GRAPH_WARMUP_STEPS, Config, Train, Variant
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
@@ -80,6 +80,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield "prepare.image_size: found null; dataset image_folder needs [height, width]."
     if len(set(config.train.seeds)) < len(config.train.seeds):
         yield f"train.seeds: found {config.train.seeds}; each seed may stand there once."
+    yield from _own_code(config.train)
     for name, variant in config.variants.items():
         if variant.parallelism == "none" and variant.processes not in ("auto", 1):
             yield (
@@ -101,6 +102,10 @@ def _contradictions(config: Config) -> Iterator[str]:
                 f"variants.{name}.replicas: found {variant.replicas} without a parallelism; "
                 "set parallelism: fsdp, or take replicas out."
             )
+        unknown = extra_problems(variant)
+        yield from (f"variants.{name}.{problem}" for problem in unknown)
+        if unknown:
+            continue
         yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
         if variant.parallelism == "data_parallel" and variant.processes not in ("auto", 1):
             yield (
@@ -120,6 +125,24 @@ def _contradictions(config: Config) -> Iterator[str]:
                 f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
                 "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
             )
+
+
+def _own_code(train: Train) -> Iterator[str]:
+    """What is wrong with the loss and the metric, as far as it shows without their modules."""
+    for key, known, example in (("loss", "cross_entropy", "my_losses:focal"), ("metric", "accuracy", "my_scores:top")):
+        found = getattr(train, key)
+        if found != known and not re.fullmatch(r"[^:.][^:]*:[^:]+", found):
+            yield f"train.{key}: found {found!r}; expected {known!r} or module:function, such as {example}."
+    if train.loss == "cross_entropy" and train.loss_options:
+        yield (
+            f"train.loss_options: found {train.loss_options}, but cross_entropy takes none; label smoothing is "
+            "train.label_smoothing."
+        )
+    if train.loss != "cross_entropy" and train.label_smoothing:
+        yield (
+            f"train.label_smoothing: found {train.label_smoothing}, but train.loss is {train.loss!r}, which it does "
+            "not reach; set 0.0, and smooth in your own loss."
+        )
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -116,7 +116,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
             )
         if reason and train.without_native == "leave_out":
             left_out[technique.name] = reason
-            changes[technique.key] = getattr(Variant(), technique.key)
+            changes |= catalogue.unasked(asked.model_copy(update=changes), technique)
 
     model_processes = processes // asked.replicas if asked.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes

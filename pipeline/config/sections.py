@@ -71,6 +71,17 @@ class Train(Section):
         description="small_cnn, resnet9, a torchvision classification model's name, or module:factory of your own.",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
+    loss: str = Field(
+        "cross_entropy",
+        description="cross_entropy, or module:factory of your own: called with classes and loss_options, it returns a "
+        "function of logits and labels, the mean of the samples' losses.",
+    )
+    loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
+    metric: str = Field(
+        "accuracy",
+        description="accuracy, or module:function of your own: of logits and labels, a score from 0 to 1 a sample. "
+        "Results, margins and target_accuracy then mean its mean.",
+    )
     seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
         [0, 1, 2], description="One run a seed; every variant runs the same."
     )
@@ -88,7 +99,7 @@ class Train(Section):
         "one_cycle", description="After the warm-up: linear to zero, half a cosine to zero, or constant."
     )
     warmup_fraction: Fraction = Field(0.2, description="Share of all steps over which the rate rises from zero.")
-    label_smoothing: Fraction = Field(0.0, description="Label smoothing of the training loss.")
+    label_smoothing: Fraction = Field(0.0, description="Label smoothing of cross_entropy in training.")
     augment: Augment = Augment()
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU.")
     placement: Literal["auto", "resident", "streamed"] = Field(
@@ -273,8 +284,11 @@ class Variant(Section):
     )
     gradient_accumulation: PositiveInt | Literal["auto"] = Field(
         1,
-        description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 means "
-        "up to four a stage.",
+        description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 "
+        "means up to four a stage.",
+    )
+    extra: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Techniques of other installed packages: name -> its options."
     )
 
     def techniques(self) -> dict[str, tuple[str, ...]]:
@@ -292,7 +306,8 @@ class Variant(Section):
         applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
         options = tuple(each.key for each in applied if each.needs)
         details = {"parallelism": ("processes", "replicas", "schedule", *options), "data_loading": ("loader_workers",)}
-        return {each.label(self): (each.key, *details.get(each.key, ())) for each in applied}
+        found = {each.label(self): (each.key, *details.get(each.key, ())) for each in applied if each.key != "extra"}
+        return found | ({"+".join(self.extra): ("extra",)} if self.extra else {})  # they come and go together
 
 
 class Config(Section):

@@ -29,7 +29,7 @@ from pipeline.ledger.tape import Tape
 from pipeline.ledger.watching import Call, Calls, KernelWatch, Standing, Watch, resident_bytes, watched_step
 from pipeline.optimizers import leaves_out_steps
 from pipeline.results import Ledger
-from pipeline.techniques import ORDER
+from pipeline.techniques import of_plan
 from pipeline.training import DeviceLosses, HostLosses, Training
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
@@ -96,7 +96,7 @@ class Rehearsal:
 
         Raises PredictionError if the model cannot run on fake tensors, because it looks at a value, say.
         """
-        unforeseen = [each.name for each in ORDER if each.is_asked(self.plan) and not each.foreseen]
+        unforeseen = [each.name for each in of_plan(self.plan) if not each.foreseen]
         if unforeseen:
             raise PredictionError(
                 f"variants.{self.plan.name}: what {' and '.join(unforeseen)} takes cannot be foreseen; measure it."

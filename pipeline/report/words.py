@@ -306,6 +306,12 @@ def title(comparison: Comparison) -> str:
     return f"{comparison.train.get('model', 'model')} on {comparison.dataset.name}"
 
 
+def metric(comparison: Comparison) -> str:
+    """What accuracy means in this job, before "over all test samples"."""
+    name = comparison.train.get("metric", "accuracy")
+    return "Correct" if name == "accuracy" else f"Mean of {name}, a score from 0 to 1 a sample,"
+
+
 def setup(each: Compared) -> str:
     """How a variant ran."""
     backend = f" over {each.backend}" if each.backend else ""
@@ -328,6 +334,10 @@ def job(comparison: Comparison) -> list[str]:
         parts.append(count(train["epochs"], "epoch"))
     if "batch_size" in train:
         parts.append(f"global batch {train['batch_size']}")
+    if train.get("loss", "cross_entropy") != "cross_entropy":
+        parts.append(f"loss {train['loss']}")
+    if train.get("metric", "accuracy") != "accuracy":
+        parts.append(f"accuracy is the mean of {train['metric']}")
     return [*parts, f"seed{'s' if len(comparison.seeds) > 1 else ''} {_listed(comparison.seeds)}"]
 
 

@@ -4,12 +4,14 @@ The memory format is set on the bare model, checkpointing changes the bare model
 parallelism wraps whatever is there. The compiler comes after it: it must see DistributedDataParallel, so
 that it can end a graph where a bucket of gradients ends. Of the forward pass's wrappers the later one is
 the outer one: the input changes its format inside autocast, and the loss is divided last. A CUDA graph
-records all of a step, and cuDNN's search is on around it.
+records all of a step, and cuDNN's search is on around it. Techniques of other packages
+(``extra:``) come after all of these, in the order in which the variant names them: they get the wrapped
+model, and what they put around a part of the step is the outermost.
 """
 
 from __future__ import annotations
 
-from pipeline.config import Plan
+from pipeline.config import ConfigError, Plan, outside
 from pipeline.distributed import World
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, SelectiveCheckpointing
 from pipeline.techniques.activation_offload import ActivationOffload
@@ -70,6 +72,7 @@ __all__ = [
     "Update",
     "ZeroGrad",
     "chosen",
+    "of_plan",
 ]
 
 ORDER: tuple[type[Technique], ...] = (
@@ -110,6 +113,21 @@ ORDER: tuple[type[Technique], ...] = (
 )
 
 
+def of_plan(plan: Plan) -> list[type[Technique]]:
+    """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken one of outside."""
+    return [*(each for each in ORDER if each.is_asked(plan)), *map(_from_outside, plan.applied.extra)]
+
+
 def chosen(plan: Plan, world: World) -> list[Technique]:
     """The techniques that the plan applies, in order, ready to be set up."""
-    return [technique(plan, world) for technique in ORDER if technique.is_asked(plan)]
+    return [technique(plan, world) for technique in of_plan(plan)]
+
+
+def _from_outside(name: str) -> type[Technique]:
+    found = outside.load(outside.TECHNIQUES, name)
+    if not (isinstance(found, type) and issubclass(found, Technique) and found.name == name):
+        raise ConfigError(
+            f"the entry point {name!r} of the group {outside.TECHNIQUES} is {found!r}; expected a class derived from "
+            "pipeline.techniques.Technique whose name it is."
+        )
+    return found

@@ -176,3 +176,12 @@ def test_lists_of_devices_are_shown_key_by_key() -> None:
         ("none", "[]"),
         ("flags", '["x"]'),
     ]
+
+
+def test_a_loss_and_a_metric_of_the_user_s_own_are_named(usual: Made) -> None:
+    train = usual.comparison.train | {"loss": "my_losses:focal", "metric": "my_scores:top_two"}
+    own = usual.comparison.model_copy(update={"train": train})
+    assert {"loss my_losses:focal", "accuracy is the mean of my_scores:top_two"} <= set(words.job(own))
+    assert not any("accuracy" in part or "loss" in part for part in words.job(usual.comparison))
+    assert words.metric(own) == "Mean of my_scores:top_two, a score from 0 to 1 a sample,"
+    assert words.metric(usual.comparison) == "Correct"
