@@ -20,7 +20,7 @@ LAYERS = (
     {"training"},
     {"ledger", "flops"},
     {"job"},
-    {"arm"},
+    {"arm", "inference", "profiling"},
     {"benchmark", "comparison"},
     {"doctor", "gate", "report"},
     {"cli"},
