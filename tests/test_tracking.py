@@ -245,7 +245,7 @@ def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monk
         "agreement": {"correct_count": 80, "equal_count": 99, "test_count": 100},
         "model_bytes": 1234,
     }
-    forms = [{"name": "int8", "device_type": "cpu", "measured": measured}]
+    forms: list[dict[str, Any]] = [{"name": "int8", "device_type": "cpu", "measured": measured}]
     forms.append({"name": "fp16", "device_type": "cpu", "measured": None})
     results.write_text(root / "inference/ddp.json", json.dumps({"variant": "ddp", "forms": forms}))
     results.write_text(root / "inference/ddp.md", "# Inference")

@@ -57,6 +57,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 std=dataset.std,
                 device=world.device,
                 samples=_calibration(dataset).to(world.device),
+                batch_sizes=sorted({1, *asked.batch_sizes}),
                 native=_native(device, machine, environment, config),
                 scratch=Path(scratch),
             )
@@ -67,7 +68,6 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 dataset,
                 world,
                 label,
-                batch_sizes=asked.batch_sizes,
                 rounds=asked.rounds,
                 seconds=asked.window_seconds,
             )
@@ -104,7 +104,6 @@ def forms_on(
     world: World,
     label: str,
     *,
-    batch_sizes: list[int],
     rounds: int,
     seconds: float,
 ) -> tuple[list[Form], list[Noise]]:
@@ -113,14 +112,13 @@ def forms_on(
     Raises what the plain form raises; of another one, the reason stands in its record.
     """
     device: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
-    sizes = sorted({1, *batch_sizes})
-    batches = _Batches(dataset, world.device, sizes[-1])
+    batches = _Batches(dataset, world.device, max(trained.batch_sizes))
     torch.compiler.reset()  # another device's graphs would count towards the limit of recompilations
     made: dict[str, tuple[Made, float, torch.Tensor, tuple[str, ...]]] = {}
     reasons: dict[str, str] = {}
     for name, kind in kinds.items():
         try:
-            made[name] = _prepared(kind, trained, batches, sizes, world)
+            made[name] = _prepared(kind, trained, batches, world)
         except Unavailable as reason:
             reasons[name] = str(reason)
         except Exception as error:  # whatever compilers, exporters and kernels raise; the reason goes into the record
@@ -131,7 +129,7 @@ def forms_on(
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},
         batches.images,
-        batch_sizes,
+        trained.batch_sizes,
         rounds=rounds,
         seconds=seconds,
         synchronise=world.synchronise,
@@ -162,7 +160,7 @@ def forms_on(
             )
         )
     noise = []
-    for size in batch_sizes:
+    for size in trained.batch_sizes:
         ratio, low, high = ratio_of(slices[_AGAIN].rates[size], slices[PLAIN].rates[size])
         noise.append(Noise(device_type=device, batch_size=size, ratio=ratio, ratio_low=low, ratio_high=high))
     return forms, noise
@@ -188,7 +186,7 @@ class _Batches:
 
 
 def _prepared(
-    kind: Kind, trained: Trained, batches: _Batches, sizes: list[int], world: World
+    kind: Kind, trained: Trained, batches: _Batches, world: World
 ) -> tuple[Made, float, torch.Tensor, tuple[str, ...]]:
     """A form, made and warm; the seconds this took; its logits over the test set; and what a person should know."""
     import torch._dynamo
@@ -198,7 +196,7 @@ def _prepared(
     started = time.perf_counter()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # or it would go on uncompiled
         form = kind.make(trained)
-        for size in sizes:
+        for size in trained.batch_sizes:
             form.predict(batches.images[:size])
     world.synchronise()
     seconds = time.perf_counter() - started

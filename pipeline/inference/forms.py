@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import operator
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ class Trained:
     device: torch.device
     samples: torch.Tensor
     """Training images uint8 [n, C, H, W] on the device, to calibrate and to trace with; at least two."""
+    batch_sizes: Sequence[int]
+    """With which the forms will be called."""
     native: frozenset[str]
     """Of bf16 and fp16, those that the device computes itself and does not emulate."""
     scratch: Path
@@ -103,19 +106,8 @@ def int8(trained: Trained) -> Made:
     if importlib.util.find_spec("torchao") is None:
         raise Unavailable("it needs torchao, which is not installed: pip install torchao")
     _need_compiler(trained.device)
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
-
-    quantizer = x86.X86InductorQuantizer()
-    quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(_export(trained.classifier(), trained.samples).module(), quantizer)
-    for batch in trained.samples.split(32):
-        prepared(batch)
-    converted = convert_pt2e(prepared)
-    if "quantize_per_tensor" not in str(converted.graph):
-        raise Unavailable("the quantiser found nothing in this model that it has an int8 kernel for")
-    # Frozen: with the weights as constants, which are then packed for the int8 kernels.
-    return Made(torch.compile(converted, dynamic=False, options={"freezing": True}), bytes_of(converted))
+    with warnings.catch_warnings(action="ignore"):  # torch warns of its own code
+        return _int8(trained)
 
 
 FORMS: Mapping[str, Kind] = {
@@ -129,12 +121,33 @@ FORMS: Mapping[str, Kind] = {
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Of the parameters, buffers and constants of a module or a graph, each counted once."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if isinstance(module, torch.fx.GraphModule):
+    """Of the parameters, buffers and constants of a module, each counted once; of a graph, those that it reads."""
+    if isinstance(module, torch.fx.GraphModule):  # a quantised one also keeps the weights that it was made of
         read = (operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr")
-        tensors += [value for value in read if isinstance(value, torch.Tensor)]
+        tensors = [value for value in read if isinstance(value, torch.Tensor)]
+    else:
+        tensors = [*module.parameters(), *module.buffers()]
     return sum({value.data_ptr(): value.nbytes for value in tensors}.values())
+
+
+def _int8(trained: Trained) -> Made:
+    import torch._inductor.config as inductor
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    quantizer = x86.X86InductorQuantizer()
+    quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
+    prepared = prepare_pt2e(_export(trained.classifier(), trained.samples).module(), quantizer)
+    for batch in trained.samples.split(32):
+        prepared(batch)
+    converted = convert_pt2e(prepared)
+    if "quantize_per_tensor" not in str(converted.graph):
+        raise Unavailable("the quantiser found nothing in this model that it has an int8 kernel for")
+    predict = torch.compile(converted, dynamic=False)
+    with inductor.patch(freezing=True):  # what is compiled now takes the weights as constants and packs them for int8
+        for size in trained.batch_sizes:
+            predict(trained.samples[torch.arange(size) % len(trained.samples)])
+    return Made(predict, bytes_of(converted))
 
 
 class _InPrecision(nn.Module):
