@@ -52,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
     train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
+    profile = add("profile", _profile, "Tell where a variant's step spends its time; write profiles/VARIANT/.")
+    profile.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
+    infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
+    infer.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     add("compare", _compare, "Compare the variants' results; write reports/.")
     add("publish", _publish, "Make MLflow agree with the result files.")
     gate = add("gate", _gate, "Tell whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
@@ -143,6 +147,24 @@ def _arms(_: argparse.Namespace) -> None:
     from pipeline import arm
 
     arm.serve(params, machine, PREPARED)
+
+
+def _profile(parsed: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import profiling
+
+    profiling.run(params, parsed.variant, machine, PREPARED)
+
+
+def _infer(parsed: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import inference
+
+    inference.run(params, parsed.variant, machine, PREPARED)
 
 
 def _compare(_: argparse.Namespace) -> None:

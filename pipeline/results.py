@@ -20,6 +20,8 @@ from pipeline.config import PipelineError
 
 RESULTS = Path("results")
 MODELS = Path("models")
+PROFILES = Path("profiles")
+INFERENCE = Path("inference")
 BENCH_FILE = Path("bench.json")
 
 
@@ -300,6 +302,16 @@ def system_file(variant: str, root: Path = RESULTS) -> Path:
 def model_file(variant: str, seed: int, root: Path = MODELS) -> Path:
     """The trained weights of one seed: a state dict, loadable with ``torch.load(weights_only=True)``."""
     return root / variant / f"seed-{seed}.pt"
+
+
+def profile_directory(variant: str, root: Path = PROFILES) -> Path:
+    """Holds profile.json, profile.md, trace.json.gz, and on CUDA memory.pickle."""
+    return root / variant
+
+
+def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFERENCE) -> Path:
+    """What inference with the variant's model gave, for programs and for a person."""
+    return root / f"{variant}.{kind}"
 
 
 def read(path: Path) -> Result:

@@ -21,7 +21,7 @@ LAYERS = (
     {"training"},
     {"ledger", "flops"},
     {"job"},
-    {"arm", "verification"},
+    {"arm", "inference", "profiling", "verification"},
     {"benchmark", "comparison"},
     {"doctor", "gate", "listing", "report", "variant_sets"},
     {"cli"},

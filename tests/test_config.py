@@ -42,8 +42,9 @@ def complaint(values: Any) -> str:
 
 
 def test_the_shipped_params_say_what_the_defaults_are() -> None:
-    """params.yaml shows the defaults; only variants has none."""
-    assert parse(SHIPPED) == parse({"variants": SHIPPED["variants"]})
+    """params.yaml shows the defaults; only variants and the lists of some of them have none."""
+    lists = {section: {"variants": SHIPPED[section]["variants"]} for section in ("profile", "infer")}
+    assert parse(SHIPPED) == parse({"variants": SHIPPED["variants"], **lists})
 
 
 def test_sections_are_frozen() -> None:
@@ -55,7 +56,8 @@ MISTAKES = [
     (
         "trian",
         {},
-        "unknown key; allowed: fetch, prepare, train, bench, compare, gate, publish, variants. Did you mean 'train'?",
+        "unknown key; allowed: fetch, prepare, train, bench, profile, infer, compare, gate, publish, variants. "
+        "Did you mean 'train'?",
     ),
     ("train.augment.flp", True, "unknown key; allowed: crop_padding, flip, cutout. Did you mean 'flip'?"),
     ("train.augment.xyz", True, "unknown key; allowed: crop_padding, flip, cutout."),

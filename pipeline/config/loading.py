@@ -70,9 +70,15 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
             f"allowed: {', '.join(config.variants)}."
         )
-    for name in config.bench.ablate:
-        if name not in config.variants:
-            yield f"bench.ablate: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
+    listed = {
+        "bench.ablate": config.bench.ablate,
+        "profile.variants": config.profile.variants,
+        "infer.variants": config.infer.variants,
+    }
+    for key, names in listed.items():
+        for name in names:
+            if name not in config.variants:
+                yield f"{key}: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
     if config.fetch.dataset == "image_folder":
         if config.fetch.image_folder is None:
             yield "fetch.image_folder: found null; dataset image_folder needs the directory's path."

@@ -11,6 +11,7 @@ ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
 GRAPH_WARMUP_STEPS = 3
 """Steps taken before one is recorded as a CUDA graph, as PyTorch's documentation does; its tests take as many."""
+InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
@@ -142,6 +143,28 @@ class Bench(Section):
     max_foreign_load: Fraction = Field(
         0.1, description="A sample beside which other processes took a larger share of the CPU's time is refused."
     )
+
+
+class Profile(Section):
+    """Where a step's time goes, under torch's profiler."""
+
+    variants: list[VariantName] = Field([], description="Variants that the stage profile@VARIANT looks at.")
+    steps: PositiveInt = Field(10, description="Steps in the profiled window, after the warm-up.")
+
+
+class Infer(Section):
+    """The trained model in the forms in which it can be deployed."""
+
+    variants: list[VariantName] = Field([], description="Variants whose model the stage infer@VARIANT measures.")
+    forms: list[InferenceForm] = Field(
+        ["eager", "compiled", "bf16", "fp16", "int8", "exported"],
+        description="Forms that are made and measured; eager, with which they are compared, always is.",
+    )
+    batch_sizes: Annotated[list[PositiveInt], Field(min_length=1, max_length=7)] = Field(
+        [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one image."
+    )
+    rounds: PositiveInt = Field(7, description="In each, every form takes its turns; six bound a ratio.")
+    window_seconds: PositiveFloat = Field(0.1, description="Of one form with one batch size in a round.")
 
 
 class Margins(Section):
@@ -317,6 +340,8 @@ class Config(Section):
     prepare: Prepare = Prepare()
     train: Train = Train()
     bench: Bench = Bench()
+    profile: Profile = Profile()
+    infer: Infer = Infer()
     compare: Compare = Compare()
     gate: Gate = Gate()
     publish: Publish = Publish()
