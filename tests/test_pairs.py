@@ -17,7 +17,7 @@ from pipeline.distributed import World
 from pipeline.environment import machine
 from tests.ranks import run_ranks
 
-JOB = {"model": "small_cnn", "batch_size": 32, "epochs": 1, "seeds": [0], "warmup_steps": 1, "without_native": "run"}
+JOB = {"model": "small_cnn", "batch_size": 32, "epochs": 1, "seeds": [0], "warmup_steps": 4, "without_native": "run"}
 
 
 def values(entry: Entry) -> dict[str, Any]:
