@@ -155,7 +155,7 @@ def assert_exact_resume(rank: Observed) -> None:
 
 
 def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
-    layouts = {}
+    layouts: dict[nn.Parameter, Any] = {}
     for technique in training.techniques:
         layouts |= getattr(technique, "layouts", {})
     found = {}

@@ -43,7 +43,8 @@ class Tensor(Technique):
         replicas, ranks = self.plan.data_processes, self.plan.model_processes
         mesh = self.world.mesh(data=replicas, model=ranks)
         rank = mesh["model"].get_local_rank()
-        self.model, self.layouts = model, {}
+        self.model = model
+        self.layouts: dict[nn.Parameter, Layout] = {}
         for pair in self._fitting(model, ranks):
             for linear, style in ((pair.first, ColwiseParallel()), (pair.second, RowwiseParallel())):
                 with without_random_warning():
@@ -158,7 +159,7 @@ def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
         assert weight is not None
         return F.linear(hidden, weight, as_dtensor("bias"))
 
-    linear.forward = forward  # type: ignore[method-assign]
+    vars(linear)["forward"] = forward  # the instance's own
     return {linear.get_parameter(name): layout for name, layout in layouts.items()}
 
 

@@ -17,7 +17,7 @@ from tests.nets import conv_net, make_plan
 from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
 from tests.ranks import run_ranks
 
-TENSOR = {"parallelism": "tensor"}
+TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 
 
 def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:

@@ -19,7 +19,7 @@ def test_two_ranks_train_as_one_device_and_share_out_the_optimizer_state(
     digits: Dataset, optimizer: Any, values: int
 ) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.005})
-    cases = [{"parallelism": "zero1"}, {"parallelism": "zero1", "gradient_accumulation": 2}]
+    cases: list[dict[str, Any]] = [{"parallelism": "zero1"}, {"parallelism": "zero1", "gradient_accumulation": 2}]
     alone, found = alone_and_on_ranks(digits, conv_net, cases, size=2, train=train)
     assert alone.optimizer_bytes >= values * alone.parameter_bytes
     for ranks in found:
