@@ -83,7 +83,7 @@ def observe(
     for _ in range(STEPS // 2):
         next(steps)
     with stopped.paused():
-        state = stopped.state()
+        state = joined.broadcast(stopped.state())  # as a job does it, which saves the main rank's
     state["model"] = copied(state["model"])
     resumed = make_training(dataset, joined, net, train, **applied)
     torch.manual_seed(12345)
