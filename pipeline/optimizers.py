@@ -34,7 +34,9 @@ def leaves_out_steps(optimizer: torch.optim.Optimizer) -> bool:
 
 def _step_unless_told(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
     """A step of an optimizer that knows no ``found_inf``. To read the flag is to wait for the device."""
-    found_inf = vars(optimizer).pop("found_inf", None)
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None:
+        del optimizer.found_inf  # type: ignore[attr-defined]
     if found_inf is None or not found_inf.item():
         step()
 

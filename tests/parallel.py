@@ -83,7 +83,7 @@ def observe(
     for _ in range(STEPS // 2):
         next(steps)
     with stopped.paused():
-        state = stopped.state()
+        state = joined.broadcast(stopped.state())  # as a job does it, which saves the main rank's
     state["model"] = copied(state["model"])
     resumed = make_training(dataset, joined, net, train, **applied)
     torch.manual_seed(12345)
@@ -155,7 +155,7 @@ def assert_exact_resume(rank: Observed) -> None:
 
 
 def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
-    layouts = {}
+    layouts: dict[nn.Parameter, Any] = {}
     for technique in training.techniques:
         layouts |= getattr(technique, "layouts", {})
     found = {}

@@ -215,6 +215,7 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.parallelism == "fsdp",
         excludes={
+            "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
             "cuda_graph": "it gathers and frees parameters from the host's side, which no graph holds",
             "auto_micro_batch": "a step that breaks off leaves parameters half gathered",
         },
@@ -294,6 +295,7 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.parallelism == "tensor",
         excludes={
+            "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
             "fp16": "each process would find the overflows of its own share of the gradients, and scale by those",
             "cuda_graph": "its collectives are not known to be capturable",
             "auto_micro_batch": "a process that ran out of memory leaves the others waiting in the middle of a pair",

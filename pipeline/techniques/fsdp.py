@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -104,14 +104,13 @@ class FSDP(Technique):
     def _check(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Raise ConfigError for a model whose parameters cannot be shared out unit by unit."""
         where = f"variants.{self.plan.name}.parallelism: found 'fsdp', but {type(model).__name__}"
-        homes: dict[nn.Parameter, set[int]] = defaultdict(set)
-        unit_of = {id(part): id(unit) for unit in units for part in unit.modules()}
-        for part in model.modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                homes[parameter].add(unit_of.get(id(part), id(model)))
-                if parameter.dim() == 0:
-                    raise ConfigError(f"{where} has a parameter, {name!r}, that is a single number; allowed: [1] too.")
-        if any(len(found) > 1 for found in homes.values()):
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigError(f"{where} has a parameter, {name!r}, that is a single number; allowed: [1] too.")
+        inside = {part for unit in units for part in unit.modules()}
+        own = {each for part in model.modules() if part not in inside for each in part.parameters(recurse=False)}
+        homes = Counter(each for group in (own, *(set(unit.parameters()) for unit in units)) for each in group)
+        if any(count > 1 for count in homes.values()):
             raise ConfigError(f"{where} uses one parameter in several of its blocks; allowed: 'ddp' or 'zero1'.")
 
 

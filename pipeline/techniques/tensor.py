@@ -18,7 +18,7 @@ from pipeline.techniques.ddp import replicated
 from pipeline.techniques.parts import Layout, whole_model, whole_optimizer, without_random_warning
 
 _ELEMENT_BY_ELEMENT = (
-    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
+    *(nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh),
 )
 
@@ -43,14 +43,19 @@ class Tensor(Technique):
         replicas, ranks = self.plan.data_processes, self.plan.model_processes
         mesh = self.world.mesh(data=replicas, model=ranks)
         rank = mesh["model"].get_local_rank()
-        self.model, self.layouts = model, {}
+        self.model = model
+        self.layouts: dict[nn.Parameter, Layout] = {}
         for pair in self._fitting(model, ranks):
             for linear, style in ((pair.first, ColwiseParallel()), (pair.second, RowwiseParallel())):
                 with without_random_warning():
                     parallelize_module(linear, mesh["model"], style, src_data_rank=None)  # all have the same weights
                 self.layouts |= _with_plain_parameters(linear)
-            for dropout in pair.dropouts:
-                dropout.forward = _part_of_whole_dropout(dropout, rank, ranks)
+            for module in pair.between:
+                if getattr(module, "inplace", False):
+                    vars(module)["inplace"] = False  # a layer returns a view, which autograd lets nobody change
+                if isinstance(module, nn.Dropout):
+                    vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
+            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # for the same reason
         self.wrapped = (
             None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
         )
@@ -86,23 +91,24 @@ class Tensor(Technique):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear layers, one after the other, and what of random is between them."""
+    """Two linear layers, and what runs between them, element by element."""
 
     first: nn.Linear
+    between: tuple[nn.Module, ...]
     second: nn.Linear
-    dropouts: tuple[nn.Dropout, ...]
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """The pairs of linear layers that can be cut along the width between them, none of which shares a layer.
 
-    Both must be used in one place alone, and so must what is between them: elsewhere the width would be whole.
+    Both must be used in one place alone, and so must dropouts between them: elsewhere the width would be whole.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     for chain in _chains(model):
         for pair in _pairs_of(chain):
-            parts = (pair.first, pair.second, *pair.dropouts)
+            dropouts = [module for module in pair.between if isinstance(module, nn.Dropout)]
+            parts = (pair.first, pair.second, *dropouts)
             if all(uses[id(each)] == 1 for part in parts for each in (part, *part.parameters())):
                 yield pair
 
@@ -118,17 +124,16 @@ def _chains(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
 
 def _pairs_of(chain: Iterable[nn.Module]) -> Iterator[Pair]:
     first: nn.Linear | None = None
-    dropouts: list[nn.Dropout] = []
+    between: list[nn.Module] = []
     for module in chain:
-        if type(module) is nn.Linear:
-            if first is not None:
-                yield Pair(first, module, tuple(dropouts))
-                first = None
-            else:
-                first, dropouts = module, []
-        elif type(module) is nn.Dropout:
-            dropouts.append(module)
-        elif type(module) not in _ELEMENT_BY_ELEMENT:
+        if type(module) is nn.Linear and first is not None:
+            yield Pair(first, tuple(between), module)
+            first = None
+        elif type(module) is nn.Linear:
+            first, between = module, []
+        elif type(module) in _ELEMENT_BY_ELEMENT:
+            between.append(module)
+        else:
             first = None
 
 
@@ -154,7 +159,7 @@ def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
         assert weight is not None
         return F.linear(hidden, weight, as_dtensor("bias"))
 
-    linear.forward = forward  # type: ignore[method-assign]
+    vars(linear)["forward"] = forward  # the instance's own
     return {linear.get_parameter(name): layout for name, layout in layouts.items()}
 
 

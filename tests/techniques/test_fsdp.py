@@ -28,7 +28,7 @@ from tests.parallel import (
 )
 from tests.ranks import run_ranks
 
-FSDP = {"parallelism": "fsdp"}
+FSDP: dict[str, Any] = {"parallelism": "fsdp"}
 SAME = [
     FSDP,
     FSDP | {"reshard_after_forward": False},
@@ -83,7 +83,7 @@ def _gathered(joined: World) -> dict[str, Any]:
     ):
         plan = make_plan(parallelism="fsdp", processes=joined.size, **options)
         (technique,) = chosen(plan, joined)
-        model = conv_net(norm=True)
+        model: Any = conv_net(norm=True)
         technique.wrap_model(model)
         dtypes: list[torch.dtype] = []
         model[0][0].register_forward_hook(lambda _m, _i, output, to=dtypes: to.append(output.dtype))

@@ -14,17 +14,18 @@ from pipeline.distributed import World
 from pipeline.techniques import chosen
 from pipeline.techniques.tensor import pairs
 from tests.nets import conv_net, make_plan
-from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training, make_training
+from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
 from tests.ranks import run_ranks
 
-TENSOR = {"parallelism": "tensor"}
+TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 
 
 def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:
     """``conv_net`` with a head of two linear layers, 48 wide between them."""
     net = conv_net(norm=norm, dropout=dropout)
     drops: list[nn.Module] = [nn.Dropout(0.3)] * dropout
-    net[2] = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), *drops, nn.Linear(48, 10))
+    wide, narrow = nn.Linear(64, 48), nn.Linear(48, 10)
+    net[2] = nn.Sequential(nn.Flatten(), wide, nn.ReLU(inplace=True), *drops, narrow, nn.Hardtanh(-9, 9, inplace=True))
     return net
 
 
@@ -56,7 +57,7 @@ class SmallTransformer(nn.Module):
 
 
 def test_two_ranks_train_as_one_device_dropout_and_batchnorm_included(digits: Dataset) -> None:
-    cases = [TENSOR, TENSOR | {"activation_checkpointing": True, "channels_last": True}]
+    cases = [TENSOR, TENSOR | {"activation_checkpointing": True}]
     alone, found = alone_and_on_ranks(digits, headed_net, cases, size=2)
     cut = 64 * 48 + 48 + 48 * 10
     for ranks in found:
@@ -67,9 +68,8 @@ def test_two_ranks_train_as_one_device_dropout_and_batchnorm_included(digits: Da
 
 
 def test_a_transformer_s_mlps_are_cut(digits: Dataset) -> None:
-    train = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
     cases = [TENSOR, TENSOR | {"gradient_accumulation": 2}]
-    alone, (ranks, accumulated) = alone_and_on_ranks(digits, SmallTransformer, cases, size=2, train=train)
+    alone, (ranks, accumulated) = alone_and_on_ranks(digits, SmallTransformer, cases, size=2)
     assert_same_training(ranks, alone)
     cut = 2 * (16 * 64 + 64 + 64 * 16)
     for rank in ranks:
@@ -79,7 +79,7 @@ def test_a_transformer_s_mlps_are_cut(digits: Dataset) -> None:
 
 
 def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None:
-    cases = [TENSOR | {"replicas": 2}, TENSOR | {"replicas": 2, "gradient_accumulation": 2}]
+    cases = [TENSOR | {"replicas": 2}, TENSOR | {"replicas": 2, "gradient_accumulation": 2, "channels_last": True}]
     alone, found = alone_and_on_ranks(digits, plain_headed_net, cases, size=4)
     for ranks in found:
         assert_same_training(ranks, alone)
@@ -93,7 +93,7 @@ def test_pairs_are_found_where_the_width_between_is_only_looked_at_element_by_el
         small = models.small_cnn(channels=1, height=28, width=28, classes=10)
         others = [resnet18(), conv_net()]
     assert [pair.first.out_features for pair in pairs(transformer)] == [3072] * 12
-    assert [len(pair.dropouts) for pair in pairs(transformer)] == [1] * 12
+    assert [list(map(type, pair.between)) for pair in pairs(transformer)] == [[nn.GELU, nn.Dropout]] * 12
     assert len(list(pairs(convolutional))) == 18
     assert [(pair.first.in_features, pair.second.out_features) for pair in pairs(classifier)] == [(25088, 4096)]
     assert [pair.first.out_features for pair in pairs(encoder)] == [32]
@@ -145,7 +145,7 @@ def test_ranks_of_one_model_draw_alike_and_their_parts_of_a_mask_differ(digits: 
     (first, one), (second, other), (third, _), (fourth, _) = run_ranks(_random, digits, size=4)
     assert first == second != third == fourth
     assert not torch.equal(one, other)
-    assert {value for mask in (one, other) for value in mask.flatten().tolist()} == {0.0, pytest.approx(1 / 0.7)}
+    assert {round(value, 4) for mask in (one, other) for value in mask.flatten().tolist()} == {0.0, round(1 / 0.7, 4)}
 
 
 def _measured(joined: World, dataset: Dataset) -> tuple[int, int, int]:
@@ -163,4 +163,4 @@ def _measured(joined: World, dataset: Dataset) -> tuple[int, int, int]:
 def test_the_measured_ledger_counts_a_rank_s_own_parts(digits: Dataset) -> None:
     for parameters, held, gradients in run_ranks(_measured, digits):
         assert parameters == held
-        assert 0.8 * held < gradients < 1.1 * held
+        assert 0.5 * held < gradients < held

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline import optimizers
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.optimizers import OptimizerChoice
 from pipeline.techniques import chosen
 from tests.nets import conv_net, make_plan
 from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training
@@ -19,7 +21,7 @@ def test_two_ranks_train_as_one_device_and_share_out_the_optimizer_state(
     digits: Dataset, optimizer: Any, values: int
 ) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.005})
-    cases = [{"parallelism": "zero1"}, {"parallelism": "zero1", "gradient_accumulation": 2}]
+    cases: list[dict[str, Any]] = [{"parallelism": "zero1"}, {"parallelism": "zero1", "gradient_accumulation": 2}]
     alone, found = alone_and_on_ranks(digits, conv_net, cases, size=2, train=train)
     assert alone.optimizer_bytes >= values * alone.parameter_bytes
     for ranks in found:
@@ -35,8 +37,6 @@ def _left_out(joined: World) -> tuple[bool, bool, bool]:
     for parameter in net.parameters():
         nn.init.ones_(parameter)
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
-    from pipeline import optimizers
-
     choice = technique.change_optimizer(optimizers.of_job(TRAIN.model_copy(update={"weight_decay": 0.0})))
     optimizer: Any = choice.make(technique.wrap_model(net).parameters())
 
@@ -57,6 +57,26 @@ def _left_out(joined: World) -> tuple[bool, bool, bool]:
     for values in optimizer.state.values():
         values["momentum_buffer"].zero_()
     return left_out, halved > 0, step() == pytest.approx(2 * halved)
+
+
+def _left_out_unfused(joined: World) -> tuple[bool, bool]:
+    """The first two of the above for an optimizer without a fused kernel."""
+    net = nn.Linear(8, 8)
+    (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
+    choice = OptimizerChoice(torch.optim.SGD, {"lr": 0.1, "foreach": True})
+    optimizer: Any = technique.change_optimizer(choice).make(technique.wrap_model(net).parameters())
+    changes = []
+    for flag in (1.0, 0.0):
+        before = net.weight.detach().clone()
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer.found_inf = torch.full((), flag)
+        optimizer.step()
+        changes.append(not torch.equal(before, net.weight))
+    return changes[0], changes[1]
+
+
+def test_an_overflow_reaches_an_optimizer_that_is_not_fused() -> None:
+    assert run_ranks(_left_out_unfused) == [(False, True)] * 2
 
 
 def test_an_overflow_and_a_loss_scale_reach_the_rank_s_own_optimizer() -> None:
