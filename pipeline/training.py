@@ -369,14 +369,14 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Undo of ``state``, before ``run``."""
-        mine = state["ranks"][self.world.rank]
-        for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
-            technique.restore(remembered)  # first: what a rank holds of the model may depend on it
         self.model_state.load(state["model"])
         self.optimizer_state.load(state["optimizer"])
+        mine = state["ranks"][self.world.rank]
         self.losses.total += mine["losses"]
         self.clock.restore(mine["clock"])
         self.memory.restore(mine["memory"])
+        for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
+            technique.restore(remembered)
         for detector, remembered in zip(self.detectors, mine["detectors"], strict=True):
             detector.restore(remembered)
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]

@@ -162,8 +162,6 @@ CATALOGUE: tuple[Entry, ...] = (
             "selective_checkpointing": _ONE_FORWARD,
             "checkpointing_budget": _ONE_FORWARD,
             "activation_offload": "its threads do not take over the hooks that move activations",
-            "compile": "torch.compile does not follow it into its threads",
-            "cuda_graph": "a graph is captured in one thread, on one GPU",
         },
         why_not=needs_gpu,
     ),
@@ -277,9 +275,6 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.parallelism == "pipeline",
         excludes={
             "fp16": "each stage would find overflows, and follow a loss scale, of its own",
-            "optimizer_in_backward": "a stage's gradients are complete when its last micro-batch is through",
-            "auto_micro_batch": "the stages are cut, and their buffers made, for one size of micro-batch",
-            "cuda_graph": "what stages send each other is not captured with a step",
         },
     ),
     Entry(

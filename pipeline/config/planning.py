@@ -99,7 +99,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
             if asked.parallelism in PARALLELISMS
             else "there is one GPU"
         )
-        changes |= {"parallelism": "none", "replicas": 1}
+        changes |= {"parallelism": "none", "replicas": 1, "schedule": Variant().schedule}
         for option in catalogue.asked(asked):
             if option.needs:
                 left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"

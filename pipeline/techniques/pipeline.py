@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -92,6 +93,7 @@ class Pipeline(Technique):
         self._module = _Stage()
         """What this rank keeps of the model. Another cut changes what is in it."""
         self._schedule: PipelineScheduleSingle | None = None
+        self._loads: list[Callable[[], object]] = []
 
     @property
     def _is_last(self) -> bool:
@@ -164,7 +166,7 @@ class Pipeline(Technique):
                 {name: tensor if tensor.is_meta else whole[name] for name, tensor in stored.read().items()}
             )
 
-        return Stored(read, load)
+        return Stored(read, self._again(load))
 
     def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:
         self._optimizer = optimizer
@@ -193,14 +195,24 @@ class Pipeline(Technique):
             ]
             return stored.load({"state": state, "param_groups": groups})
 
-        return Stored(read, load)
+        return Stored(read, self._again(load))
+
+    def _again(self, load: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+        """``load``, remembered with what it was given, should ``restore`` find that the model is cut otherwise."""
+
+        def remembered(whole: dict[str, Any]) -> object:
+            self._loads.append(partial(load, whole))
+            return load(whole)
+
+        return remembered
 
     def state(self) -> dict[str, Any]:
         return {"joins": self._cut.joins, "costs": self._cut.costs, "ends": self._cut.ends}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Cut the model where it was cut, whatever was measured this time; what is here of it is read afterwards."""
-        ends = tuple(state["ends"])
+        """Cut the model where it was cut, whatever was measured this time, and read what is then here of it."""
+        ends, loads = tuple(state["ends"]), self._loads
+        self._loads = []
         if ends == self._cut.ends:
             return
         if tuple(state["joins"]) != self._cut.joins or len(self._optimizer.param_groups) != 1:
@@ -211,6 +223,8 @@ class Pipeline(Technique):
         self._optimizer.state.clear()
         self._optimizer.param_groups[0]["params"] = list(self._module.parameters())
         self._schedule = None
+        for load in loads:
+            load()
 
     def _measured(self, units: Sequence[nn.Sequential]) -> Cut:
         """The best cut by what each unit costs here, alone on this device."""

@@ -95,8 +95,8 @@ CHAINS = {
     "conv_net with BatchNorm": (lambda: (conv_net(norm=True, dropout=True), torch.randn(4, 1, 8, 8)), 5),
     # A stem of two, eight residual blocks, the last linear layer.
     "resnet18": (lambda: built("resnet18", 16), 11),
-    # Patches to tokens, their positions, two encoder blocks, a LayerNorm, the last linear layer.
-    "vision transformer": (lambda: transformer(), 6),
+    # Patches, the class token, positions, two encoder blocks, a LayerNorm, the last linear layer.
+    "vision transformer": (lambda: transformer(), 7),
     "mobilenet_v3_small": (lambda: built("mobilenet_v3_small", 16), None),
     "densenet121": (lambda: built("densenet121", 16), None),
     "vgg11": (lambda: built("vgg11", 16), 11),

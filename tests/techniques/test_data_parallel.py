@@ -68,8 +68,8 @@ def test_a_launcher_s_processes_are_not_for_it() -> None:
 
 def test_the_ready_made_set_can_be_planned() -> None:
     variants = yaml.safe_load((ROOT / "variants" / "data_parallel.yaml").read_text(encoding="utf-8"))
-    config = parse({"compare": {"baseline": "ddp"}, "variants": variants})
-    assert plan(config, "data_parallel", GPUS).devices_per_process == 4
+    config = parse({"compare": {"baseline": "data-parallel"}, "variants": variants})
+    assert plan(config, "data-parallel", GPUS).devices_per_process == 4
 
 
 # On several GPUs

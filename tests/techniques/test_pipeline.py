@@ -53,6 +53,8 @@ class Seen(NamedTuple):
     own_bytes: tuple[int, int]
     """Of parameters and buffers, and of the optimizer's state."""
     cut: Cut | None
+    in_flight: int
+    """Most micro-batches of which the stage had done the forward and not the backward pass."""
 
 
 def technique_of(training: Training) -> Pipeline | None:
@@ -76,6 +78,8 @@ def _run(joined: World, dataset: Dataset, case: str, extra: dict[str, Any]) -> S
     else:
         applied = applied | {"parallelism": "pipeline"} | extra
     training = make_training(dataset, joined, model=conv_net(**parts), train=train, **applied)
+    technique = technique_of(training)
+    flying = _watch_flights(technique) if technique else []
     steps, losses, gradients = training.run(), [], {}
     for step in range(STEPS):
         row = next(steps)
@@ -91,8 +95,17 @@ def _run(joined: World, dataset: Dataset, case: str, extra: dict[str, Any]) -> S
     assert last is not None
     assert last.test_loss is not None
     weights = {name: tensor.clone() for name, tensor in training.model_state.read().items()}
-    technique = technique_of(training)
-    return Seen(losses, last.test_loss, gradients, weights, _bytes(training), technique._cut if technique else None)
+    cut = technique._cut if technique else None
+    return Seen(losses, last.test_loss, gradients, weights, _bytes(training), cut, max(flying, default=0))
+
+
+def _watch_flights(technique: Pipeline) -> list[int]:
+    """Grows by the number of micro-batches between their forward and backward pass, whenever it changes."""
+    flying = [0]
+    technique._module.register_forward_hook(lambda *_: flying.append(flying[-1] + 1))
+    first = next(technique._module.parameters())
+    first.register_post_accumulate_grad_hook(lambda _: flying.append(flying[-1] - 1))
+    return flying
 
 
 def _run_all(joined: World, dataset: Dataset, cases: list[str], extra: dict[str, Any]) -> dict[str, Seen]:
@@ -139,6 +152,12 @@ def test_each_rank_keeps_the_bytes_of_its_stage_alone(alone: dict[str, Seen], st
         whole, parts = alone[case].own_bytes, [rank[case].own_bytes for rank in staged]
         assert tuple(map(sum, zip(*parts, strict=True))) == whole
         assert all(0 < mine < of_all for part in parts for mine, of_all in zip(part, whole, strict=True))
+
+
+def test_1f1b_keeps_no_more_micro_batches_than_stages_and_gpipe_all(staged: list[dict[str, Seen]]) -> None:
+    assert [rank["gpipe, 4"].in_flight for rank in staged] == [4, 4]
+    assert [rank["1f1b, 4"].in_flight for rank in staged] == [2, 1]
+    assert [rank["1f1b, 5"].in_flight for rank in staged] == [2, 1]
 
 
 def test_the_cut_is_the_same_on_both_ranks_and_passes_16_bits_under_bf16(staged: list[dict[str, Seen]]) -> None:
@@ -407,16 +426,20 @@ def test_a_plan_of_stages(machine: Machine, variant: dict[str, Any], shape: tupl
     ("variant", "message"),
     [
         ({"processes": 4, "gradient_accumulation": 2}, r"gradient_accumulation: found 2, .* 4 stages .* better 16"),
-        ({"replicas": 3, "processes": 4}, r"replicas: found 3 with 4 process\(es\)"),
-        ({"replicas": 2, "processes": 2}, r"replicas: found 2 with 2 process\(es\)"),
+        ({"replicas": 3, "processes": 4}, r"replicas: found 3, which cannot divide 4 processes"),
+        ({"replicas": 2, "processes": 2}, r"replicas: found 2, which cannot divide 2 processes"),
         ({"gradient_accumulation": 3}, r"train.batch_size: found 256, .* into 1 replica\(s\) x 3 micro-batch"),
+        (
+            {"gradient_accumulation": "auto"},
+            r"found gradient_accumulation 'auto' with parallelism 'pipeline', which exclude",
+        ),
         ({"precision": "fp16"}, r"found parallelism 'pipeline' with precision 'fp16', which exclude each other"),
         ({"parallelism": "none", "schedule": "gpipe"}, r"schedule: found 'gpipe' without a pipeline"),
         ({"parallelism": "ddp", "replicas": 2}, r"replicas: found 2 with parallelism 'ddp'"),
     ],
 )
 def test_what_no_pipeline_can_be_is_refused(variant: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s)variants\.tried.*{message}|{message}"):
+    with pytest.raises(ConfigError, match=message):
         planned(**variant)
 
 
@@ -484,5 +507,5 @@ def test_the_ready_made_set_can_be_planned() -> None:
     for name in variants:
         for machine in (LAPTOP, GPUS):
             plan(config, name, machine)
-    assert plan(config, "pipeline_x_ddp", LAPTOP).processes == 4
+    assert plan(config, "pipeline-x-ddp", LAPTOP).processes == 4
     assert {"pipeline", "data_parallel"} <= {entry.name for entry in CATALOGUE}
