@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +47,6 @@ class ActivationCheckpointing(Technique):
 
     name = "activation_checkpointing"
     recomputes = True
-    contexts: ClassVar[Callable[[], Contexts]] = staticmethod(noop_context_fn)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         found = list(blocks(model))
@@ -57,7 +56,7 @@ class ActivationCheckpointing(Technique):
                 "with parts in an nn.Sequential or nn.ModuleList."
             )
         for block in self.choice(model, found):
-            block.forward = _recomputed(block, self.contexts)  # the instance's own: names in the state dict stay
+            block.forward = _recomputed(block, self.contexts())  # the instance's own: names in the state dict stay
         return model
 
     @property
@@ -70,6 +69,10 @@ class ActivationCheckpointing(Technique):
         """The blocks to checkpoint, of all that were ``found``."""
         return found
 
+    def contexts(self) -> Callable[[], Contexts]:
+        """What makes the contexts of a block's two forward passes."""
+        return noop_context_fn
+
 
 class SelectiveCheckpointing(ActivationCheckpointing):
     """Blocks also keep what their matrix products and convolutions gave, and repeat the rest.
@@ -79,14 +82,16 @@ class SelectiveCheckpointing(ActivationCheckpointing):
     """
 
     name = "selective_checkpointing"
-    contexts = staticmethod(partial(create_selective_checkpoint_contexts, _KEPT))
 
     def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
         for block in found:
             for module in block.modules():
                 if getattr(module, "inplace", False) is True:
-                    module.inplace = False
+                    module.inplace = False  # type: ignore[assignment]
         return super().choice(model, found)
+
+    def contexts(self) -> Callable[[], Contexts]:
+        return partial(create_selective_checkpoint_contexts, _KEPT)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
