@@ -142,6 +142,8 @@ def _statistics_held(norms: list[_BatchNorm]) -> Iterator[None]:
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
+        if isinstance(norm, nn.SyncBatchNorm):  # it insists on a count
+            norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.running_mean.device)
     try:
         yield
     finally:

@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import ConfigError
-from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, SelectiveCheckpointing, blocks
+from pipeline.techniques.activation_checkpointing import (
+    ActivationCheckpointing,
+    SelectiveCheckpointing,
+    _statistics_held,
+    blocks,
+)
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 
 PLAN = make_plan(activation_checkpointing=True)
@@ -55,6 +60,16 @@ def test_it_changes_no_bit_of_gradients_and_buffers(
     checkpointed = _checkpointed(plain, kind)
     assert all(map(torch.equal, _step(plain), _step(checkpointed)))
     assert all(map(torch.equal, plain.state_dict().values(), checkpointed.state_dict().values()))
+
+
+def test_a_synchronised_batch_norm_counts_a_batch_once_too() -> None:
+    norm = nn.SyncBatchNorm(4)  # whose forward pass needs a GPU
+    with _statistics_held([norm]):
+        assert norm.momentum == 0.0
+        norm.num_batches_tracked.add_(1)
+    assert norm.momentum == 0.1
+    assert norm.num_batches_tracked.item() == 0
+    assert "num_batches_tracked" in norm.state_dict()
 
 
 def test_it_keeps_fewer_activations() -> None:
