@@ -123,9 +123,12 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
         return first, _one_in_the_other(_statistics_held(norms), again)
 
     def recomputed(*inputs: Any) -> Any:
-        # What is compiled has no second forward pass of BatchNorm's side effects, and no room for our context.
-        context_fn = contexts if torch.compiler.is_compiling() else with_statistics_held
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn)
+        if not torch.compiler.is_compiling():
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held)
+        # Compiled code repeats no side effect, such as BatchNorm's count, and the compiler takes no contexts but these.
+        if contexts is noop_context_fn:
+            return checkpoint(forward, *inputs, use_reentrant=False)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
 
     return recomputed
 
@@ -143,7 +146,7 @@ def _statistics_held(norms: list[_BatchNorm]) -> Iterator[None]:
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
         if isinstance(norm, nn.SyncBatchNorm):  # it insists on a count
-            norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.running_mean.device)
+            norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
         yield
     finally:

@@ -63,7 +63,7 @@ def test_it_changes_no_bit_of_gradients_and_buffers(
 
 
 def test_a_synchronised_batch_norm_counts_a_batch_once_too() -> None:
-    norm = nn.SyncBatchNorm(4)  # whose forward pass needs a GPU
+    norm: Any = nn.SyncBatchNorm(4)  # whose forward pass needs a GPU
     with _statistics_held([norm]):
         assert norm.momentum == 0.0
         norm.num_batches_tracked.add_(1)
@@ -130,6 +130,20 @@ def test_attention_and_its_random_draws_are_repeated(kind: type[ActivationCheckp
         torch.manual_seed(7)
         model(images).square().sum().backward()
     assert all(map(torch.equal, gradients(plain), gradients(checkpointed)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_compiled_has_the_same_gradients_and_counts_a_batch_once(kind: type[ActivationCheckpointing]) -> None:
+    plain = conv_net(norm=True)
+    checkpointed = _checkpointed(plain, kind)
+    compiled = torch.compile(checkpointed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    images, labels = batch()
+    for model, forward in ((plain, plain), (checkpointed, compiled)):
+        for _ in range(2):
+            model.zero_grad()
+            F.cross_entropy(forward(images), labels).backward()
+    torch.testing.assert_close(gradients(checkpointed), gradients(plain))
+    torch.testing.assert_close(list(checkpointed.buffers()), list(plain.buffers()))
 
 
 def test_names_in_the_state_dict_stay() -> None:
