@@ -23,7 +23,7 @@ class OptimizerChoice:
         """The optimizer of ``parameters``, at the peak learning rate, which leaves out steps that it is told to."""
         optimizer = self.cls(parameters, **self.options)
         if not leaves_out_steps(optimizer):
-            optimizer.step = partial(_step_unless_told, optimizer, optimizer.step)  # type: ignore[method-assign]
+            optimizer.step = partial(_step_unless_told, optimizer, optimizer.step)  # type: ignore[assignment, method-assign]
         return optimizer
 
 

@@ -194,7 +194,6 @@ def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
         asked("tests.test_ledger:stack", 4, {"set_to_none": False}, optimizer="adamw"),
         asked("resnet9", model_options={"base_width": 8}, variant={"set_to_none": False}),
         asked("tests.test_ledger:stack", 4, {"optimizer_in_backward": True}, optimizer="adamw"),
-        asked("tests.test_ledger:stack", 4, {"optimizer_state": "factored"}, optimizer="adamw"),
     ],
 )
 def test_the_prediction_is_what_is_measured(config: Config, digits: Dataset) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +47,6 @@ class ActivationCheckpointing(Technique):
 
     name = "activation_checkpointing"
     recomputes = True
-    contexts: ClassVar[Callable[[], Contexts]] = staticmethod(noop_context_fn)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         found = list(blocks(model))
@@ -57,7 +56,7 @@ class ActivationCheckpointing(Technique):
                 "with parts in an nn.Sequential or nn.ModuleList."
             )
         for block in self.choice(model, found):
-            block.forward = _recomputed(block, self.contexts)  # the instance's own: names in the state dict stay
+            block.forward = _recomputed(block, self.contexts())  # the instance's own: names in the state dict stay
         return model
 
     @property
@@ -70,6 +69,10 @@ class ActivationCheckpointing(Technique):
         """The blocks to checkpoint, of all that were ``found``."""
         return found
 
+    def contexts(self) -> Callable[[], Contexts]:
+        """What makes the contexts of a block's two forward passes."""
+        return noop_context_fn
+
 
 class SelectiveCheckpointing(ActivationCheckpointing):
     """Blocks also keep what their matrix products and convolutions gave, and repeat the rest.
@@ -79,14 +82,16 @@ class SelectiveCheckpointing(ActivationCheckpointing):
     """
 
     name = "selective_checkpointing"
-    contexts = staticmethod(partial(create_selective_checkpoint_contexts, _KEPT))
 
     def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
         for block in found:
             for module in block.modules():
                 if getattr(module, "inplace", False) is True:
-                    module.inplace = False
+                    module.inplace = False  # type: ignore[assignment]
         return super().choice(model, found)
+
+    def contexts(self) -> Callable[[], Contexts]:
+        return partial(create_selective_checkpoint_contexts, _KEPT)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -118,9 +123,12 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
         return first, _one_in_the_other(_statistics_held(norms), again)
 
     def recomputed(*inputs: Any) -> Any:
-        # What is compiled has no second forward pass of BatchNorm's side effects, and no room for our context.
-        context_fn = contexts if torch.compiler.is_compiling() else with_statistics_held
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn)
+        if not torch.compiler.is_compiling():
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held)
+        # Compiled code repeats no side effect, such as BatchNorm's count, and the compiler takes no contexts but these.
+        if contexts is noop_context_fn:
+            return checkpoint(forward, *inputs, use_reentrant=False)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
 
     return recomputed
 
@@ -137,6 +145,8 @@ def _statistics_held(norms: list[_BatchNorm]) -> Iterator[None]:
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
+        if isinstance(norm, nn.SyncBatchNorm):  # it insists on a count
+            norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ class FactoredOptimizer(Technique):
     """
 
     name = "factored_optimizer"
+    foreseen = False  # it looks at a value in each step: the count of steps
 
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         options = {key: choice.options[key] for key in ("lr", "weight_decay")}

@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import ConfigError
-from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, SelectiveCheckpointing, blocks
+from pipeline.techniques.activation_checkpointing import (
+    ActivationCheckpointing,
+    SelectiveCheckpointing,
+    _statistics_held,
+    blocks,
+)
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 
 PLAN = make_plan(activation_checkpointing=True)
@@ -57,6 +62,16 @@ def test_it_changes_no_bit_of_gradients_and_buffers(
     assert all(map(torch.equal, plain.state_dict().values(), checkpointed.state_dict().values()))
 
 
+def test_a_synchronised_batch_norm_counts_a_batch_once_too() -> None:
+    norm: Any = nn.SyncBatchNorm(4)  # whose forward pass needs a GPU
+    with _statistics_held([norm]):
+        assert norm.momentum == 0.0
+        norm.num_batches_tracked.add_(1)
+    assert norm.momentum == 0.1
+    assert norm.num_batches_tracked.item() == 0
+    assert "num_batches_tracked" in norm.state_dict()
+
+
 def test_it_keeps_fewer_activations() -> None:
     def kept_bytes(model: nn.Module) -> int:
         sizes = []
@@ -79,7 +94,7 @@ def test_selective_checkpointing_repeats_no_product_but_what_is_between_them() -
     seen = []
     for each in (model, _checkpointed(model, SelectiveCheckpointing), _checkpointed(model)):
         calls.clear()
-        with Counts():
+        with Counts():  # type: ignore[no-untyped-call]
             each(images).sum().backward()
         seen.append(calls.copy())
     plain, selective, full = seen
@@ -115,6 +130,20 @@ def test_attention_and_its_random_draws_are_repeated(kind: type[ActivationCheckp
         torch.manual_seed(7)
         model(images).square().sum().backward()
     assert all(map(torch.equal, gradients(plain), gradients(checkpointed)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_compiled_has_the_same_gradients_and_counts_a_batch_once(kind: type[ActivationCheckpointing]) -> None:
+    plain = conv_net(norm=True)
+    checkpointed = _checkpointed(plain, kind)
+    compiled = torch.compile(checkpointed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    images, labels = batch()
+    for model, forward in ((plain, plain), (checkpointed, compiled)):
+        for _ in range(2):
+            model.zero_grad()
+            F.cross_entropy(forward(images), labels).backward()
+    torch.testing.assert_close(gradients(checkpointed), gradients(plain))
+    torch.testing.assert_close(list(checkpointed.buffers()), list(plain.buffers()))
 
 
 def test_names_in_the_state_dict_stay() -> None:

@@ -81,7 +81,7 @@ class TestWithTheLibrary:
 
     @pytest.mark.parametrize("in_backward", [False, True])
     def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(self, digits: Dataset, in_backward: bool) -> None:
-        how = {"optimizer_state": "8bit", "optimizer_in_backward": in_backward}
+        how: Any = {"optimizer_state": "8bit", "optimizer_in_backward": in_backward}
         whole, half, resumed = _training(digits, **how), _training(digits, **how), _training(digits, 5, **how)
         whole.advance(30)
         half.advance(13)

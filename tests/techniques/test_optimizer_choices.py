@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import optimizers
+from pipeline import ledger, optimizers
 from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
 from tests.nets import ALONE, conv_net
@@ -94,6 +94,22 @@ def test_adafactor_keeps_rows_and_columns_and_learns(digits: Dataset) -> None:
         return sum(t.nbytes for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
 
     assert state_bytes(factored.optimizer) < 0.25 * state_bytes(adamw.optimizer)
+
+
+def test_adafactor_s_memory_is_measured_and_not_foreseen(digits: Dataset) -> None:
+    training = make_training(digits, train=ADAMW, optimizer_state="factored")
+    training.advance(2)
+    found = ledger.measured(training, 10**9)
+    assert found is not None
+    parameters = [parameter.shape for parameter in training.model.parameters()]
+    rows_and_columns = sum(s.numel() // s[-1] + s.numel() // s[-2] for s in parameters if len(s) > 1)
+    vectors = sum(s.numel() for s in parameters if len(s) == 1)
+    assert found.optimizer_state_bytes == 4 * (rows_and_columns + vectors + len(parameters))  # and a count a tensor
+    config = parse(
+        {"train": {"optimizer": "adamw"}, "variants": {"baseline": {}, "small": {"optimizer_state": "factored"}}}
+    )
+    with pytest.raises(ledger.PredictionError, match="what factored_optimizer takes cannot be foreseen"):
+        ledger.predicted(config, plan(config, "small", LAPTOP), digits)
 
 
 def test_adafactor_s_state_is_resumed_to_the_last_bit(digits: Dataset) -> None:

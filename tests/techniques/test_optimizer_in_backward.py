@@ -37,7 +37,10 @@ def test_parameters_change_in_the_backward_pass_and_gradients_are_gone(digits: D
     def when_the_first_layer_s_gradient_is_due(*_: Any) -> None:
         seen.append((torch.equal(first, before[0]), torch.equal(last, before[1]), last.grad))
 
-    training.model[0][0].register_full_backward_pre_hook(when_the_first_layer_s_gradient_is_due)  # type: ignore[index]
+    def note(_: object, __: object, output: torch.Tensor) -> None:
+        output.register_hook(when_the_first_layer_s_gradient_is_due)
+
+    training.model[0][0].register_forward_hook(note)  # type: ignore[index]
     training.advance(1)
     assert seen == [(True, False, None)]  # the last layer is updated by then, and its gradient freed
     assert all(parameter.grad is None for parameter in training.model.parameters())

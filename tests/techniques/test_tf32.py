@@ -28,8 +28,13 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_on_in_a_training_step_and_off_in_evaluation(digits: Dataset) -> None:
     seen: dict[bool, set[tuple[bool, bool]]] = {True: set(), False: set()}
     model = conv_net()
-    model.register_forward_hook(lambda module, *_: seen[module.training].add(allowed()))
-    model[0][0].register_full_backward_pre_hook(lambda *_: seen[True].add(allowed()))  # type: ignore[index]
+
+    def note(module: torch.nn.Module, _: object, logits: torch.Tensor) -> None:
+        seen[module.training].add(allowed())
+        if logits.requires_grad:
+            logits.register_hook(lambda _: seen[True].add(allowed()))  # in the backward pass
+
+    model.register_forward_hook(note)
     training = make_training(digits, model=model, precision="tf32")
     training.advance(training.batches.steps_per_epoch)
     assert seen == {True: {(True, True)}, False: {(False, False)}}
