@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import PipelineError, Plan
 from pipeline.distributed import World
@@ -19,7 +20,11 @@ CACHE = Path(".cache/inductor")
 
 
 class Compile(Technique):
-    """``torch.compile`` around the model, wrapped by its parallelism or not; loss and update stay as they are.
+    """``torch.compile`` of the model; loss and update stay as they are.
+
+    DistributedDataParallel's own part of a forward pass cannot be in a graph, so it stays around the compiled model.
+    While it is there, the compiler ends a graph where a bucket of gradients ends, and the reduction of the one overlaps
+    with the backward pass of the other (DDPOptimizer in torch/_dynamo/backends/distributed.py).
 
     The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
     be one graph (``fullgraph=True``): where PyTorch would run it in pieces, or not compile it at all, the run ends with
@@ -51,6 +56,12 @@ class Compile(Technique):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         self.prepare_process()
         torch._dynamo.reset()  # what an earlier seed compiled counts against a limit
+        if isinstance(model, DistributedDataParallel):
+            model.module = self._compiled(model.module)
+            return model
+        return self._compiled(model)
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
         compiled: nn.Module = torch.compile(model, mode=self.mode, fullgraph=True, dynamic=False)
         return compiled
 
