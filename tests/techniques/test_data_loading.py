@@ -62,12 +62,11 @@ def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], step
     return found
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation": 2}])
-def test_the_weights_are_the_same_to_the_last_bit(digits: Dataset, more: dict[str, Any]) -> None:
-    applied = [choice | more for choice in CHOICES]
-    assert len(set(trained(ALONE, digits, applied, 60))) == 1  # 44 steps an epoch
-    assert len({tuple(each) for each in run_ranks(trained, digits, applied, 60)}) == 1
-    assert len(set(run_ranks(trained, digits, applied, 60)[0])) == 1
+def test_the_weights_are_the_same_to_the_last_bit(digits: Dataset) -> None:
+    assert len(set(trained(ALONE, digits, CHOICES, 50))) == 1  # 44 steps an epoch
+    applied = [choice | {"gradient_accumulation": 2} for choice in CHOICES]
+    first, second = run_ranks(trained, digits, applied, 50)
+    assert len({*first, *second}) == 1
 
 
 def test_a_training_goes_on_in_the_middle_of_an_epoch(digits: Dataset) -> None:
