@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class Compile(Technique):
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
-        self.mode = plan.applied.compile
+        self.mode: str = plan.applied.compile
         on_gpu = world.device.type == "cuda"
         self.replays = self.mode != "default" and on_gpu
         if self.mode == "max-autotune" and not on_gpu:
@@ -62,8 +63,7 @@ class Compile(Technique):
         return self._compiled(model)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
-        compiled: nn.Module = torch.compile(model, mode=self.mode, fullgraph=True, dynamic=False)
-        return compiled
+        return cast("nn.Module", torch.compile(model, mode=self.mode, fullgraph=True, dynamic=False))
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def compiled(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from tests.test_training import TRAIN, make_training, rows_of
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = environment.machine()
-GPU_NUMBERS = {"gpus": 1, "gpu_native_bf16": True, "cpu_native_bf16": True}
+GPU = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
 
 builds = pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_cpu_kernels))
 
@@ -227,11 +227,12 @@ def test_a_mode_that_records_cuda_graphs_needs_a_gpu() -> None:
     ):
         planned(cpu, compile="reduce-overhead")
     assert planned(cpu, compile="default").applied.compile == "default"
-    assert planned(Machine(**GPU_NUMBERS), compile="reduce-overhead").applied.compile == "reduce-overhead"
+    assert planned(GPU, compile="reduce-overhead").applied.compile == "reduce-overhead"
 
 
 def test_without_a_compiler_it_is_refused_with_the_remedy() -> None:
-    lacking = Machine(**GPU_NUMBERS, no_cpu_kernels="there is no compiler 'g++'", no_gpu_kernels="no triton")
+    lacks = {"no_cpu_kernels": "there is no compiler 'g++'", "no_gpu_kernels": "no triton"}
+    lacking = GPU.model_copy(update=lacks)
     with pytest.raises(
         ConfigError, match=r"variants\.a\.compile: found 'default', but there is no compiler 'g\+\+'; take"
     ):
