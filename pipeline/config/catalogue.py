@@ -690,6 +690,9 @@ CATALOGUE: tuple[Entry, ...] = (
         excludes={
             "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
             "pipeline": "a stage runs its own part of the model, not the compiled whole",
+            "fsdp": "it gathers parameters between the blocks, which no single graph holds",
+            "sync_batchnorm": "its exchange of statistics is not known to compile as a part of one graph",
+            "activation_offload": "it is not known to offload what generated code keeps",
         },
         why_not=_needs_compiler,
         why_not_value={"reduce-overhead": _records_graphs},
@@ -705,10 +708,7 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.cuda_graph,
         excludes={
-            **dict.fromkeys(
-                ("ddp", "zero1", "fsdp", "tensor", "pipeline", "data_parallel"),
-                "the recording holds one GPU's step, without communication",
-            ),
+            "ddp": "the recording holds one GPU's step, without communication",
             "compile": "reduce-overhead records CUDA graphs of what it compiles",
             "fp16": "the host decides with the gradient scaler whether a step is taken",
             **dict.fromkeys(

@@ -119,8 +119,11 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
 
     def recomputed(*inputs: Any) -> Any:
         # What is compiled has no second forward pass of BatchNorm's side effects, and no room for our context.
-        context_fn = contexts if torch.compiler.is_compiling() else with_statistics_held
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn)
+        if not torch.compiler.is_compiling():
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held)
+        if contexts is noop_context_fn:  # which the compiler does not take for none
+            return checkpoint(forward, *inputs, use_reentrant=False)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
 
     return recomputed
 

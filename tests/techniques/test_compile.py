@@ -64,7 +64,8 @@ def test_the_gradient_comes_from_generated_code() -> None:
     [
         {"channels_last": True},
         {"gradient_accumulation": 2},
-        {"precision": "bf16", "gradient_accumulation": 2, "channels_last": True},
+        {"activation_checkpointing": True},
+        {"precision": "bf16", "gradient_accumulation": 2, "channels_last": True, "activation_checkpointing": 0.5},
     ],
 )
 def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any]) -> None:
