@@ -708,7 +708,9 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="rounding",
         asked=lambda variant: variant.cuda_graph,
         excludes={
-            "ddp": "the recording holds one GPU's step, without communication",
+            **dict.fromkeys(
+                ("ddp", "pipeline", "data_parallel"), "the recording holds one GPU's step, without communication"
+            ),
             "compile": "reduce-overhead records CUDA graphs of what it compiles",
             "fp16": "the host decides with the gradient scaler whether a step is taken",
             **dict.fromkeys(
