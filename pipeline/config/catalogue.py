@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config import outside
 from pipeline.config.errors import ConfigError
-from pipeline.config.sections import Machine, Train, Variant
+from pipeline.config.sections import GRAPH_WARMUP_STEPS, Machine, Train, Variant
 
 Changes = Literal["nothing", "rounding", "statistics"]
 """nothing: the trained weights are the same, bit for bit; rounding: the same sums in another order or precision, equal
@@ -133,6 +133,15 @@ _OWN_KERNEL = "it has a kernel of its own"
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
     return machine.no_gpu_kernels if on_gpu else machine.no_cpu_kernels
+
+
+def _records_within_warmup(train: Train) -> str | None:
+    if train.warmup_steps > GRAPH_WARMUP_STEPS:
+        return None
+    return (
+        f"it records its step after {GRAPH_WARMUP_STEPS} others, which no figure may hold, and train.warmup_steps is "
+        f"{train.warmup_steps}"
+    )
 
 
 def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
@@ -726,6 +735,7 @@ CATALOGUE: tuple[Entry, ...] = (
             ),
         },
         why_not=needs_gpu,
+        why_not_with=_records_within_warmup,
     ),
     Entry(
         name="cudnn_benchmark",
