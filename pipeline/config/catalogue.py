@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config import outside
 from pipeline.config.errors import ConfigError
-from pipeline.config.sections import Machine, Train, Variant
+from pipeline.config.sections import GRAPH_WARMUP_STEPS, Machine, Train, Variant
 
 Changes = Literal["nothing", "rounding", "statistics"]
 """nothing: the trained weights are the same, bit for bit; rounding: the same sums in another order or precision, equal
@@ -133,6 +133,15 @@ _OWN_KERNEL = "it has a kernel of its own"
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
     return machine.no_gpu_kernels if on_gpu else machine.no_cpu_kernels
+
+
+def _records_within_warmup(train: Train) -> str | None:
+    if train.warmup_steps > GRAPH_WARMUP_STEPS:
+        return None
+    return (
+        f"it records its step after {GRAPH_WARMUP_STEPS} others, which no figure may hold, and train.warmup_steps is "
+        f"{train.warmup_steps}"
+    )
 
 
 def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
@@ -687,6 +696,9 @@ CATALOGUE: tuple[Entry, ...] = (
         excludes={
             "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
             "pipeline": "a stage runs its own part of the model, not the compiled whole",
+            "fsdp": "it gathers parameters between the blocks, which no single graph holds",
+            "sync_batchnorm": "its exchange of statistics is not known to compile as a part of one graph",
+            "activation_offload": "it is not known to offload what generated code keeps",
         },
         why_not=_needs_compiler,
         why_not_value={"reduce-overhead": _records_graphs},
@@ -703,8 +715,7 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.cuda_graph,
         excludes={
             **dict.fromkeys(
-                ("ddp", "zero1", "fsdp", "tensor", "pipeline", "data_parallel"),
-                "the recording holds one GPU's step, without communication",
+                ("ddp", "pipeline", "data_parallel"), "the recording holds one GPU's step, without communication"
             ),
             "compile": "reduce-overhead records CUDA graphs of what it compiles",
             "fp16": "the host decides with the gradient scaler whether a step is taken",
@@ -721,6 +732,7 @@ CATALOGUE: tuple[Entry, ...] = (
             ),
         },
         why_not=needs_gpu,
+        why_not_with=_records_within_warmup,
     ),
     Entry(
         name="cudnn_benchmark",

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from pipeline.config.catalogue import contradiction, extra_problems, misplaced
 from pipeline.config.errors import ConfigError
-from pipeline.config.sections import GRAPH_WARMUP_STEPS, Config, Train, Variant
+from pipeline.config.sections import Config, Train, Variant
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
@@ -97,11 +97,6 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield (
                 f"variants.{name}.loader_workers: found {variant.loader_workers} with data_loading "
                 f"{variant.data_loading!r}; set data_loading: dataloader, or take loader_workers out."
-            )
-        if variant.cuda_graph and config.train.warmup_steps <= GRAPH_WARMUP_STEPS:
-            yield (
-                f"train.warmup_steps: found {config.train.warmup_steps}, but variants.{name}.cuda_graph records its "
-                f"step after {GRAPH_WARMUP_STEPS} others, which must not be measured; allowed: more than that."
             )
         if variant.parallelism == "none" and variant.replicas > 1:
             yield (

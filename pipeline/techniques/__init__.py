@@ -1,12 +1,11 @@
 """The techniques, in the order in which they apply.
 
 The memory format is set on the bare model, checkpointing changes the bare model's blocks, and the
-parallelism wraps whatever is there. The compiler comes after it: it must see DistributedDataParallel, so
-that it can end a graph where a bucket of gradients ends. Of the forward pass's wrappers the later one is
-the outer one: the input changes its format inside autocast, and the loss is divided last. A CUDA graph
-records all of a step, and cuDNN's search is on around it. Techniques of other packages
-(``extra:``) come after all of these, in the order in which the variant names them: they get the wrapped
-model, and what they put around a part of the step is the outermost.
+parallelism wraps whatever is there. The compiler comes after it, and takes what is inside. Of the forward
+pass's wrappers the later one is the outer one: the input changes its format inside autocast, and the loss
+is divided last. A CUDA graph records all of a step, and cuDNN's search is on around it. Techniques of other
+packages (``extra:``) come after all of these, in the order in which the variant names them: they get the
+wrapped model, and what they put around a part of the step is the outermost.
 """
 
 from __future__ import annotations

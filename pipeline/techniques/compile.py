@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import PipelineError, Plan
 from pipeline.distributed import World
@@ -19,7 +21,11 @@ CACHE = Path(".cache/inductor")
 
 
 class Compile(Technique):
-    """``torch.compile`` around the model, wrapped by its parallelism or not; loss and update stay as they are.
+    """``torch.compile`` of the model; loss and update stay as they are.
+
+    DistributedDataParallel's own part of a forward pass cannot be in a graph, so it stays around the compiled model.
+    While it is there, the compiler ends a graph where a bucket of gradients ends, and the reduction of the one overlaps
+    with the backward pass of the other (DDPOptimizer in torch/_dynamo/backends/distributed.py).
 
     The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
     be one graph (``fullgraph=True``): where PyTorch would run it in pieces, or not compile it at all, the run ends with
@@ -37,7 +43,7 @@ class Compile(Technique):
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
-        self.mode = plan.applied.compile
+        self.mode: str = plan.applied.compile
         on_gpu = world.device.type == "cuda"
         self.replays = self.mode != "default" and on_gpu
         if self.mode == "max-autotune" and not on_gpu:
@@ -51,8 +57,13 @@ class Compile(Technique):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         self.prepare_process()
         torch._dynamo.reset()  # what an earlier seed compiled counts against a limit
-        compiled: nn.Module = torch.compile(model, mode=self.mode, fullgraph=True, dynamic=False)
-        return compiled
+        if isinstance(model, DistributedDataParallel):
+            model.module = self._compiled(model.module)
+            return model
+        return self._compiled(model)
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        return cast("nn.Module", torch.compile(model, mode=self.mode, fullgraph=True, dynamic=False))
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def compiled(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pipeline import environment
@@ -19,13 +20,14 @@ from pipeline.distributed import World
 from pipeline.ledger import measured
 from pipeline.techniques import ORDER, chosen
 from pipeline.techniques.compile import Compile
+from pipeline.training import HostLosses, TrainingStep
 from tests.nets import ALONE, batch, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, rows_of
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = environment.machine()
-GPU_NUMBERS = {"gpus": 1, "gpu_native_bf16": True, "cpu_native_bf16": True}
+GPU = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
 
 builds = pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_cpu_kernels))
 
@@ -63,7 +65,7 @@ def test_the_gradient_comes_from_generated_code() -> None:
         {"channels_last": True},
         {"gradient_accumulation": 2},
         {"activation_checkpointing": True},
-        {"precision": "bf16", "gradient_accumulation": 2, "activation_checkpointing": True, "channels_last": True},
+        {"precision": "bf16", "gradient_accumulation": 2, "channels_last": True, "activation_checkpointing": 0.5},
     ],
 )
 def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any]) -> None:
@@ -80,29 +82,44 @@ def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any]) ->
         torch.testing.assert_close(nets[1].get_buffer(name), buffer, rtol=1e-2, atol=1e-3)
 
 
-def _curve(joined: World, dataset: Dataset, applied: list[dict[str, Any]]) -> list[tuple[list[float], int]]:
-    """Of each: the losses, and how many graphs were compiled."""
+def _steps(joined: World, applied: list[dict[str, Any]], bucket_bytes: int | None) -> list[tuple[float, int, int]]:
+    """Of each: the sum of the losses of three steps, and how many graphs the compiler saw and made of them."""
     found = []
+    images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     for each in applied:
-        torch._dynamo.utils.counters.clear()
-        training = make_training(dataset, joined, **each)
-        losses = [row.train_loss for row in rows_of(training.run())]
-        found.append((losses, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])))
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        plan = make_plan(parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, **each)
+        techniques, net = chosen(plan, joined), conv_net()
+        wrapped: Any = net
+        for technique in techniques:
+            wrapped = technique.wrap_model(wrapped)
+        if bucket_bytes is not None:
+            wrapped.bucket_bytes_cap = bucket_bytes
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), HostLosses(joined)
+        step = TrainingStep(wrapped, F.cross_entropy, optimizer, losses, techniques, plan.micro_batches)
+        for _ in range(3):
+            step(zip(images.chunk(plan.micro_batches), labels.chunk(plan.micro_batches), strict=True))
+        made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
+        found.append((losses.take(), int(counters["stats"]["unique_graphs"]), made))
     return found
 
 
 @builds
-def test_two_ranks_compile_under_ddp_and_have_the_loss_curve_of_one_device(digits: Dataset) -> None:
-    applied = [
-        {"compile": "default"},
-        {"compile": "default", "gradient_accumulation": 2},
-        {"compile": "default", "activation_checkpointing": True, "channels_last": True},
-    ]
-    [(losses, _)] = _curve(ALONE, digits, [{}])
-    for rank in run_ranks(_curve, digits, applied):
-        for rank_losses, graphs in rank:
-            assert rank_losses == pytest.approx(losses, rel=1e-3)
-            assert graphs == 1
+def test_two_ranks_compile_under_ddp_and_have_the_losses_of_one_device() -> None:
+    applied = [{"compile": "default"}, {"compile": "default", "gradient_accumulation": 2, "channels_last": True}]
+    [(loss, _, _)] = _steps(ALONE, [{}], None)
+    for rank in run_ranks(_steps, applied, None):
+        for rank_loss, graphs, made in rank:
+            assert rank_loss == pytest.approx(loss, rel=1e-4)
+            assert (graphs, made) == (1, 2)  # one for the forward and one for the backward pass
+
+
+@builds
+def test_under_ddp_graphs_end_where_buckets_end() -> None:
+    for [(_, graphs, made)] in run_ranks(_steps, [{"compile": "default"}], 1024):
+        assert graphs == 1
+        assert made > 2
 
 
 class _Changes(nn.Module):
@@ -161,7 +178,7 @@ def test_the_measured_ledger_knows_what_generated_code_takes(digits: Dataset) ->
         ledger = measured(training, 100 * 2**20)
         assert ledger is not None
         found.append(ledger)
-    assert found[1].gradients_bytes == found[0].gradients_bytes
+    assert found[1].gradients_bytes == pytest.approx(found[0].gradients_bytes, rel=0.1)  # those there at the peak
     assert found[1].parameters_bytes == found[0].parameters_bytes
     assert 0.2 * found[0].activations_bytes < found[1].activations_bytes < 2 * found[0].activations_bytes
 
@@ -177,10 +194,10 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch\n"
         "from pipeline.techniques.compile import Compile\n"
-        "from tests.nets import ALONE, batch, conv_net, make_plan\n"
+        "from tests.nets import ALONE, make_plan\n"
         "Compile.prepare_process()\n"
-        "model = Compile(make_plan(compile='default'), ALONE).wrap_model(conv_net())\n"
-        "model(batch()[0]).sum().backward()\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())\n"
+        "Compile(make_plan(compile='default'), ALONE).wrap_model(net)(torch.ones(4, 8)).sum().backward()\n"
         "print(json.dumps(torch._dynamo.utils.counters['inductor']))\n"
     )
     places = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
@@ -211,11 +228,12 @@ def test_a_mode_that_records_cuda_graphs_needs_a_gpu() -> None:
     ):
         planned(cpu, compile="reduce-overhead")
     assert planned(cpu, compile="default").applied.compile == "default"
-    assert planned(Machine(**GPU_NUMBERS), compile="reduce-overhead").applied.compile == "reduce-overhead"
+    assert planned(GPU, compile="reduce-overhead").applied.compile == "reduce-overhead"
 
 
 def test_without_a_compiler_it_is_refused_with_the_remedy() -> None:
-    lacking = Machine(**GPU_NUMBERS, no_cpu_kernels="there is no compiler 'g++'", no_gpu_kernels="no triton")
+    lacks = {"no_cpu_kernels": "there is no compiler 'g++'", "no_gpu_kernels": "no triton"}
+    lacking = GPU.model_copy(update=lacks)
     with pytest.raises(
         ConfigError, match=r"variants\.a\.compile: found 'default', but there is no compiler 'g\+\+'; take"
     ):

@@ -50,7 +50,7 @@ def test_what_cannot_be_recorded_is_refused(other: dict[str, Any]) -> None:
 
 def test_the_recording_is_a_part_of_the_warm_up() -> None:
     with pytest.raises(
-        ConfigError, match=r"train\.warmup_steps: found 3, but variants\.a\.cuda_graph records its step"
+        ConfigError, match=r"variants\.a\.cuda_graph: found True, but it records its step after 3 others"
     ):
         planned(GPU, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True)
     planned(GPU, {"warmup_steps": GRAPH_WARMUP_STEPS + 1}, cuda_graph=True)
