@@ -102,7 +102,12 @@ class PowerSGD(_Hook):
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         if self.torch_state.iter >= self.torch_state.start_powerSGD_iter:
             self._put_memory_into(bucket)
-        return powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
+        future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
+        if self.world.backend == "gloo":
+            # The reductions of the factors begin in gloo's threads, whenever the one before has ended there: those of
+            # two buckets would meet in an order of each rank's own. NCCL's begin at once, in order.
+            future.wait()
+        return future
 
     def communication_bytes(self) -> int:
         state = self.torch_state
