@@ -79,21 +79,17 @@ def _train(joined: World, dataset: Dataset, tries: list[tuple[dict[str, Any], An
 
 
 def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(digits: Dataset) -> None:
+    fits = "micro-batch(es) of {} samples a process, as {} did not fit into a process's memory"
     cases = [
-        ({"most": 16}, 32, 1, "1 micro-batch(es) of 16 samples a process, which is all of its share"),
-        ({"most": 4}, 32, 4, "4 micro-batch(es) of 4 samples a process, as 8 did not fit into a process's memory"),
-        (
-            {"most": 4, "where": "backward"},
-            32,
-            4,
-            "4 micro-batch(es) of 4 samples a process, as 8 did not fit into a process's memory",
-        ),
-        ({"most": 2}, 36, 9, "9 micro-batch(es) of 2 samples a process, as 3 did not fit into a process's memory"),
+        ({"most": 64}, 128, 1, "1 micro-batch(es) of 64 samples a process, which is all of its share"),
+        ({"most": 16}, 128, 4, f"4 {fits.format(16, 32)}"),
+        ({"most": 16, "where": "backward"}, 128, 4, f"4 {fits.format(16, 32)}"),
+        ({"most": 30}, 144, 3, f"3 {fits.format(24, 36)}"),
     ]
     tries: list[tuple[dict[str, Any], Any, int]] = []
     for model, batch_size, micro_batches, _ in cases:
         tries += [(model, "auto", batch_size), (model, micro_batches, batch_size)]
-    main, other = run_ranks(_train, digits, [*tries, ({"most": 0}, "auto", 32), ({"calls": 12}, 2, 32)])
+    main, other = run_ranks(_train, digits, [*tries, ({"most": 0}, "auto", 128), ({"most": 32, "calls": 12}, 2, 128)])
     *outcomes, too_large, later = main
     for (_, _, micro_batches, said), found, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
         assert found[1:] == (micro_batches, {"auto_micro_batch": said})
@@ -101,7 +97,7 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
     assert other[:-2] == outcomes
     assert too_large.startswith("variants.tried: a process runs out of memory with a single sample a micro-batch; ")
     assert later.startswith(
-        "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 8 samples a process "
+        "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples a process "
         "(tried to allocate too much). Set variants.tried.gradient_accumulation to 'auto', "
     )
 
