@@ -111,7 +111,8 @@ def fitted(config: Config, plan: Plan, dataset: Dataset, world: World, placement
         forget_last_run(world)
         if fits:
             break
-        torch.compiler.reset()  # or it would compile for batches of any size from the second on
+        if plan.applied.compile != "none":
+            torch.compiler.reset()  # or it would compile for batches of any size from the second on
         failed = tried.micro_batch_size
         if failed == 1:
             raise OutOfMemory(

@@ -11,12 +11,13 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
-from pipeline import benchmark, environment, job, results
+from pipeline import benchmark, checkpoints, environment, job, results
 from pipeline.checkpoints import checkpoint_file
 from pipeline.config import Config, PipelineError, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.results import Result
+from pipeline.training import Training
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.test_job import CPU_ONLY, PARAMS, PREPARED, workspace  # noqa: F401
@@ -39,7 +40,7 @@ class Greedy(nn.Module):
         if (greedy and self.where == "forward") or self.calls == 0:
             _fail()
         logits: torch.Tensor = self.net(images)
-        if greedy:
+        if greedy and logits.requires_grad:
             logits.register_hook(_fail)
         return logits
 
@@ -59,11 +60,13 @@ def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> C
     return parse(PARAMS | {"train": settings | train, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
 
 
+Try = tuple[dict[str, Any], Any, int]
+"""Options of the model, gradient_accumulation, global batch."""
 Outcome = tuple[str, int, dict[str, str]] | str
 """Weights at the end, micro-batches, what was decided; or the message of what went wrong."""
 
 
-def _train(joined: World, dataset: Dataset, tries: list[tuple[dict[str, Any], Any, int]]) -> list[Outcome]:
+def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for model, accumulation, batch_size in tries:
         variant = {"parallelism": "ddp", "gradient_accumulation": accumulation}
@@ -80,16 +83,18 @@ def _train(joined: World, dataset: Dataset, tries: list[tuple[dict[str, Any], An
 
 def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(digits: Dataset) -> None:
     fits = "micro-batch(es) of {} samples a process, as {} did not fit into a process's memory"
-    cases = [
+    cases: list[tuple[dict[str, Any], int, int, str]] = [
         ({"most": 64}, 128, 1, "1 micro-batch(es) of 64 samples a process, which is all of its share"),
         ({"most": 16}, 128, 4, f"4 {fits.format(16, 32)}"),
         ({"most": 16, "where": "backward"}, 128, 4, f"4 {fits.format(16, 32)}"),
         ({"most": 30}, 144, 3, f"3 {fits.format(24, 36)}"),
     ]
-    tries: list[tuple[dict[str, Any], Any, int]] = []
+    tries: list[Try] = []
     for model, batch_size, micro_batches, _ in cases:
         tries += [(model, "auto", batch_size), (model, micro_batches, batch_size)]
-    main, other = run_ranks(_train, digits, [*tries, ({"most": 0}, "auto", 128), ({"most": 32, "calls": 12}, 2, 128)])
+    main, other = run_ranks(
+        _train, digits, [*tries, ({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 12}, 2, 128)]
+    )
     *outcomes, too_large, later = main
     for (_, _, micro_batches, said), found, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
         assert found[1:] == (micro_batches, {"auto_micro_batch": said})
@@ -111,7 +116,7 @@ def test_a_job_that_goes_on_does_not_decide_anew(
     whole = results.read(results.result_file("tried"))
     assert (whole.micro_batches, whole.batch_size, whole.learning_rate) == (8, 32, 0.05)
     assert whole.applied["gradient_accumulation"] == "auto"
-    save, saved = job.checkpoints.save, []
+    save, saved = checkpoints.save, []
 
     def killed(state: dict[str, Any], path: Path) -> None:
         save(state, path)
@@ -120,10 +125,10 @@ def test_a_job_that_goes_on_does_not_decide_anew(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as dying:
-        dying.setattr(job.checkpoints, "save", killed)
+        dying.setattr(checkpoints, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             job.run(config, "tried", CPU_ONLY, PREPARED)
-    monkeypatch.setattr(job.Training, "fits", None)
+    monkeypatch.setattr(Training, "fits", None)
     job.run(config, "tried", CPU_ONLY, PREPARED)
     resumed = results.read(results.result_file("tried"))
     assert saved[-1] == checkpoint_file("tried", 1)
