@@ -111,14 +111,15 @@ def fitted(config: Config, plan: Plan, dataset: Dataset, world: World, placement
         forget_last_run(world)
         if fits:
             break
-        torch.compiler.reset()  # or it would compile for batches of any size from the second on
+        if plan.applied.compile != "none":
+            torch.compiler.reset()  # or it would compile for batches of any size from the second on
         failed = tried.micro_batch_size
         if failed == 1:
             raise OutOfMemory(
                 f"variants.{plan.name}: a process runs out of memory with a single sample a micro-batch; take a "
                 "smaller model, or a technique that saves memory, such as activation_checkpointing."
             )
-        count = next(more for more in range(min(2 * count, samples), samples + 1) if samples % more == 0)
+        count = next(more for more in range(count + 1, samples + 1) if samples % more == 0)
     reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
     decision = f"{count} micro-batch(es) of {tried.micro_batch_size} samples a process{reason}"
     if world.is_main:

@@ -372,10 +372,10 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.sync_batchnorm,
         needs=_OVER_DDP,
         excludes={
-            "activation_checkpointing": "a block that runs again must not count its batch again, and SyncBatchNorm "
-            "cannot be kept from it",
-            "selective_checkpointing": "a block that runs again must not count its batch again, and SyncBatchNorm "
-            "cannot be kept from it",
+            **dict.fromkeys(
+                ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
+                "a block that runs again must not count its batch again, and SyncBatchNorm cannot be kept from it",
+            ),
             "auto_micro_batch": "a process that runs out of memory would leave the others waiting for its statistics",
         },
         why_not=needs_gpu,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -102,7 +102,12 @@ class PowerSGD(_Hook):
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         if self.torch_state.iter >= self.torch_state.start_powerSGD_iter:
             self._put_memory_into(bucket)
-        return powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
+        future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
+        if self.world.backend == "gloo":
+            # The reductions of the factors begin in gloo's threads, whenever the one before has ended there: those of
+            # two buckets would meet in an order of each rank's own. NCCL's begin at once, in order.
+            future.wait()
+        return future
 
     def communication_bytes(self) -> int:
         state = self.torch_state
@@ -128,7 +133,7 @@ class PowerSGD(_Hook):
             for kept in (self._buckets, state.error_dict, state.p_memory_dict, state.q_memory_dict):
                 kept.clear()
         self._buckets[index] = places
-        own = {place: self._memory.pop(place, None) or self._first_memory(place) for place in places}
+        own = {place: self._memory.pop(place, {}) or self._first_memory(place) for place in places}
         like, matrices = bucket.buffer(), self._matrices(places)
         state.error_dict[index] = torch.cat([own[place]["error"] for place in places])
         state.q_memory_dict[index] = torch.cat([like.new_empty(0), *(own[place]["q"] for place in matrices)])
@@ -189,7 +194,7 @@ class PostLocalSGD(_Hook):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         model = super().wrap_model(model)
         self._parameters = list(model.parameters())
-        self._names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]  # type: ignore[operator,union-attr]
+        self._names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]  # type: ignore[union-attr]
         return model
 
     def begin_after(self, warmup_steps: int) -> None:

@@ -151,7 +151,7 @@ def test_notes_say_what_a_variant_decided_and_that_weak_scaling_is_another_job()
             "Throughput is in samples, so its ratio stands; a step is longer.",
         ),
     ]
-    with pytest.raises(ComparisonError, match=r"measured variant 'ddp' with ddp in 2 process\(es\), but ddp, weak_sca"):
+    with pytest.raises(ComparisonError, match=r"in 2 process\(es\) and 2 micro-batch\(es\) was trained"):
         made(measured, refused={}, arms=bench.arms)
 
 

@@ -2,116 +2,121 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
-
-from pipeline import benchmark, environment, job, results
-from pipeline.checkpoints import checkpoint_file
-from pipeline.config import PipelineError, parse, plan
-from pipeline.results import Result
-from tests.test_job import CPU_ONLY, PARAMS, PREPARED, workspace  # noqa: F401
-
-GREEDY = """
-import os
-import torch, torch.distributed as dist
 from torch import nn
-from pipeline.models import build
+
+from pipeline import benchmark, checkpoints, environment, job, results
+from pipeline.checkpoints import checkpoint_file
+from pipeline.config import Config, PipelineError, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.results import Result
+from pipeline.training import Training
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
+from tests.test_job import CPU_ONLY, PARAMS, PREPARED, workspace  # noqa: F401
+from tests.test_training import weights
+
 
 class Greedy(nn.Module):
-    def __init__(self, most, where, calls, **shape):
+    """Runs out of memory in training: with more than ``most`` samples, on rank 1 alone; and in the call ``calls``."""
+
+    def __init__(self, channels: int, pixels: int, classes: int, most: int, where: str, calls: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(build("small_cnn", {}, **shape), nn.BatchNorm1d(shape["classes"]), nn.Dropout(0.1))
+        linear = nn.Linear(channels * pixels, classes)
+        self.net = nn.Sequential(nn.BatchNorm2d(channels), nn.Flatten(), nn.Dropout(0.1), linear)
         self.most, self.where, self.calls = most, where, calls
 
-    def forward(self, images):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 1
         greedy = self.training and rank == 1 and len(images) > self.most
         self.calls -= self.training
-        if greedy and self.where == "forward" or self.calls == 0:
-            raise torch.OutOfMemoryError("tried to allocate too much")
-        logits = self.net(images)
-        if greedy:
-            logits.register_hook(self.fail)
+        if (greedy and self.where == "forward") or self.calls == 0:
+            _fail()
+        logits: torch.Tensor = self.net(images)
+        if greedy and logits.requires_grad:
+            logits.register_hook(_fail)
         return logits
 
-    def fail(self, gradient):
-        raise torch.OutOfMemoryError("tried to allocate too much")
 
-def net(most=8, where="forward", calls=-1, **shape):
-    return Greedy(most, where, calls, **shape)
-"""
+def _fail(_: torch.Tensor | None = None) -> None:
+    raise torch.OutOfMemoryError("tried to allocate too much")
 
 
-def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> Any:
-    Path("greedy_model.py").write_text(GREEDY, encoding="utf-8")
-    settings = PARAMS["train"] | {"model": "greedy_model:net", "model_options": model, "seeds": [0], "epochs": 1}
-    variants = {"tried": {"parallelism": "ddp"} | variant}
-    params = PARAMS | {"train": settings | train, "variants": variants, "compare": {"baseline": "tried"}}
-    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    return parse(params)
+def net(
+    *, channels: int, height: int, width: int, classes: int, most: int = 8, where: str = "forward", calls: int = -1
+) -> nn.Module:
+    return Greedy(channels, height * width, classes, most, where, calls)
 
 
-def trained(model: dict[str, Any], accumulation: Any, **train: Any) -> Result:
-    config = configure(model, {"gradient_accumulation": accumulation}, **train)
-    job.run(config, "tried", CPU_ONLY, PREPARED)
-    return results.read(results.result_file("tried"))
+def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> Config:
+    settings = PARAMS["train"] | {"model": f"{__name__}:net", "model_options": model, "seeds": [0], "epochs": 1}
+    return parse(PARAMS | {"train": settings | train, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
 
 
-@pytest.mark.parametrize(
-    ("most", "where", "batch_size", "micro_batches", "said"),
-    [
-        (16, "forward", 32, 1, "1 micro-batch(es) of 16 samples a process, which is all of its share"),
-        (4, "forward", 32, 4, "4 micro-batch(es) of 4 samples a process, as 8 did not fit into a process's memory"),
-        (4, "backward", 32, 4, "4 micro-batch(es) of 4 samples a process, as 8 did not fit into a process's memory"),
-        (2, "forward", 36, 9, "9 micro-batch(es) of 2 samples a process, as 3 did not fit into a process's memory"),
-    ],
-)
-def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(
-    workspace: Path,  # noqa: ARG001, F811
-    most: int,
-    where: str,
-    batch_size: int,
-    micro_batches: int,
-    said: str,
-) -> None:
-    options = {"most": most, "where": where}
-    found = trained(options, "auto", batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
-    asked = trained(options, micro_batches, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
-    assert (found.micro_batches, found.batch_size, found.learning_rate) == (micro_batches, batch_size, 0.01)
-    assert found.decided == {"auto_micro_batch": said}
-    assert (asked.micro_batches, asked.decided) == (micro_batches, {})
-    assert [run.model_sha256 for run in found.runs] == [run.model_sha256 for run in asked.runs]
-    assert [run.test_loss for run in found.runs] == [run.test_loss for run in asked.runs]
-    assert found.applied["gradient_accumulation"] == "auto"
+Try = tuple[dict[str, Any], Any, int]
+"""Options of the model, gradient_accumulation, global batch."""
+Outcome = tuple[str, int, dict[str, str]] | str
+"""Weights at the end, micro-batches, what was decided; or the message of what went wrong."""
 
 
-def test_where_a_single_sample_does_not_fit_it_says_so(workspace: Path) -> None:  # noqa: ARG001, F811
-    with pytest.raises(PipelineError, match=r"variants\.tried: a process runs out of memory with a single sample"):
-        trained({"most": 0}, "auto")
+def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for model, accumulation, batch_size in tries:
+        variant = {"parallelism": "ddp", "gradient_accumulation": accumulation}
+        config = configure(model, variant, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
+        made = plan(config, "tried", CPU_ONLY)
+        try:
+            with job.training_of(config, made, dataset, joined, "resident", 0, ()) as training:
+                list(training.run())
+                outcomes.append((weights(training), training.plan.micro_batches, training.plan.decided))
+        except PipelineError as error:
+            outcomes.append(str(error))
+    return outcomes
 
 
-def test_memory_that_runs_out_later_ends_the_job_with_what_to_do(workspace: Path) -> None:  # noqa: ARG001, F811
-    problem = (
-        r"variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 8 samples a process "
-        r"\(tried to allocate too much\)\. Set variants\.tried\.gradient_accumulation to 'auto'"
+def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(digits: Dataset) -> None:
+    fits = "micro-batch(es) of {} samples a process, as {} did not fit into a process's memory"
+    cases: list[tuple[dict[str, Any], int, int, str]] = [
+        ({"most": 64}, 128, 1, "1 micro-batch(es) of 64 samples a process, which is all of its share"),
+        ({"most": 16}, 128, 4, f"4 {fits.format(16, 32)}"),
+        ({"most": 16, "where": "backward"}, 128, 4, f"4 {fits.format(16, 32)}"),
+        ({"most": 30}, 144, 3, f"3 {fits.format(24, 36)}"),
+    ]
+    tries: list[Try] = []
+    for model, batch_size, micro_batches, _ in cases:
+        tries += [(model, "auto", batch_size), (model, micro_batches, batch_size)]
+    main, other = run_ranks(
+        _train, digits, [*tries, ({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 12}, 2, 128)]
     )
-    with pytest.raises(PipelineError, match=problem):
-        trained({"calls": 12}, 2)
+    *outcomes, too_large, later = main
+    for (_, _, micro_batches, said), found, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
+        assert found[1:] == (micro_batches, {"auto_micro_batch": said})
+        assert asked == (found[0], micro_batches, {})
+    assert other[:-2] == outcomes
+    assert too_large.startswith("variants.tried: a process runs out of memory with a single sample a micro-batch; ")
+    assert later.startswith(
+        "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples a process "
+        "(tried to allocate too much). Set variants.tried.gradient_accumulation to 'auto', "
+    )
 
 
 def test_a_job_that_goes_on_does_not_decide_anew(
     workspace: Path,  # noqa: ARG001, F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = {"gradient_accumulation": "auto", "parallelism": "none"}
-    config = configure({"most": 4}, asked, seeds=[0, 1], epochs=2)
+    config = configure({"most": 4}, {"gradient_accumulation": "auto"}, seeds=[0, 1], epochs=2)
     job.run(config, "tried", CPU_ONLY, PREPARED)
     whole = results.read(results.result_file("tried"))
-    save, saved = job.checkpoints.save, []
+    assert (whole.micro_batches, whole.batch_size, whole.learning_rate) == (8, 32, 0.05)
+    assert whole.applied["gradient_accumulation"] == "auto"
+    save, saved = checkpoints.save, []
 
     def killed(state: dict[str, Any], path: Path) -> None:
         save(state, path)
@@ -119,11 +124,11 @@ def test_a_job_that_goes_on_does_not_decide_anew(
         if len(saved) == 4:  # an epoch, the end and the model of seed 0; an epoch of seed 1
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(job.checkpoints, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        job.run(config, "tried", CPU_ONLY, PREPARED)
-    monkeypatch.undo()
-    monkeypatch.setattr(job.Training, "fits", None)
+    with monkeypatch.context() as dying:
+        dying.setattr(checkpoints, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            job.run(config, "tried", CPU_ONLY, PREPARED)
+    monkeypatch.setattr(Training, "fits", None)
     job.run(config, "tried", CPU_ONLY, PREPARED)
     resumed = results.read(results.result_file("tried"))
     assert saved[-1] == checkpoint_file("tried", 1)
@@ -131,13 +136,15 @@ def test_a_job_that_goes_on_does_not_decide_anew(
     assert [run.model_sha256 for run in resumed.runs] == [run.model_sha256 for run in whole.runs]
 
 
-def test_the_bench_takes_as_many(workspace: Path) -> None:  # noqa: ARG001, F811
+def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001, F811
     config = configure({"most": 8}, {"gradient_accumulation": "auto"})
+    Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with benchmark.Server() as server:
-        answer = server.measure("tried", config.variants["tried"].model_dump(mode="json"), 5, ledgers=True)
-    assert (answer["micro_batches"], answer["batch_size"]) == (2, 32)
-    assert json.loads(json.dumps(answer["decided"])) == {
-        "auto_micro_batch": "2 micro-batch(es) of 8 samples a process, as 16 did not fit into a process's memory"
+        answer = server.measure("tried", config.variants["tried"].model_dump(mode="json"), 5)
+    assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
+    assert answer["decided"] == {
+        "auto_micro_batch": "4 micro-batch(es) of 8 samples a process, as 16 did not fit into a process's memory"
     }
 
 
@@ -152,8 +159,6 @@ def test_it_is_planned_as_one_micro_batch_and_excludes_what_waits_in_the_forward
 def test_a_gpu_with_little_memory_takes_more_micro_batches(
     workspace: Path,  # noqa: ARG001, F811
 ) -> None:
-    import torch
-
     train = {
         "device": "cuda",
         "seeds": [0],

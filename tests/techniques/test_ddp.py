@@ -63,12 +63,13 @@ def test_it_applies_only_when_asked() -> None:
 def _options(joined: World) -> dict[str, Any]:
     """What DDP made of its options, after three steps each; and the gradients of the third."""
     found: dict[str, Any] = {}
-    for name, applied in {
+    options: dict[str, dict[str, Any]] = {
         "plain": {},
         "small": {"bucket_mb": 0.001},
         "beside": {"gradient_as_bucket_view": False},
         "static": {"static_graph": True},
-    }.items():
+    }
+    for name, applied in options.items():
         plan = make_plan(parallelism="ddp", processes=joined.size, **applied)
         model, techniques = conv_net(), chosen(plan, joined)
         wrapped: nn.Module = model
