@@ -409,6 +409,9 @@ def test_words() -> None:
     first, *rest = words.lines(claims[1], 8)
     assert first.split()[-3:] == ["12", "0", "NO"]
     assert " ".join(rest).split() == ["two"] * 15 + ["because"]
+    failed = "rank 1: Traceback (most recent call last):\n  File x\n    code\nRuntimeError: not today\nnor tomorrow"
+    _, *noted = words.lines(Claim("a", "one", holds=False, note=failed), 8)
+    assert [line.strip() for line in noted] == ["RuntimeError: not today", "nor tomorrow"]
     assert words.summary(claims, 3.4) == "1 of 2 claims hold; 1 more promise nothing here. 3 s"
     answer = json.loads(words.as_json(claims, {}))
     assert answer["holds"] is False

@@ -257,8 +257,8 @@ class Verifier:
             try:
                 return _Expected(self._planned(plan.name, each))
             except ConfigError as error:
-                problem = problem or str(error)
-        return _Expected(None, f"nothing to hold it against: {problem}")
+                problem = problem or str(error).removeprefix(f"{configuration.PARAMS_FILE}: ")
+        return _Expected(None, f"nothing to hold it against, as the rest cannot be by itself: {problem}")
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", exclude={"variants", "compare", "bench"})

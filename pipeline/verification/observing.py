@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from pipeline import models
 from pipeline.config import Config, Plan, Train
-from pipeline.data.batches import evaluation_batches
+from pipeline.data.batches import Placement, evaluation_batches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World, forked
-from pipeline.job import Placement, ready, training_of
+from pipeline.job import ready, training_of
 from pipeline.training import Training
 from pipeline.verification.natures import keep_still
 

@@ -27,8 +27,9 @@ def lines(claim: Claim, width: int) -> Iterator[str]:
         width, claim.variant, first, number(claim.measured, claim.unit), number(claim.bound, claim.unit),
         _HOLDS[claim.holds],
     )  # fmt: skip
-    for text in [*rest, *(line for note in claim.note.splitlines() for line in textwrap.wrap(note, CLAIM_WIDTH - 2))]:
-        yield f"{'':{width}}  {'' if text in rest else '  '}{text}"
+    yield from (f"{'':{width}}  {text}" for text in rest)
+    for paragraph in _without_traceback(claim.note):
+        yield from (f"{'':{width}}    {text}" for text in textwrap.wrap(paragraph, CLAIM_WIDTH - 2))
 
 
 def summary(claims: Sequence[Claim], seconds: float) -> str:
@@ -56,6 +57,15 @@ def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
     rows = [{key: plain(value) for key, value in dataclasses.asdict(claim).items()} for claim in claims]
     values = {"holds": all(claim.holds is not False for claim in claims), **about, "claims": rows}
     return json.dumps(values, indent=2, allow_nan=False)
+
+
+def _without_traceback(note: str) -> list[str]:
+    """The note's lines; of a traceback, the exception alone: --json has all of it."""
+    found = note.splitlines()
+    if not any("Traceback (most recent call last)" in line for line in found):
+        return found
+    last = max(index for index, line in enumerate(found) if line.startswith("  "))
+    return found[last + 1 :]
 
 
 def _line(width: int, variant: str, claim: str, measured: str, bound: str, holds: str) -> str:
