@@ -54,8 +54,9 @@ def trained(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Traine
 
 def measure(trained: Trained, dataset: Dataset, kinds: Mapping[str, Kind]) -> dict[str, Form]:
     kinds = {"eager": FORMS["eager"], **kinds}
-    found, noise = inference.forms_on(trained, kinds, dataset, ALONE, "a CPU", rounds=2, seconds=0.001)
+    found, noise = inference.forms_on(trained, kinds, dataset, ALONE, "a CPU", rounds=2, seconds=0.001, max_spread=0.15)
     assert [each.batch_size for each in noise] == [1, 8]
+    assert all(each.refused and "at least 6 are needed" in each.refused for each in noise)
     return {form.name: form for form in found}
 
 
@@ -252,12 +253,18 @@ def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
     assert latency.p99_ms == 15.625
     few = measuring.latency_of(measuring.Slices(latencies=[[0.02] * 50]))
     assert few.p99_ms is None, "of 50 calls the slowest hundredth is none"
-    single, batch = measuring.throughput_of(found["fast"], found["slow"])
+    quiet = measuring.noise_of(found["slow"], found["slow"], 0.15, "cpu")
+    assert [each.refused for each in quiet.values()] == [None, None]
+    single, batch = measuring.throughput_of(found["fast"], found["slow"], quiet)
     assert (single.batch_size, batch.batch_size) == (1, 8)
     assert batch.samples_per_second == 128
     assert batch.ratio == pytest.approx(2)
     assert batch.ratio_high == pytest.approx(2)
-    assert measuring.ratio_of([2.0, 2.0], [1.0, 1.0])[2] is None, "two rounds bound nothing"
+    noisy = measuring.Slices(rates={size: [100.0, 140.0, 70.0, 130.0, 90.0, 60.0] for size in (1, 8)})
+    loud = measuring.noise_of(noisy, measuring.Slices(rates={size: [100.0] * 6 for size in (1, 8)}), 0.15, "cpu")
+    assert loud[8].refused
+    assert "a spread of" in loud[8].refused
+    assert measuring.throughput_of(found["fast"], found["slow"], loud)[1].ratio is None, "refused, not reported"
 
 
 # The stage.

@@ -163,7 +163,7 @@ class Infer(Section):
     batch_sizes: Annotated[list[PositiveInt], Field(min_length=1, max_length=7)] = Field(
         [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one image."
     )
-    rounds: PositiveInt = Field(7, description="In each, every form takes its turns; six bound a ratio.")
+    rounds: PositiveInt = Field(8, description="In each, every form takes its turns; fewer than six bound no ratio.")
     window_seconds: PositiveFloat = Field(0.1, description="Of one form with one batch size in a round.")
 
 

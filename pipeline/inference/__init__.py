@@ -19,7 +19,7 @@ from pipeline.config import plan as plan_of
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavailable
-from pipeline.inference.measuring import in_rounds, latency_of, ratio_of, throughput_of
+from pipeline.inference.measuring import in_rounds, latency_of, noise_of, throughput_of
 from pipeline.inference.records import Agreement, Form, Inference, Measured, Noise
 from pipeline.inference.showing import markdown
 from pipeline.job import device_name_of, environment_of, ready
@@ -70,6 +70,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 label,
                 rounds=asked.rounds,
                 seconds=asked.window_seconds,
+                max_spread=config.compare.max_spread,
             )
             forms += here
             noise += against_itself
@@ -106,6 +107,7 @@ def forms_on(
     *,
     rounds: int,
     seconds: float,
+    max_spread: float,
 ) -> tuple[list[Form], list[Noise]]:
     """Make, check and measure the forms ``kinds``, the plain one first, on the device of ``world``, named ``label``.
 
@@ -134,6 +136,7 @@ def forms_on(
         seconds=seconds,
         synchronise=world.synchronise,
     )
+    noise = noise_of(slices[_AGAIN], slices[PLAIN], max_spread, device)
     plain, labels = made[PLAIN][2], dataset.test.labels
     forms = []
     for name, kind in kinds.items():
@@ -145,7 +148,7 @@ def forms_on(
                 model_bytes=form.model_bytes,
                 file_bytes=form.file_bytes,
                 latency=latency_of(slices[name]),
-                throughput=throughput_of(slices[name], slices[PLAIN]),
+                throughput=throughput_of(slices[name], slices[PLAIN], noise),
                 agreement=_agreement(logits, plain, labels),
                 remarks=remarks,
             )
@@ -159,11 +162,7 @@ def forms_on(
                 measured=measured,
             )
         )
-    noise = []
-    for size in trained.batch_sizes:
-        ratio, low, high = ratio_of(slices[_AGAIN].rates[size], slices[PLAIN].rates[size])
-        noise.append(Noise(device_type=device, batch_size=size, ratio=ratio, ratio_low=low, ratio_high=high))
-    return forms, noise
+    return forms, list(noise.values())
 
 
 class _Batches:

@@ -143,7 +143,7 @@ def _int8(trained: Trained) -> Made:
     converted = convert_pt2e(prepared)
     if "quantize_per_tensor" not in str(converted.graph):
         raise Unavailable("the quantiser found nothing in this model that it has an int8 kernel for")
-    predict = torch.compile(converted, dynamic=False)
+    predict: Predict = torch.compile(converted, dynamic=False)
     with inductor.patch(freezing=True):  # what is compiled now takes the weights as constants and packs them for int8
         for size in trained.batch_sizes:
             predict(trained.samples[torch.arange(size) % len(trained.samples)])

@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 
 from pipeline.inference.forms import Predict
-from pipeline.inference.records import Latency, Throughput
-from pipeline.stats import paired_ratio
+from pipeline.inference.records import Latency, Noise, Throughput
+from pipeline.stats import distrust, paired_ratio
 
 FEWEST_FOR_P99 = 100
 """Calls without which a 99th percentile would be no more than the slowest one."""
@@ -71,29 +72,34 @@ def latency_of(slices: Slices) -> Latency:
     )
 
 
-def throughput_of(slices: Slices, plain: Slices) -> tuple[Throughput, ...]:
-    """By batch size, with the ratio to the plain form's of the same round."""
+def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> tuple[Throughput, ...]:
+    """By batch size, with the ratio to the plain form's of the same round where ``noise`` allows one."""
     found = []
     for size, rates in slices.rates.items():
-        ratio, low, high = ratio_of(rates, plain.rates[size])
+        ratio = paired_ratio(rates, plain.rates[size]) if noise[size].refused is None else None
         found.append(
             Throughput(
                 batch_size=size,
                 samples_per_second=statistics.median(rates),
                 low_samples_per_second=min(rates),
                 high_samples_per_second=max(rates),
-                ratio=ratio,
-                ratio_low=low,
-                ratio_high=high,
+                ratio=ratio.estimate if ratio else None,
+                ratio_low=ratio.low if ratio else None,
+                ratio_high=ratio.high if ratio else None,
             )
         )
     return tuple(found)
 
 
-def ratio_of(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float | None]:
-    """The median of the rounds' a / b with its 95% interval; without an upper bound if the rounds are too few."""
-    interval = paired_ratio(a, b)
-    return interval.estimate, interval.low, interval.high if interval.low > 0 else None
+def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["cpu", "cuda"]) -> dict[int, Noise]:
+    """By batch size: the plain form, measured twice a round, against itself, and whether ratios are believed then."""
+    found = {}
+    for size, rates in again.rates.items():
+        narrow = paired_ratio(rates, plain.rates[size])
+        wide = paired_ratio(rates, plain.rates[size], confidence=0.99)
+        refused = distrust(narrow, wide, max_spread)
+        found[size] = Noise(device_type=device, batch_size=size, ratio=narrow.estimate, refused=refused)
+    return found
 
 
 def _calls(predict: Predict, images: torch.Tensor, seconds: float, synchronise: Synchronise) -> list[float]:

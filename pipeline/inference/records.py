@@ -29,11 +29,10 @@ class Throughput(Record):
     low_samples_per_second: float
     """The slowest and the fastest round."""
     high_samples_per_second: float
-    ratio: float
-    """To the plain form in the same round: the median over rounds, with its 95% interval."""
-    ratio_low: float
+    ratio: float | None
+    """To the plain form in the same round: the median over rounds, with its 95% interval. None: refused, see Noise."""
+    ratio_low: float | None
     ratio_high: float | None
-    """None: too few rounds bound nothing."""
 
 
 class Agreement(Record):
@@ -88,8 +87,8 @@ class Noise(Record):
     device_type: Literal["cpu", "cuda"]
     batch_size: int
     ratio: float
-    ratio_low: float
-    ratio_high: float | None
+    refused: str | None
+    """Why no ratio with this batch size is believed; None if they are."""
 
 
 class Inference(Record):

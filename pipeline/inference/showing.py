@@ -49,10 +49,9 @@ def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
         ]
     noise = [each for each in found.noise if each.device_type == forms[0].device_type]
     if noise:
-        shown = ", ".join(
-            f"{_ratio(each.ratio, each.ratio_low, each.ratio_high)} (batch {each.batch_size})" for each in noise
-        )
+        shown = ", ".join(f"x{each.ratio:.2f} (batch {each.batch_size})" for each in noise)
         lines += [f"The plain form against itself, in the same rounds: {shown}.", ""]
+        lines += [f"- No ratio with batch {each.batch_size}: {each.refused}." for each in noise if each.refused]
     lines += [f"- **{form.name}**: {form.does}." for form, _ in measured]
     lines += [f"- **{form.name}** is not available: {form.why_not}." for form in forms if form.why_not]
     lines += [f"- {form.name}: {remark}." for form, values in measured for remark in values.remarks]
@@ -78,8 +77,6 @@ def _row(form: Form, values: Measured) -> str:
 
 def _rate(each: Throughput, name: str) -> str:
     rate = f"{each.samples_per_second:,.0f} ({each.low_samples_per_second:,.0f} to {each.high_samples_per_second:,.0f})"
-    return rate if name == "eager" else f"{rate}; {_ratio(each.ratio, each.ratio_low, each.ratio_high)}"
-
-
-def _ratio(ratio: float, low: float, high: float | None) -> str:
-    return f"x{ratio:.2f}" + ("" if high is None else f" ({low:.2f} to {high:.2f})")
+    if name == "eager" or each.ratio is None:
+        return rate
+    return f"{rate}; x{each.ratio:.2f} ({each.ratio_low:.2f} to {each.ratio_high:.2f})"

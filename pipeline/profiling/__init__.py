@@ -6,10 +6,12 @@ The profiler slows down what it watches, so nothing in here is a speed: ``bench`
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,7 +107,8 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     plain = advance()
     annotate(training.take_step)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1)) as profiler:
+    windows = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with _quiet(device), profile(activities=activities, schedule=windows) as profiler:
         left = per_epoch - training.steps % per_epoch
         training.advance(LEAD_STEPS if left >= LEAD_STEPS + steps else left + 1)
         profiler.step()
@@ -114,6 +117,20 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     plain += advance()
     gpu = (device.index or 0) if device.type == "cuda" else None
     return trace.Trace(trace.read(file), gpu), statistics.median(plain), statistics.median(profiled)
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """On a CPU, keep the profiler's library (Kineto) from calling it an error that there is no GPU."""
+    name = "KINETO_LOG_LEVEL"
+    silenced = device.type == "cpu" and name not in os.environ
+    if silenced:
+        os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        if silenced:
+            del os.environ[name]
 
 
 def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any]) -> None:
