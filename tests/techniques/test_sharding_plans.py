@@ -70,7 +70,8 @@ def test_replicas_take_the_same_number_of_processes_each() -> None:
         (
             CPU,
             {"parallelism": "zero1", "replicas": 2},
-            "variants.tried.replicas: found 2 with parallelism 'zero1'; allowed: 1, or parallelism 'fsdp' or 'tensor'.",
+            "variants.tried.replicas: found 2 with parallelism 'zero1'; allowed: 1, or parallelism 'fsdp', "
+            "'pipeline' or 'tensor'.",
         ),
         (
             CPU,
@@ -124,7 +125,9 @@ def test_what_cannot_be_meant_is_refused_when_it_is_read(tried: dict[str, Any], 
 def test_a_launcher_decides_the_processes() -> None:
     made = planned(gpus(2), launched=16, parallelism="tensor", replicas=4)
     assert (made.processes, made.model_processes) == (16, 4)
-    with pytest.raises(ConfigError, match=r"allowed: parallelism 'ddp', 'zero1', 'fsdp' or 'tensor' with processes"):
+    with pytest.raises(
+        ConfigError, match=r"allowed: parallelism 'ddp', 'zero1', 'fsdp', 'pipeline' or 'tensor' with processes"
+    ):
         planned(gpus(2), launched=16)
 
 
@@ -150,7 +153,7 @@ def test_bf16_parameters_that_a_machine_would_emulate_are_left_out() -> None:
 def test_each_name_says_what_it_is() -> None:
     tried = config(parallelism="fsdp", replicas=2, processes=4, parameter_precision="bf16", reshard_after_forward=False)
     assert tried.variants["tried"].techniques() == {
-        "fsdp": ("parallelism", "processes", "replicas", "reshard_after_forward", "parameter_precision"),
+        "fsdp": ("parallelism", "processes", "replicas", "schedule", "reshard_after_forward", "parameter_precision"),
         "keep_gathered": ("reshard_after_forward",),
         "parameter_precision": ("parameter_precision",),
     }
