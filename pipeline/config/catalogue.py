@@ -595,7 +595,10 @@ CATALOGUE: tuple[Entry, ...] = (
         asked=lambda variant: variant.optimizer_state == "8bit",
         why_not=_why_no_8bit,
         why_not_with=needs_adamw,
-        excludes={"foreach_optimizer": _OWN_KERNEL, "for_loop_optimizer": _OWN_KERNEL},
+        excludes={
+            **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
+            **dict.fromkeys(("fsdp", "tensor"), "its kernel takes whole tensors, not a rank's shards of them"),
+        },
     ),
     Entry(
         name="factored_optimizer",
@@ -610,7 +613,10 @@ CATALOGUE: tuple[Entry, ...] = (
         changes="statistics",
         asked=lambda variant: variant.optimizer_state == "factored",
         why_not_with=needs_adamw,
-        excludes={"foreach_optimizer": _OWN_KERNEL, "for_loop_optimizer": _OWN_KERNEL},
+        excludes={
+            **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
+            **dict.fromkeys(("fsdp", "tensor"), "the means of rows and columns are those of whole matrices"),
+        },
     ),
     Entry(
         name="zeroed_gradients",
