@@ -180,11 +180,12 @@ def test_an_optimizer_inside_the_backward_pass_is_the_optimizers() -> None:
         annotation(ACCUMULATE, 0, 100),
         annotation(BACKWARD, 0, 100),
         operator("MulBackward0", 10, 30),
+        operator("torch::autograd::AccumulateGrad", 38, 72),
         annotation("Optimizer.step#SGD.step", 40, 70),
         operator("aten::_fused_sgd_", 45, 65),
     ]
     parts = Trace(events, gpu=None).times().parts
-    assert (parts["backward"], parts["optimizer"], parts["idle"]) == (20, 20, 60)
+    assert (parts["backward"], parts["optimizer"], parts["idle"]) == (34, 20, 46)
 
 
 def test_a_schedule_that_runs_its_own_passes_is_told_apart_by_the_engine() -> None:
