@@ -180,11 +180,12 @@ def test_an_optimizer_inside_the_backward_pass_is_the_optimizers() -> None:
         annotation(ACCUMULATE, 0, 100),
         annotation(BACKWARD, 0, 100),
         operator("MulBackward0", 10, 30),
+        operator("torch::autograd::AccumulateGrad", 38, 72),
         annotation("Optimizer.step#SGD.step", 40, 70),
         operator("aten::_fused_sgd_", 45, 65),
     ]
     parts = Trace(events, gpu=None).times().parts
-    assert (parts["backward"], parts["optimizer"], parts["idle"]) == (20, 20, 60)
+    assert (parts["backward"], parts["optimizer"], parts["idle"]) == (34, 20, 46)
 
 
 def test_a_schedule_that_runs_its_own_passes_is_told_apart_by_the_engine() -> None:
@@ -281,16 +282,15 @@ def profiled(dataset: Dataset, file: Path, joined: World, wait: float = 0.0, **a
 
 def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
     alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
-    found = profiled(digits, tmp_path / "trace.json", alone, wait=0.05)
+    found = profiled(digits, tmp_path / "trace.json", alone, wait=0.2)
     times = StepTimes.of(found.times())
     assert found.steps == 5
     assert sum(found.times().parts.values()) == found.times().whole
-    assert times.input_ms > 50
+    assert times.input_ms >= 200
     assert times.forward_ms > 0
     assert times.backward_ms > 0
     assert times.optimizer_ms > 0
-    finding = findings(Facts((times,), False, "streamed", {}))[0]
-    assert finding.rule == "waits_for_input"
+    [finding] = [each for each in findings(Facts((times,), False, "streamed", {})) if each.rule == "waits_for_input"]
     assert "of the step waits for input: set train.placement: resident" in finding.text
 
 
@@ -311,13 +311,13 @@ def _of_rank(world: World, dataset: Dataset, directory: Path, wait: float) -> tu
 
 
 def test_a_rank_that_waits_for_another_shows_as_communication(digits: Dataset, tmp_path: Path) -> None:
-    (first, operators), (second, _) = run_ranks(_of_rank, digits, tmp_path, 0.05)
+    (first, operators), (second, _) = run_ranks(_of_rank, digits, tmp_path, 0.2)
     for times in (first, second):
         assert sum(times.parts.values()) == times.whole
         assert times.parts["communication"] + times.hidden > 0
-    assert second.parts["input"] > 0.5 * second.whole, "the one that is slow"
-    assert first.parts["communication"] > 0.5 * first.whole, "the one that waits for it"
-    assert first.parts["input"] < 0.2 * first.whole
+    assert second.parts["input"] >= 5 * 200_000_000, "the one that is slow"
+    assert first.parts["communication"] > second.parts["communication"], "the one that waits for it"
+    assert first.parts["input"] < second.parts["input"]
     assert not [name for name in operators if name.startswith("gloo:")]
 
 

@@ -30,7 +30,8 @@ STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
 )
 """Names of the annotations around the parts of a step (``profiling.annotate``)."""
 
-WORK = ("forward", "backward", "optimizer", "rest")
+WORK = ("optimizer", "forward", "backward", "rest")
+"""The optimizer first: inside the backward pass, a node of that covers it."""
 PARTS = (*WORK, "communication", "input", "idle")
 """In the order in which they claim an instant."""
 
