@@ -32,8 +32,9 @@ def together(one: Entry, other: Entry) -> dict[str, Any] | None:
     asked = mine | theirs
     possible = [set(entry.needs) for entry in (one, other) if entry.needs]
     if possible and "parallelism" not in asked:
+        apart = exclusions(one).keys() | exclusions(other).keys()
         both = [name for name in (one.needs or other.needs) if all(name in names for names in possible)]
-        asked["parallelism"] = next(iter(both), None)
+        asked["parallelism"] = next((name for name in both if name not in apart), None)
     if any(asked["parallelism"] not in names for names in possible):
         return None
     return asked
@@ -52,7 +53,9 @@ def pairs(one: Entry) -> Iterator[tuple[Entry, dict[str, Any]]]:
 
 
 def configured(asked: dict[str, Any]) -> Config:
-    return parse({"train": JOB, "compare": {"baseline": "tried"}, "variants": {"tried": asked}})
+    adamw = "optimizer_state" in asked  # which stands in for AdamW's
+    job = JOB | {"optimizer": "adamw" if adamw else "sgd"}
+    return parse({"train": job, "compare": {"baseline": "tried"}, "variants": {"tried": asked}})
 
 
 def planned(asked: dict[str, Any], here: Machine) -> tuple[Config, Plan]:
@@ -104,7 +107,7 @@ def _train(world: World, tries: list[tuple[Config, Plan]], dataset: Dataset) -> 
         try:
             with training_of(config, each, dataset, world, "resident", 0, ()) as training:
                 losses = [row.train_loss for row in training.run() if row]
-                assert training.steps == 3
+                assert training.steps == training.total_steps > 0
                 assert all(map(math.isfinite, losses)), losses
                 assert training.score is not None
                 assert training.score.count == len(dataset.test)

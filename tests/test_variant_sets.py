@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pipeline import variant_sets
-from pipeline.config import CATALOGUE, ConfigError, Machine, asked, load, parse
+from pipeline.config import CATALOGUE, ConfigError, Machine, Variant, asked, load, parse
 from tests.conftest import ROOT
 
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -37,7 +37,7 @@ def test_each_set_is_valid_and_says_what_it_shows(path: Path) -> None:
 
 
 def test_each_technique_stands_in_a_ready_made_variant() -> None:
-    variants = {}
+    variants: dict[str, Variant] = {}
     for path in SETS:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         variants |= parse({"compare": {"baseline": next(iter(values))}, "variants": values}).variants

@@ -10,11 +10,10 @@ wrapped model, and what they put around a part of the step is the outermost.
 
 from __future__ import annotations
 
-from pipeline.config import ConfigError, Plan, outside
+import importlib
+
+from pipeline.config import ConfigError, Plan, entry, outside
 from pipeline.distributed import World
-from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, SelectiveCheckpointing
-from pipeline.techniques.activation_offload import ActivationOffload
-from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from pipeline.techniques.base import (
     Accumulate,
     Backward,
@@ -29,32 +28,6 @@ from pipeline.techniques.base import (
     Update,
     ZeroGrad,
 )
-from pipeline.techniques.channels_last import ChannelsLast
-from pipeline.techniques.checkpointing_budget import CheckpointingBudget
-from pipeline.techniques.communication import BF16Compression, FP16Compression, PostLocalSGD, PowerSGD
-from pipeline.techniques.compile import Compile
-from pipeline.techniques.cuda_graph import CudaGraph
-from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
-from pipeline.techniques.data_loading import DataLoaderData, ResidentData, StreamedData
-from pipeline.techniques.data_parallel import DataParallel
-from pipeline.techniques.ddp import DDP, BucketSize, GradientsBesideBuckets, StaticGraph
-from pipeline.techniques.fsdp import FSDP
-from pipeline.techniques.gradient_accumulation import AutoMicroBatch, GradientAccumulation
-from pipeline.techniques.low_bit_optimizer import LowBitOptimizer
-from pipeline.techniques.optimizer_choices import (
-    FactoredOptimizer,
-    ForeachOptimizer,
-    ForLoopOptimizer,
-    ZeroedGradients,
-)
-from pipeline.techniques.optimizer_in_backward import OptimizerInBackward
-from pipeline.techniques.pipeline import Pipeline
-from pipeline.techniques.precision import BFloat16, Float16
-from pipeline.techniques.scaling import WeakScaling
-from pipeline.techniques.sync_batchnorm import SyncBatchNorm
-from pipeline.techniques.tensor import Tensor
-from pipeline.techniques.tf32 import TF32
-from pipeline.techniques.zero1 import Zero1
 
 __all__ = [
     "ORDER",
@@ -74,47 +47,60 @@ __all__ = [
     "of_plan",
 ]
 
-ORDER: tuple[type[Technique], ...] = (
-    ExpandableSegments,
-    ChannelsLast,
-    SyncBatchNorm,
-    ActivationCheckpointing,
-    SelectiveCheckpointing,
-    CheckpointingBudget,
-    ForeachOptimizer,
-    ForLoopOptimizer,
-    FactoredOptimizer,
-    LowBitOptimizer,
-    DataParallel,
-    *(BucketSize, GradientsBesideBuckets, StaticGraph),
-    DDP,
-    Zero1,
-    *(FP16Compression, BF16Compression, PowerSGD, PostLocalSGD),
-    FSDP,
-    Pipeline,
-    Tensor,
-    Compile,
-    BFloat16,
-    Float16,
-    ActivationOffload,
-    GradientAccumulation,
-    AutoMicroBatch,
-    ZeroedGradients,
-    OptimizerInBackward,
-    ReleaseCache,
-    TF32,
-    CudaGraph,
-    CudnnBenchmark,
-    ResidentData,
-    StreamedData,
-    DataLoaderData,
-    WeakScaling,
-)
+ORDER = {
+    "expandable_segments": "allocators.ExpandableSegments",
+    "channels_last": "channels_last.ChannelsLast",
+    "sync_batchnorm": "sync_batchnorm.SyncBatchNorm",
+    "activation_checkpointing": "activation_checkpointing.ActivationCheckpointing",
+    "selective_checkpointing": "activation_checkpointing.SelectiveCheckpointing",
+    "checkpointing_budget": "checkpointing_budget.CheckpointingBudget",
+    "foreach_optimizer": "optimizer_choices.ForeachOptimizer",
+    "for_loop_optimizer": "optimizer_choices.ForLoopOptimizer",
+    "factored_optimizer": "optimizer_choices.FactoredOptimizer",
+    "low_bit_optimizer": "low_bit_optimizer.LowBitOptimizer",
+    "data_parallel": "data_parallel.DataParallel",
+    "bucket_mb": "ddp.BucketSize",
+    "gradients_beside_buckets": "ddp.GradientsBesideBuckets",
+    "static_graph": "ddp.StaticGraph",
+    "ddp": "ddp.DDP",
+    "zero1": "zero1.Zero1",
+    "fp16_compression": "communication.FP16Compression",
+    "bf16_compression": "communication.BF16Compression",
+    "powersgd": "communication.PowerSGD",
+    "post_local_sgd": "communication.PostLocalSGD",
+    "fsdp": "fsdp.FSDP",
+    "pipeline": "pipeline.Pipeline",
+    "tensor": "tensor.Tensor",
+    "compile": "compile.Compile",
+    "bf16": "precision.BFloat16",
+    "fp16": "precision.Float16",
+    "activation_offload": "activation_offload.ActivationOffload",
+    "gradient_accumulation": "gradient_accumulation.GradientAccumulation",
+    "auto_micro_batch": "gradient_accumulation.AutoMicroBatch",
+    "zeroed_gradients": "optimizer_choices.ZeroedGradients",
+    "optimizer_in_backward": "optimizer_in_backward.OptimizerInBackward",
+    "release_cache": "allocators.ReleaseCache",
+    "tf32": "tf32.TF32",
+    "cuda_graph": "cuda_graph.CudaGraph",
+    "cudnn_benchmark": "cudnn_benchmark.CudnnBenchmark",
+    "resident_data": "data_loading.ResidentData",
+    "streamed_data": "data_loading.StreamedData",
+    "dataloader": "data_loading.DataLoaderData",
+    "weak_scaling": "scaling.WeakScaling",
+}
+"""Name -> module and class. A job imports those that it applies: some bring large parts of torch along."""
 
 
 def of_plan(plan: Plan) -> list[type[Technique]]:
     """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken one of outside."""
-    return [*(each for each in ORDER if each.is_asked(plan)), *map(_from_outside, plan.applied.extra)]
+    own = (_own(name) for name in ORDER if entry(name).asked(plan.applied))
+    return [*(each for each in own if each.is_asked(plan)), *map(_from_outside, plan.applied.extra)]
+
+
+def _own(name: str) -> type[Technique]:
+    module, _, attribute = ORDER[name].partition(".")
+    found: type[Technique] = getattr(importlib.import_module(f"pipeline.techniques.{module}"), attribute)
+    return found
 
 
 def chosen(plan: Plan, world: World) -> list[Technique]:

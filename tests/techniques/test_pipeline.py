@@ -17,7 +17,7 @@ from pipeline.config import CATALOGUE, ConfigError, Machine, Plan, Variant, pars
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.results import Ledger
-from pipeline.techniques import chosen
+from pipeline.techniques import chosen, of_plan
 from pipeline.techniques import pipeline as technique_module
 from pipeline.techniques.pipeline import Cut, Pipeline, bubble_fraction
 from pipeline.training import DeviceLosses, NonFiniteLoss, Training
@@ -133,16 +133,16 @@ def test_two_stages_train_what_one_device_trains_with_the_same_micro_batches(
     assert sum(len(rank.first_gradients) for rank in ranks) == len(gradients), "each has its own"
     bf16 = case == "bf16"
     # The same operations on the same micro-batches: what differs is the order of a few sums.
-    close = {"rtol": 0.05, "atol": 0.01} if bf16 else {"rtol": 1e-4, "atol": 1e-6}
+    rtol, atol = (0.05, 0.01) if bf16 else (1e-4, 1e-6)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected.first_gradients[name], **close)
+        torch.testing.assert_close(gradient, expected.first_gradients[name], rtol=rtol, atol=atol)
     for rank in ranks:
         assert rank.losses == pytest.approx(expected.losses, rel=0.02 if bf16 else 1e-3)
         assert rank.test_loss == pytest.approx(expected.test_loss, rel=0.02 if bf16 else 1e-3)
         assert rank.weights.keys() == expected.weights.keys()
-        close = {"rtol": 0.1, "atol": 0.05} if bf16 else {"rtol": 1e-3, "atol": 1e-4}
+        rtol, atol = (0.1, 0.05) if bf16 else (1e-3, 1e-4)
         for name, tensor in rank.weights.items():
-            torch.testing.assert_close(tensor, expected.weights[name], check_stride=False, **close)
+            torch.testing.assert_close(tensor, expected.weights[name], check_stride=False, rtol=rtol, atol=atol)
     assert ranks[0].losses == ranks[1].losses
     assert all(torch.equal(ranks[0].weights[name], ranks[1].weights[name]) for name in ranks[0].weights)
 
@@ -217,7 +217,7 @@ def _net(*parts: nn.Module) -> nn.Sequential:
 @contextmanager
 def _own_clock() -> Iterator[None]:
     original = Pipeline._now
-    Pipeline._now = lambda _: _Costly.clock  # type: ignore[method-assign]
+    Pipeline._now = lambda _: _Costly.clock  # type: ignore[method-assign, assignment]
     yield
     Pipeline._now = original  # type: ignore[method-assign]
 
@@ -275,7 +275,7 @@ def _resumed(joined: World, dataset: Dataset, stop_after: int) -> tuple[bool, li
 
     ends = technique_of(whole)._cut.ends  # type: ignore[union-attr]
     elsewhere = [1, 5] if ends[0] != 1 else [3, 5]
-    original = technique_module.balanced
+    original = technique_module.balanced  # type: ignore[attr-defined]
     technique_module.balanced = lambda costs, parts: elsewhere  # type: ignore[attr-defined]  # noqa: ARG005
     again = made(5)
     technique_module.balanced = original  # type: ignore[attr-defined]
@@ -465,7 +465,7 @@ class _LooksAtValues(nn.Module):
 
 class _Mixed(nn.Sequential):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        passing = super().forward(images)
+        passing: torch.Tensor = super().forward(images)  # type: ignore[no-untyped-call]
         return -passing if len(passing) > 0 and passing.sum() > 0 else passing
 
 
@@ -486,13 +486,7 @@ def test_gradient_accumulation_is_the_schedule_s() -> None:
     assert [each.name for each in chosen(accumulating, ALONE)] == ["gradient_accumulation"]
     asked = Variant(parallelism="pipeline", gradient_accumulation=4)
     staged = accumulating.model_copy(update={"applied": asked})
-    assert [each.__name__ for each in technique_classes(staged)] == ["Pipeline"]
-
-
-def technique_classes(made: Plan) -> list[type]:
-    from pipeline.techniques import ORDER
-
-    return [each for each in ORDER if each.is_asked(made)]
+    assert [each.__name__ for each in of_plan(staged)] == ["Pipeline"]
 
 
 def test_the_bubble() -> None:
