@@ -12,6 +12,7 @@ from pipeline import results
 from pipeline.config import PARAMS_FILE, Config, ConfigError, Machine, load, parse, plan
 
 FOLDER = Path("variants")
+NULL_TAG = "tag:yaml.org,2002:null"
 
 
 def show(machine: Machine, name: str | None, *, add: bool) -> None:
@@ -69,6 +70,7 @@ def _add(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
     text = YAML()  # round trip: keeps comments
     text.preserve_quotes = True
     text.width = 120
+    text.representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(NULL_TAG, "null"))
     params = text.load(PARAMS_FILE.read_text(encoding="utf-8"))
     there = params["variants"]
     added = []
