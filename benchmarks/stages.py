@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[st
                 follower.send_signal(signal.SIGCONT)
                 follower.communicate(b"finished\n")
         rows = len(results.read_history(history))
-        with sqlite3.connect(checkout.path / "mlflow.db") as store:
+        with closing(sqlite3.connect(checkout.path / "mlflow.db")) as store:
             ((logged,),) = store.execute("SELECT COUNT(*) FROM metrics WHERE key = 'history/train_loss'")
     return {"target_ratio": 0.99, "rows": rows, "rows_lost": rows - logged, "steps": steps, **measured}
 
