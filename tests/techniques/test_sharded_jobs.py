@@ -26,7 +26,7 @@ def train(name: str) -> Result:
     return results.read(results.result_file(name))
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize("name", [name for name, values in VARIANTS.items() if "cpu_offload" not in values])
 @pytest.mark.usefixtures("workspace")
 def test_a_job_of_each_ready_made_variant_trains_what_the_baseline_trains(name: str) -> None:
     baseline, result = train("baseline"), train(name)

@@ -163,5 +163,5 @@ def test_the_ready_made_set_can_be_planned_for() -> None:
     values = {"baseline": {}} | yaml.safe_load((SETS / "sharded.yaml").read_text(encoding="utf-8"))
     read = parse({"variants": values})
     for machine in (CPU, gpus(4), gpus(8)):
-        for name in values:
+        for name in values.keys() - ({"fsdp-offloaded"} if machine is CPU else set()):  # for GPUs alone
             assert plan(read, name, machine).left_out == {}
