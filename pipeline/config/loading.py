@@ -120,8 +120,8 @@ def _contradictions(config: Config) -> Iterator[str]:
             )
         if variant.compile != "none" and variant.bucket_mb is not None and variant.bucket_mb < 1:
             yield (
-                f"variants.{name}.bucket_mb: found {variant.bucket_mb} with compile {variant.compile!r}, whose graphs end "
-                "where buckets end, the first of which has 1 MiB; allowed: 1 or more."
+                f"variants.{name}.bucket_mb: found {variant.bucket_mb} with compile {variant.compile!r}, whose graphs "
+                "end where buckets end, the first of which has 1 MiB; allowed: 1 or more."
             )
         problem = contradiction(variant)
         if problem:
