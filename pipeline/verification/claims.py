@@ -261,7 +261,7 @@ class Verifier:
         return _Expected(None, f"nothing to hold it against, as the rest cannot be by itself: {problem}")
 
     def _planned(self, name: str, variant: Variant) -> Plan:
-        values = self.config.model_dump(mode="json", exclude={"variants", "compare", "bench"})
+        values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
         values["variants"] = {name: variant.model_dump(mode="json")}
         values["compare"] = {"baseline": name}
         return plan_of(configuration.parse(values), name, self.machine)
