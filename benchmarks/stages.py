@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.pairs import ROOT, Checkout, ratio
-from pipeline import environment, results
+from pipeline import environment, optimizers, results
 from pipeline.config import Train, Variant, parse, plan
 from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World, keep_freed_memory
 from pipeline.measurement import SystemSampler
 from pipeline.models import build
-from pipeline.training import Training, make_optimizer
+from pipeline.training import Training
 
 BASELINE: dict[str, Any] = {"baseline": {}}
 
@@ -98,7 +99,7 @@ def bare_loop(pairs: int = 44, batch_size: int = 64, steps: int = 20) -> dict[st
             all_images, all_labels = dataset.train.images.to(device), dataset.train.labels.to(device)
             mean, std = torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device)
             model = training.net()
-            optimizer = make_optimizer(training.train, model)
+            optimizer = optimizers.of_job(training.train).make(model.parameters())
             order = torch.randperm(len(all_labels), device=device)
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
@@ -147,7 +148,7 @@ def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[st
                 follower.send_signal(signal.SIGCONT)
                 follower.communicate(b"finished\n")
         rows = len(results.read_history(history))
-        with sqlite3.connect(checkout.path / "mlflow.db") as store:
+        with closing(sqlite3.connect(checkout.path / "mlflow.db")) as store:
             ((logged,),) = store.execute("SELECT COUNT(*) FROM metrics WHERE key = 'history/train_loss'")
     return {"target_ratio": 0.99, "rows": rows, "rows_lost": rows - logged, "steps": steps, **measured}
 

@@ -108,7 +108,7 @@ def _measure(
     with ready(config, plan, prepared) as (world, dataset, placement):
         warmup = config.train.warmup_steps
         wanted = [sum(MEMORY_STEPS), warmup + steps] if on_cpu else [warmup + steps]
-        epochs = -(-sum(wanted) // max(1, len(dataset.train) // config.train.batch_size))
+        epochs = -(-sum(wanted) // max(1, len(dataset.train) // plan.job(config.train).batch_size))
         config = config.model_copy(
             update={"train": config.train.model_copy(update={"epochs": max(epochs, config.train.epochs)})}
         )
@@ -119,6 +119,8 @@ def _measure(
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
         with training_of(config, plan, dataset, world, placement, seed, ()) as training:
+            for technique in training.techniques:
+                technique.begin_after(0)
             if on_cpu:
                 training.settle(MEMORY_STEPS[0])
                 training.advance(wanted[0])
@@ -131,9 +133,11 @@ def _measure(
                 training.advance(turn)
             if on_cpu:
                 training.memory = memory
-            window = window_of(training, asked_steps=steps, max_input_wait=config.bench.max_input_wait)
-            found = _ledgers(training, config, plan, window) if ledgers else None
-            counted = _flops(training, config, plan, environment) if ledgers else None
+            chosen = any(technique.placement for technique in training.techniques)  # then the input is what is compared
+            max_input_wait = None if chosen else config.bench.max_input_wait
+            window = window_of(training, asked_steps=steps, max_input_wait=max_input_wait)
+            found = _ledgers(training, config, training.plan, window) if ledgers else None
+            counted = _flops(training, config, training.plan, environment) if ledgers else None
             setup = setup_of(training, device_name_of(world, environment))
         yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
 

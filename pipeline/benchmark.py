@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from pipeline import environment, results
 from pipeline.config import Bench as BenchSettings
-from pipeline.config import Config, Machine, PipelineError, plan
+from pipeline.config import Config, Machine, PipelineError, misplaced, plan
 from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Setup, Window
 
 CALIBRATION_STEPS = 20
@@ -292,6 +292,11 @@ def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[As
             continue
         for technique, keys in techniques.items():
             added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})
+            if misplaced(added):
+                without[name][technique] = (
+                    f"it goes with the variant's parallelism, which {config.compare.baseline} lacks"
+                )
+                continue
             reduced = ours.applied.model_copy(update={key: getattr(base, key) for key in keys})
             alone, rest = f"{config.compare.baseline} with {technique} of {name}", f"{name} without {technique}"
             arms += [

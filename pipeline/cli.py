@@ -18,7 +18,7 @@ PREPARED = Path("data/prepared")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code: 2 for a mistake that the person can put right.
 
-    Only ``gate`` and ``doctor`` have others of their own.
+    Only ``gate``, ``verify`` and ``doctor`` have others of their own.
     """
     parsed = _parser().parse_args(arguments)
     from pipeline.config import PipelineError
@@ -52,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
     train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
+    profile = add("profile", _profile, "Tell where a variant's step spends its time; write profiles/VARIANT/.")
+    profile.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
+    infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
+    infer.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     add("compare", _compare, "Compare the variants' results; write reports/.")
     add("publish", _publish, "Make MLflow agree with the result files.")
     gate = add("gate", _gate, "Tell whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
@@ -69,9 +73,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
     memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
+    verify = add("verify", _verify, "Prove on this model and data what the comparison rests on, in a minute or so.")
+    verify.epilog = "Ends with 1 if a claim does not hold, else with 0."
+    verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
+    verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")
     doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
     doctor.epilog = "Ends with 0 if there is no problem, also with warnings, and with 1 if there is one."
     doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
+    techniques = add(
+        "techniques", _techniques, "Tell of every technique what it changes and excludes, and if it runs here."
+    )
+    techniques.add_argument("words", nargs="*", metavar="WORD", help="only those about it, such as AMP or sharding")
+    techniques.add_argument("--json", action="store_true", help="for programs")
+    techniques.add_argument("--markdown", action="store_true", help="docs/techniques.md, which `make docs` writes")
+    variants = add("variants", _variants, "List the ready-made variants, and take a set of them into params.yaml.")
+    variants.add_argument("set", nargs="?", metavar="SET", help="a file under variants/: tell which can run here")
+    variants.add_argument("--add", action="store_true", help="write those that can run here into params.yaml")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
     # The next two are started by others, so they have no line in the list.
@@ -132,6 +149,24 @@ def _arms(_: argparse.Namespace) -> None:
     arm.serve(params, machine, PREPARED)
 
 
+def _profile(parsed: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import profiling
+
+    profiling.run(params, parsed.variant, machine, PREPARED)
+
+
+def _infer(parsed: argparse.Namespace) -> None:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import inference
+
+    inference.run(params, parsed.variant, machine, PREPARED)
+
+
 def _compare(_: argparse.Namespace) -> None:
     from pipeline import comparison, config, report, results
 
@@ -177,6 +212,15 @@ def _predict_memory(parsed: argparse.Namespace) -> None:
     )
 
 
+def _verify(parsed: argparse.Namespace) -> int:
+    from pipeline import config, environment
+
+    params, machine = config.load(), environment.machine()
+    from pipeline import verification
+
+    return verification.run(params, machine, parsed.variants, PREPARED, as_json=parsed.json)
+
+
 def _doctor(parsed: argparse.Namespace) -> int:
     from pipeline import doctor
 
@@ -187,6 +231,21 @@ def _follow(parsed: argparse.Namespace) -> None:
     from pipeline import config, tracking
 
     tracking.follow(config.load(), parsed.variant)
+
+
+def _techniques(parsed: argparse.Namespace) -> None:
+    from pipeline import environment, listing
+
+    if parsed.markdown:
+        print(listing.markdown(), end="")
+    else:
+        listing.show(environment.machine(), parsed.words, as_json=parsed.json)
+
+
+def _variants(parsed: argparse.Namespace) -> None:
+    from pipeline import environment, variant_sets
+
+    variant_sets.show(environment.machine(), parsed.set, add=parsed.add)
 
 
 def _schema(parsed: argparse.Namespace) -> None:

@@ -68,6 +68,13 @@ class Compared(Record):
     """What was in effect, by name."""
     left_out: dict[str, str]
     """Technique that was asked for -> why this machine left it out."""
+    decided: dict[str, str]
+    """Technique -> what it decided by itself on this machine, and why."""
+    batch_size: int
+    """Global, as it was trained; like the next, the job's unless scaling is weak."""
+    learning_rate: float
+    """The peak."""
+    micro_batches: int
     backend: str | None
     world_size: int
     threads_per_process: int
@@ -104,7 +111,7 @@ class Compared(Record):
 
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
-    test_correct_count: int
+    test_correct_count: int | float
     """Over all seeds."""
     test_count: int
     """Test samples evaluated, over all seeds."""
@@ -424,6 +431,10 @@ def _from_training(result: Result, baseline: Result, time: TimeToTarget, referen
     return {
         "techniques": techniques(result.applied),
         "left_out": result.left_out,
+        "decided": result.decided,
+        "batch_size": result.batch_size,
+        "learning_rate": result.learning_rate,
+        "micro_batches": result.micro_batches,
         "backend": result.backend,
         "world_size": result.world_size,
         "threads_per_process": result.threads_per_process,
@@ -515,7 +526,7 @@ def _bench_problems(
         arm = bench.arm("variant", result.variant)
         if arm is None:
             problems.append(f"the bench did not measure variant {result.variant!r}")
-        elif (arm.applied, arm.world_size) != (result.applied, result.world_size):
+        elif _run_of(arm) != _run_of(result):
             problems.append(
                 f"the bench measured variant {result.variant!r} with {_ran(arm)}, but {_ran(result)} was trained"
             )
@@ -531,8 +542,14 @@ def _bench_problems(
     return [f"bench.json: {problem}. {again}" for problem in problems]
 
 
+def _run_of(one: Arm | Result) -> tuple[object, ...]:
+    """What makes two runs of a variant the same."""
+    return one.applied, one.world_size, one.batch_size, one.micro_batches
+
+
 def _ran(one: Arm | Result) -> str:
-    return f"{', '.join(techniques(one.applied)) or 'no technique'} in {one.world_size} process(es)"
+    decided = f" and {one.micro_batches} micro-batch(es)" if one.decided else ""
+    return f"{', '.join(techniques(one.applied)) or 'no technique'} in {one.world_size} process(es){decided}"
 
 
 def _arm(bench: Bench, role: str, variant: str) -> Arm:

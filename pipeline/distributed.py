@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config import PipelineError
 
@@ -88,6 +89,15 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
+    def average_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give each tensor its mean over ranks, in place, on every rank. Takes their memory once more."""
+        if self.size == 1:
+            return
+        with torch.no_grad():
+            flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors])).div_(self.size)
+            for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
+
     def meet(self) -> None:
         """Wait until all ranks are here."""
         if self.size > 1:
@@ -99,10 +109,38 @@ class World:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def devices(self, count: int) -> list[torch.device]:
+        """What this process computes on: its own device, or, if they are more than one, the first ``count`` GPUs."""
+        return [self.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
+
+    def mesh(self, **dimensions: int) -> DeviceMesh:
+        """All ranks as a grid with these named dimensions, neighbours of the last one being neighbouring ranks.
+
+        Made once; all ranks must ask for the same one together.
+        """
+        key = tuple(dimensions.items())
+        if key not in _MESHES:
+            names, shape = zip(*key, strict=True)
+            _MESHES[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return _MESHES[key]
+
     def synchronise(self) -> None:
         """Wait until this rank's device has done all it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``, in the same memory: of a DTensor its own part, of any other tensor all."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+_MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+"""Those of the process group that lives."""
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+"""A single process on the CPU."""
 
 
 def launched_size() -> int | None:
@@ -133,6 +171,7 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
         return
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device == "cuda" else None)
+    _MESHES.clear()
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
     # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends them.
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ UUID. The kernel's release is left out on purpose: it changes with every securit
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -13,13 +14,16 @@ import json
 import os
 import platform
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Machine
+from pipeline.config import Machine, outside
 from pipeline.results import write_text
 
 ENVIRONMENT_FILE = Path("environment.json")
@@ -39,6 +43,10 @@ _CPU_FLAGS = (
 
 _NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _NATIVE_BF16_CAPABILITY = (8, 0)
+_TF32_CAPABILITY = (8, 0)
+
+_OPTIONAL_LIBRARIES = ("bitsandbytes",)
+"""What the extras of pyproject.toml bring for techniques."""
 
 _SETTINGS = re.compile(
     r"(OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|MALLOC|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA_TF32|TORCH|TORCHINDUCTOR"
@@ -81,6 +89,8 @@ def fingerprint() -> dict[str, Any]:
             if _SETTINGS.fullmatch(name) and not _NO_SETTINGS.fullmatch(name)
         },
     }
+    if outside.packages():
+        content["software"]["techniques"] = outside.packages()
     if gpus:  # without a GPU these are installed but not used
         content["software"] |= {"driver": driver, "cuda": _torch()["cuda"], **_cuda_libraries()}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -120,7 +130,33 @@ def machine() -> Machine:
         gpus=len(gpus),
         gpu_native_bf16=bool(gpus) and min(capabilities) >= _NATIVE_BF16_CAPABILITY,
         cpu_native_bf16=bool(_flags() & _NATIVE_BF16_FLAGS),
+        gpu_tf32=bool(gpus) and min(capabilities) >= _TF32_CAPABILITY,
+        trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
+        installed=frozenset(name for name in _OPTIONAL_LIBRARIES if importlib.util.find_spec(name)),
+        no_cpu_kernels=_no_kernels(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")),
+        no_gpu_kernels=_no_kernels(
+            os.environ.get("CC", shutil.which("gcc") or shutil.which("clang") or "gcc"), "triton"
+        ),
     )
+
+
+def _no_kernels(compiler: str, module: str | None = None) -> str | None:
+    """Why torch.compile cannot build kernels with ``compiler``, a command, and ``module``; None if it can.
+
+    It takes the command from the same variables and names: ``cpp.cxx`` in torch/_inductor/config.py for the CPU, _build
+    in triton/runtime/build.py for GPUs. Both compile against Python's headers.
+    """
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if module and importlib.util.find_spec(module) is None:
+        return f"it needs the Python module {module}, which comes with torch for CUDA: pip install {module}"
+    if not (command := shlex.split(compiler)) or shutil.which(command[0]) is None:
+        return (
+            f"there is no compiler {compiler!r} (the variables CXX and CC name others); on Debian and Ubuntu: "
+            "apt-get install g++"
+        )
+    if not header.exists():
+        return f"Python's headers are missing ({header}); on Debian and Ubuntu: apt-get install python3-dev"
+    return None
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str | None]:

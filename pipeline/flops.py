@@ -6,15 +6,15 @@ import copy
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import models
-from pipeline.config import Config, Plan, Variant
-from pipeline.distributed import World
+from pipeline.config import Config, Plan
+from pipeline.distributed import ALONE
 from pipeline.results import Flops
-from pipeline.techniques import chosen
-from pipeline.training import HostLosses, TrainingStep
+from pipeline.techniques import Technique, of_plan
 
 _SAMPLES = 2
 """Counted at once: BatchNorm does not train on a single value a channel. The count is proportional to them."""
@@ -24,7 +24,7 @@ class Peak(NamedTuple):
     """A GPU's dense peak in 10^12 operations a second; None: not known, or not in its hardware."""
 
     fp32: float | None
-    """Without TF32, which training does not use."""
+    """Without TF32, whose own peak is not listed: for it there is no utilisation."""
     bf16: float | None
     fp16: float | None
 
@@ -70,38 +70,34 @@ def counted(config: Config, plan: Plan, shape: tuple[int, int, int], classes: in
     with torch.random.fork_rng(devices=[]):
         model = models.of_job(config.train, shape, classes)
         images = torch.zeros(_SAMPLES, *shape)
-        plain = Variant()
-        recomputing = plan.applied.model_copy(update={"precision": plain.precision, "parallelism": plain.parallelism})
-        counts = [
-            _count(model, plan.model_copy(update={"applied": applied, "micro_batches": 1}), images)
-            for applied in (plain, recomputing)
-        ]
-    peak = getattr(PEAKS.get(device_name), plan.applied.precision, None) if plan.device == "cuda" else None
+        recomputing = [each(plan, ALONE) for each in of_plan(plan) if each.recomputes]
+        counts = [_count(model, techniques, images) for techniques in ([], recomputing)]
+    applied = plan.applied
+    precision = "bf16" if applied.parameter_precision == "bf16" else applied.precision
+    peak = getattr(PEAKS.get(device_name), precision, None) if plan.device == "cuda" else None
     return Flops(
         model_per_sample=counts[0] // _SAMPLES,
         executed_per_sample=counts[1] // _SAMPLES,
-        peak_per_second=None if peak is None else peak * 1e12 * plan.processes,
+        peak_per_second=None if peak is None else peak * 1e12 * plan.processes * plan.devices_per_process,
     )
 
 
-def _count(model: nn.Module, plan: Plan, images: torch.Tensor) -> int:
+def _count(model: nn.Module, techniques: list[Technique], images: torch.Tensor) -> int:
     """Operations of a step's forward and backward pass."""
     try:
-        return _count_on("meta", model, plan, images)
+        return _count_on("meta", model, techniques, images)
     except Exception:  # whatever the model does that needs values; a mistake in it shows again
-        return _count_on("cpu", model, plan, images)
+        return _count_on("cpu", model, techniques, images)
 
 
-def _count_on(device: str, model: nn.Module, plan: Plan, images: torch.Tensor) -> int:
-    world = World(rank=0, size=1, device=torch.device(device), backend=None)
+def _count_on(device: str, model: nn.Module, techniques: list[Technique], images: torch.Tensor) -> int:
     model = copy.deepcopy(model).to(device)
-    techniques = chosen(plan, world)
     for technique in techniques:
+        technique.see_data((images.shape[1], images.shape[2], images.shape[3]))
         model = technique.wrap_model(model)
-    optimizer = torch.optim.SGD(model.parameters())  # takes no step
-    step = TrainingStep(model, optimizer, HostLosses(world), techniques, label_smoothing=0.0, micro_batches=1)
+    images = images.to(device)
     labels = torch.zeros(len(images), dtype=torch.int64, device=device)
     with FlopCounterMode(display=False) as counter:
-        step.backward(step.forward(images.to(device), labels))
+        F.cross_entropy(model(images), labels).backward()
     total: int = counter.get_total_flops()
     return total

@@ -10,19 +10,20 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
 from tqdm import tqdm
 
-from pipeline import checkpoints, models, results
+from pipeline import checkpoints, models, objectives, results
 from pipeline.config import Config, Machine, PipelineError, Plan
 from pipeline.config import plan as plan_of
-from pipeline.data.batches import TrainBatches, choose_placement
+from pipeline.data.batches import Placement, TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import Detector, detectors, of_clock, of_memory, of_ranks, of_steps
@@ -31,9 +32,8 @@ from pipeline.distributed import world as joined_world
 from pipeline.environment import ENVIRONMENT_FILE, cores
 from pipeline.measurement import Memory, SystemSampler, percentile_ms
 from pipeline.results import HistoryRow, Result, Run, Setup, Window, summarise
-from pipeline.training import Training
-
-Placement = Literal["resident", "streamed"]
+from pipeline.techniques import of_plan
+from pipeline.training import OutOfMemory, Training
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
@@ -56,13 +56,19 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 @contextmanager
 def ready(config: Config, plan: Plan, prepared: Path) -> Iterator[tuple[World, Dataset, Placement]]:
     """This process as a rank of the variant's world, with all set up that comes before a model."""
-    models.load(config.train.model)
+    train = config.train
+    models.load(train.model)
+    objectives.load(train)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
+    techniques = of_plan(plan)
+    for technique in techniques:
+        technique.prepare_process()
     Memory.note_imports()
     dataset = read_dataset(prepared)
+    objectives.check(config.train, len(dataset.classes))
     with joined_world(plan.device, cores()) as world:
-        _make_exact(world, deterministic=config.train.deterministic)
-        wanted = config.train.placement
+        _make_exact(world, deterministic=train.deterministic)
+        wanted = next((each.placement for each in techniques if each.placement), train.placement)
         chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
         yield world, dataset, world.broadcast(chosen)
 
@@ -76,21 +82,76 @@ def training_of(
     placement: Placement,
     seed: int,
     detectors: Sequence[Detector],
+    change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Iterator[Training]:
-    """The variant's training with one seed, ready to run."""
-    train = config.train
+    """The variant's training with one seed, ready to run; its plan says what it decided (``fitted``).
+
+    ``change_model``: of the single-device model, on the CPU, before any technique.
+    """
+    plan = fitted(config, plan, dataset, world, placement)
+    with _training_of(config, plan, dataset, world, placement, seed, detectors, change_model) as training:
+        yield training
+
+
+def fitted(config: Config, plan: Plan, dataset: Dataset, world: World, placement: Placement) -> Plan:
+    """The plan with as few micro-batches as every rank has the memory for, where it is asked to find out.
+
+    Each try is a training of its own that is thrown away, so that what follows begins as if there had been none. All
+    ranks call it together. Raises OutOfMemory if a single sample is too much.
+    """
+    technique = "auto_micro_batch"
+    if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
+        return plan
+    samples, count, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
+    while True:
+        tried = plan.divided(count)
+        with _training_of(config, tried, dataset, world, placement, config.train.seeds[0], ()) as training:
+            fits = training.fits()
+        del training
+        forget_last_run(world)
+        if fits:
+            break
+        if plan.applied.compile != "none":
+            torch.compiler.reset()  # or it would compile for batches of any size from the second on
+        failed = tried.micro_batch_size
+        if failed == 1:
+            raise OutOfMemory(
+                f"variants.{plan.name}: a process runs out of memory with a single sample a micro-batch; take a "
+                "smaller model, or a technique that saves memory, such as activation_checkpointing."
+            )
+        count = next(more for more in range(count + 1, samples + 1) if samples % more == 0)
+    reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
+    decision = f"{count} micro-batch(es) of {tried.micro_batch_size} samples a process{reason}"
+    if world.is_main:
+        print(f"{plan.name}: {technique}: {decision}", flush=True)
+    return plan.divided(count, decided=plan.decided | {technique: decision})
+
+
+@contextmanager
+def _training_of(
+    config: Config,
+    plan: Plan,
+    dataset: Dataset,
+    world: World,
+    placement: Placement,
+    seed: int,
+    detectors: Sequence[Detector],
+    change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Iterator[Training]:
+    train = plan.job(config.train)
     torch.manual_seed(seed)
-    model = models.of_job(train, dataset.shape, len(dataset.classes))
+    model = change_model(models.of_job(train, dataset.shape, len(dataset.classes)))
     with TrainBatches(
         dataset,
         batch_size=train.batch_size,
         micro_batches=plan.micro_batches,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.rank // plan.model_processes,
+        world_size=plan.data_processes,
         seed=seed,
         augment=train.augment,
         placement=placement,
         device=world.device,
+        workers=plan.applied.loader_workers,
     ) as batches:
         yield Training(plan, train, model, dataset, batches, world, seed, detectors)
 
@@ -103,7 +164,8 @@ def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any
         if world.is_main:
             _announce(plan, world, device_name)
         following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
-        here = [device for host, device in world.gather((platform.node(), world.device)) if host == platform.node()]
+        everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
+        here = [device for host, devices in everywhere if host == platform.node() for device in devices]
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
         with following, sampler or nullcontext(), interruption(world) as heard:
             job = Job(
@@ -125,12 +187,16 @@ def setup_of(training: Training, device_name: str) -> Setup:
     return Setup(
         applied=plan.applied.model_dump(mode="json"),
         left_out=plan.left_out,
+        decided=plan.decided,
+        batch_size=training.train.batch_size,
+        learning_rate=training.train.learning_rate,
+        micro_batches=plan.micro_batches,
         device=device_name,
         backend=world.backend,
         world_size=world.size,
         threads_per_process=torch.get_num_threads(),
         placement=training.batches.placement,
-        parameter_count=sum(parameter.numel() for parameter in training.model.parameters()),
+        parameter_count=training.parameter_count,
     )
 
 
@@ -191,6 +257,8 @@ class Job:
         interruption: Interruption,
     ) -> None:
         self.config, self.plan, self.dataset, self.world = config, plan, dataset, world
+        self.asked_plan = plan
+        """Before anything was decided: what a checkpoint's identity stands for."""
         self.environment_hash, self.device_name, self.started = environment_hash, device_name, started
         self.sampler, self.interruption = sampler, interruption
         self.history: list[HistoryRow] = []
@@ -204,14 +272,16 @@ class Job:
         """One seed, from the start or from its checkpoint; returns the same record on every rank."""
         if self.sampler:
             self.sampler.seed = seed
-        _forget_last_run(self.world)
+        forget_last_run(self.world)
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
         identity = self._identity(seed)
         saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
         watching = detectors(
             self.world.device, root_pid=os.getppid() if self.world.backend else os.getpid(), max_foreign_load=None
         )
-        with training_of(self.config, self.plan, self.dataset, self.world, self.placement, seed, watching) as training:
+        plan = Plan.model_validate(saved["plan"]) if saved else self.plan
+        with training_of(self.config, plan, self.dataset, self.world, self.placement, seed, watching) as training:
+            self.plan = training.plan
             self.setup = setup_of(training, self.device_name)
             resumes, earlier = 0, list(self.history)
             if saved:
@@ -242,8 +312,9 @@ class Job:
                         sys.exit(self.interruption.exit_code)
                 run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
                 self._save(training, checkpoint, identity, seed, resumes, run)
+            trained = training.model_state.read()
         if self.world.is_main:
-            checkpoints.save(training.model.state_dict(), results.model_file(self.plan.name, seed))
+            checkpoints.save(trained, results.model_file(self.plan.name, seed))
         return run
 
     def write_result(self, runs: list[Run]) -> None:
@@ -300,7 +371,7 @@ class Job:
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
-            checkpoints.save(state | facts, path)
+            checkpoints.save(state | facts | {"plan": self.plan.model_dump(mode="json")}, path)
 
     def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
         """The record of a finished run, from what every rank measured."""
@@ -321,7 +392,10 @@ class Job:
             train_seconds=max(self.world.gather(clock.train_seconds)),
             evaluate_seconds=training.evaluate_seconds,
             resumes=resumes,
-            model_sha256=checkpoints.state_sha256(training.model.state_dict()),
+            model_sha256=checkpoints.state_sha256(training.model_state.read()),
+            findings=self.world.broadcast(
+                {name: value for technique in training.techniques for name, value in technique.findings().items()}
+            ),
         )
 
     def _say(self, text: str) -> None:
@@ -333,7 +407,7 @@ class Job:
         content = {
             "seed": seed,
             "train": self.config.train.model_dump(mode="json", exclude={"seeds", "checkpoint_every_steps"}),
-            "plan": self.plan.model_dump(mode="json"),
+            "plan": self.asked_plan.model_dump(mode="json"),
             "dataset": self.dataset.sha256,
             "environment": self.environment_hash,
             "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _code()],
@@ -364,6 +438,8 @@ def _followed(variant: str) -> Iterator[None]:
 
 def _announce(plan: Plan, world: World, device_name: str) -> None:
     place = f"{world.size} processes over {world.backend}" if world.backend else "one process"
+    if plan.devices_per_process > 1:
+        place += f" for {plan.devices_per_process} GPUs"
     print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
     for technique, reason in plan.left_out.items():
         print(f"{plan.name}: {technique} is left out: {reason}", flush=True)
@@ -404,7 +480,7 @@ def _make_exact(world: World, *, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _forget_last_run(world: World) -> None:
+def forget_last_run(world: World) -> None:
     """Checkpointed blocks refer to themselves; without this their memory would count for the next seed's run."""
     gc.collect()
     if world.device.type == "cuda":

@@ -127,16 +127,18 @@ def percentile_ms(seconds: list[float], percent: float) -> float | None:
 class Memory:
     """Peak memory of a run's measured windows.
 
-    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``). On CPU: the process's own
-    resident memory at its highest (``own_peak_bytes``) above that of the same process after its imports and
-    before any work. Only Linux lets a process reset its high-water mark; elsewhere the CPU figure is unknown.
+    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``), and what CUDA graphs keep for their
+    replays, which the allocator does not count; of several GPUs, those of the one with most. On CPU: the process's own
+    resident memory at its highest (``own_peak_bytes``) above that of the same process after its imports and before any
+    work. Only Linux lets a process reset its high-water mark; elsewhere the CPU figure is unknown.
     """
 
     imported_bytes: ClassVar[int | None] = None
     """The process's own peak after its imports; ``note_imports`` sets it for the whole process."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, *devices: torch.device) -> None:
+        self._devices = devices
+        self._on_gpu = devices[0].type == "cuda"
         self._retries = 0
         self._resets = True
         self.peak_bytes: int | None = None
@@ -153,9 +155,10 @@ class Memory:
 
     def open(self) -> None:
         """Forget the peak so far: a window starts."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        if self._on_gpu:
+            for device in self._devices:
+                torch.cuda.reset_peak_memory_stats(device)
+            self._retries = self._retries_so_far()
         else:
             self._resets = _reset_resident_peak()
 
@@ -163,13 +166,16 @@ class Memory:
         """End the window; of the measured ones the highest peak is kept."""
         if not measured:
             return
-        if self._device.type == "cuda":
-            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
-            self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
-            retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"] - self._retries
-            self.retries = (self.retries or 0) + retries
+        if self._on_gpu:
+            peaks = (torch.cuda.max_memory_allocated(device) + graphs_bytes(device) for device in self._devices)
+            self.peak_bytes = max(self.peak_bytes or 0, *peaks)
+            self.reserved_bytes = max(self.reserved_bytes or 0, *map(torch.cuda.max_memory_reserved, self._devices))
+            self.retries = (self.retries or 0) + self._retries_so_far() - self._retries
         elif self._resets and self.imported_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, (own_peak_bytes() or 0) - self.imported_bytes)
+
+    def _retries_so_far(self) -> int:
+        return sum(torch.cuda.memory_stats(device)["num_alloc_retries"] for device in self._devices)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on counting."""
@@ -178,6 +184,19 @@ class Memory:
     def restore(self, state: dict[str, Any]) -> None:
         """Undo of ``state``."""
         vars(self).update(state)
+
+
+def graphs_bytes(device: torch.device) -> int:
+    """What CUDA graphs on ``device`` keep for their replays, beyond tensors that live now.
+
+    A replay writes to the addresses of its recording, in a pool that nothing else gets, and asks the allocator for
+    nothing: to its statistics, the activations of a replayed step do not exist.
+    """
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def own_peak_bytes() -> int | None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline import factories
 from pipeline.config import PipelineError, Train
 
 Shape = tuple[int, ...]
@@ -235,32 +233,7 @@ class _Resize:
 
 def _factory(name: str) -> Callable[..., Any]:
     """The function that ``module:factory`` names."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or module_name.startswith(".") or not attribute:
-        raise ModelError(f"train.model: found {name!r}; expected module:factory, such as nets:my_net.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # for good: a worker that unpickles the model must find its module too
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (module_name == missing or module_name.startswith(missing + ".")):
-            raise ModelError(
-                f"train.model: found {name!r}, but there is no module {missing!r}, neither installed nor in {here}."
-            ) from None
-        raise ModelError(f"train.model: found {name!r}, but importing {module_name} failed: {error}") from error
-    if not hasattr(module, attribute):
-        close = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise ModelError(f"train.model: found {name!r}, but {module.__file__} has no {attribute!r}.{hint}")
-    factory = getattr(module, attribute)
-    if not callable(factory):
-        raise ModelError(
-            f"train.model: found {name!r}, which is {factory!r}; expected a function that returns a model."
-        )
-    found: Callable[..., Any] = factory
-    return found
+    return factories.find(name, "train.model", "a model", example="nets:my_net", error=ModelError)
 
 
 def _from_factory(name: str, options: dict[str, Any], data: dict[str, int]) -> nn.Module:

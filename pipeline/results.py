@@ -20,6 +20,8 @@ from pipeline.config import PipelineError
 
 RESULTS = Path("results")
 MODELS = Path("models")
+PROFILES = Path("profiles")
+INFERENCE = Path("inference")
 BENCH_FILE = Path("bench.json")
 
 
@@ -81,10 +83,12 @@ class Run(Window):
 
     seed: int
     test_accuracy: float
-    test_correct: int
+    """Mean of ``train.metric`` over the test set, 0 to 1: test_correct / test_count."""
+    test_correct: int | float
+    """Of accuracy, how many are right; of a metric of the user's own, the sum of the samples' scores."""
     test_count: int
     test_loss: float
-    """Mean cross-entropy over the test set, without label smoothing."""
+    """Mean of ``train.loss`` over the test set; of cross-entropy, without label smoothing."""
     train_loss: float
     """Mean training loss of the last epoch."""
     steps: int
@@ -101,6 +105,8 @@ class Run(Window):
     """How often this run was interrupted and taken up again."""
     model_sha256: str
     """Over names, dtypes, shapes and bytes of the model's state, in order."""
+    findings: dict[str, float] = {}
+    """What techniques found out on the main rank: bytes given back between phases, blocks chosen, and the like."""
 
 
 class Dataset(Record):
@@ -133,6 +139,14 @@ class Setup(Record):
     """The variant's values as they were applied."""
     left_out: dict[str, str]
     """Technique -> why this machine left it out."""
+    decided: dict[str, str]
+    """Technique -> what it decided by itself on this machine, and why."""
+    batch_size: int
+    """Global, as it was trained: under weak scaling a multiple of the job's."""
+    learning_rate: float
+    """The peak, as it was trained: like batch_size."""
+    micro_batches: int
+    """A step's, of each process."""
     device: str
     """Name of the GPU or CPU."""
     backend: str | None
@@ -140,7 +154,7 @@ class Setup(Record):
     world_size: int
     threads_per_process: int
     """Intra-operation CPU threads of each process."""
-    placement: Literal["resident", "streamed"]
+    placement: Literal["resident", "streamed", "dataloader"]
     parameter_count: int
 
 
@@ -174,7 +188,8 @@ class Ledger(Record):
     activations_bytes: int
     """What the forward pass keeps for the backward pass, temporary tensors, and what kernels take inside."""
     communication_bytes: int
-    """Buckets of the gradients' all-reduce beyond the gradients themselves."""
+    """Buckets of the gradients' all-reduce beyond the gradients themselves; with fsdp, gathered parameters and what is
+    reduced."""
     data_bytes: int
     """The resident data set (not the mapped file on a CPU), the epoch's random draws and the input batch."""
     rest_bytes: int
@@ -287,6 +302,16 @@ def system_file(variant: str, root: Path = RESULTS) -> Path:
 def model_file(variant: str, seed: int, root: Path = MODELS) -> Path:
     """The trained weights of one seed: a state dict, loadable with ``torch.load(weights_only=True)``."""
     return root / variant / f"seed-{seed}.pt"
+
+
+def profile_directory(variant: str, root: Path = PROFILES) -> Path:
+    """Holds profile.json, profile.md, trace.json.gz, and on CUDA memory.pickle."""
+    return root / variant
+
+
+def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFERENCE) -> Path:
+    """What inference with the variant's model gave, for programs and for a person."""
+    return root / f"{variant}.{kind}"
 
 
 def read(path: Path) -> Result:

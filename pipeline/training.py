@@ -9,21 +9,31 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pipeline import checkpoints
+from pipeline import checkpoints, objectives, optimizers
 from pipeline.config import PipelineError, Plan, Train
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.detectors import Detector
 from pipeline.distributed import World
-from pipeline.evaluation import Score, evaluate
+from pipeline.evaluation import Mould, Score, evaluate
 from pipeline.measurement import Clock, Memory
 from pipeline.results import HistoryRow
-from pipeline.techniques import Backward, Forward, HoldSync, Technique, Update, chosen
-
-MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+from pipeline.techniques import (
+    Accumulate,
+    Backward,
+    Criterion,
+    Forward,
+    HoldSync,
+    MicroBatches,
+    Step,
+    Stored,
+    Technique,
+    Update,
+    ZeroGrad,
+    chosen,
+)
 
 
 class NonFiniteLoss(PipelineError):
@@ -37,43 +47,78 @@ class NonFiniteLoss(PipelineError):
         self.steps_ago = steps_ago
 
 
+class OutOfMemory(PipelineError):
+    """A device had not the memory for a step of the training."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator of torch said so, or one of CUDA's libraries."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in said for words in ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
+    )
+
+
 class TrainingStep:
-    """One optimizer update from one global batch: what ``techniques`` made of forward, backward and update."""
+    """One optimizer update from one global batch: what ``techniques`` made of its parts."""
 
     def __init__(
         self,
         model: nn.Module,
+        criterion: Criterion,
         optimizer: torch.optim.Optimizer,
         losses: HostLosses | DeviceLosses,
-        techniques: list[Technique],
-        label_smoothing: float,
+        techniques: Sequence[Technique],
         micro_batches: int,
     ) -> None:
+        for technique in techniques:
+            criterion = technique.wrap_criterion(criterion)
+
         def forward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+            return criterion(model(images), labels)
 
         self.optimizer, self.losses = optimizer, losses
         self.forward: Forward = forward
         self.backward: Backward = torch.Tensor.backward
+        self.zero_grad: ZeroGrad = optimizer.zero_grad
         self.update: Update = optimizer.step
+        self.accumulate: Accumulate = self._one_by_one
+        self.take: Step = self._take
         hold_sync: HoldSync = nullcontext
         for technique in techniques:
             self.forward = technique.wrap_forward(self.forward)
             self.backward = technique.wrap_backward(self.backward)
-            self.update = technique.wrap_update(self.update, optimizer)
             hold_sync = technique.wrap_hold_sync(hold_sync)
+            self.accumulate = technique.wrap_accumulate(self.accumulate, self._forward, self)
+            self.zero_grad = technique.wrap_zero_grad(self.zero_grad, optimizer)
+            self.update = technique.wrap_update(self.update, optimizer)
+            self.take = technique.wrap_step(self.take)
+        self.hold_sync = hold_sync
         self.syncs: list[HoldSync] = [hold_sync] * (micro_batches - 1) + [nullcontext]
 
     def __call__(self, micro_batches: MicroBatches) -> None:
-        self.optimizer.zero_grad()
+        self.take(micro_batches)
+
+    def _take(self, micro_batches: MicroBatches) -> None:
+        self.zero_grad()
+        self.accumulate(micro_batches)
+        self.losses.before_update(self.optimizer)
+        self.update()
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Note a micro-batch's share of the loss."""
+        self.losses.add(loss)
+
+    def _forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.forward(images, labels)
+
+    def _one_by_one(self, micro_batches: MicroBatches) -> None:
         for sync in self.syncs:
             images, labels = next(micro_batches)
             with sync():
                 loss = self.forward(images, labels)
                 self.losses.add(loss)
                 self.backward(loss)
-        self.losses.before_update(self.optimizer)
-        self.update()
 
 
 class HostLosses:
@@ -131,9 +176,14 @@ class DeviceLosses:
         return total
 
 
+def rising_steps(train: Train, total_steps: int) -> int:
+    """Over how many of ``total_steps`` the learning rate rises."""
+    return round(train.warmup_fraction * total_steps)
+
+
 def learning_rate(train: Train, step: int, total_steps: int) -> float:
     """The rate of ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
-    warmup = round(train.warmup_fraction * total_steps)
+    warmup = rising_steps(train, total_steps)
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, total_steps - warmup)
@@ -146,38 +196,12 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
             return train.learning_rate
 
 
-def make_optimizer(train: Train, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of params.yaml, fused: one kernel for all parameters, on CPU and CUDA."""
-    if train.optimizer == "adamw":
-        return torch.optim.AdamW(
-            model.parameters(),
-            lr=train.learning_rate,
-            betas=(train.momentum, 0.999),
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
-    sgd = torch.optim.SGD(
-        model.parameters(),
-        lr=train.learning_rate,
-        momentum=train.momentum,
-        nesterov=train.momentum > 0,
-        weight_decay=train.weight_decay,
-        fused=True,
-    )
-    if train.momentum > 0:
-        # Left to itself, the fused kernel takes memory as it finds it for the momentum and trusts the first step to
-        # fill it; a first step that is left out, as fp16's scaler does, would leave garbage there.
-        for parameter in model.parameters():
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return sgd
-
-
 class Training:
     """One seed's run of one variant, on one rank.
 
     ``model`` is a single-device module with this seed's initial weights, the same on every rank; it is
     moved to the rank's device. All ranks do everything in step; what is random after the initialisation
-    (dropout, say) differs by rank.
+    (dropout, say) differs by rank, unless a technique says otherwise.
     """
 
     def __init__(
@@ -196,19 +220,36 @@ class Training:
         )  # fmt: skip
         self.detectors = detectors
         self.model = model.to(world.device)
+        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.techniques = chosen(plan, world)
-        wrapped = self.model
+        sharded = any(technique.shards_model for technique in self.techniques)
+        self._mould = Mould(self.model) if sharded else None
+        wrapped, optimizer = self.model, optimizers.of_job(train)
         for technique in self.techniques:
+            technique.see_data(dataset.shape)
+            technique.preview(self._sample)
             wrapped = technique.wrap_model(wrapped)
-        self.optimizer = make_optimizer(train, wrapped)
+            optimizer = technique.change_optimizer(optimizer)
+        self.optimizer = optimizer.make(wrapped.parameters())
+        self.objective = objectives.of_job(train, len(dataset.classes), world.device)
         self.losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
         self.take_step = TrainingStep(
-            wrapped, self.optimizer, self.losses, self.techniques, train.label_smoothing, plan.micro_batches
+            wrapped, self.objective.loss, self.optimizer, self.losses, self.techniques, plan.micro_batches
         )
-        torch.manual_seed(seed + 1_000_003 * (world.rank + 1))
+        self.model_state = Stored(self.model.state_dict, self.model.load_state_dict)
+        """That of the single-device model, whatever the ranks hold of it."""
+        self.optimizer_state = Stored(self.optimizer.state_dict, self.optimizer.load_state_dict)
+        for technique in self.techniques:
+            self.model_state = technique.wrap_model_state(self.model_state)
+            self.optimizer_state = technique.wrap_optimizer_state(self.optimizer_state, self.optimizer)
+        alike = any(technique.draws_alike for technique in self.techniques)
+        stream = world.rank // plan.model_processes if alike else world.rank
+        torch.manual_seed(seed + 1_000_003 * (stream + 1))
 
-        self.clock, self.memory = Clock(world.device), Memory(world.device)
+        self.clock, self.memory = Clock(world.device), Memory(*world.devices(plan.devices_per_process))
         self.total_steps = train.epochs * batches.steps_per_epoch
+        for technique in self.techniques:
+            technique.begin_after(rising_steps(train, self.total_steps))
         self.steps = 0
         """Optimizer steps taken."""
         self.settled = train.warmup_steps
@@ -247,6 +288,33 @@ class Training:
                 else:
                     yield None
 
+    def fits(self) -> bool:
+        """Whether every rank has the memory for a step: one is tried. The training is of no use afterwards.
+
+        Gradients stay on their ranks, for one that fails would leave the others waiting for its own. The second round
+        finds the state that an optimizer makes in its first step.
+        """
+        step = self.take_step
+        step.syncs = [step.hold_sync] * min(2, len(step.syncs))  # all after the first find gradients to add to
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+
+        def gradients() -> None:
+            step.zero_grad()
+            step.accumulate(self.batches.epoch(0))
+
+        for part in (gradients, step.update, gradients):
+            failed = torch.zeros((), device=self.world.device)
+            try:
+                part()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed += 1
+            if self.world.max_(failed):
+                return False
+        return True
+
     def advance(self, steps: int) -> None:
         """Train so many steps, fewer if the end comes first, in a window of their own."""
         per_epoch = self.batches.steps_per_epoch
@@ -261,7 +329,8 @@ class Training:
 
     def settle(self, steps: int) -> None:
         """Forget what was measured: ``advance`` warms up for so many steps before it measures."""
-        self.clock, self.memory = Clock(self.world.device), Memory(self.world.device)
+        self.batches.close()
+        self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
         self.settled = self.steps + steps
         self._last_row = (self.steps, 0.0)
         self._advancing = None
@@ -289,8 +358,8 @@ class Training:
             }
         )
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.model_state.read(),
+            "optimizer": self.optimizer_state.read(),
             "ranks": ranks,
             "steps": self.steps,
             "evaluate_seconds": self.evaluate_seconds,
@@ -300,8 +369,8 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Undo of ``state``, before ``run``."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model_state.load(state["model"])
+        self.optimizer_state.load(state["optimizer"])
         mine = state["ranks"][self.world.rank]
         self.losses.total += mine["losses"]
         self.clock.restore(mine["clock"])
@@ -315,6 +384,9 @@ class Training:
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(state["last_row"])
         checkpoints.restore_random_state(mine["random"])
 
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return next(self.batches.epoch(0))
+
     def _open(self) -> None:
         for detector in self.detectors:
             detector.open()
@@ -326,6 +398,7 @@ class Training:
         """End the window; it counts as measured once the warm-up is over."""
         measured = self.steps > self.settled
         self.clock.close(measured=measured)
+        self.batches.hold()
         self.memory.close(measured=measured)
         for detector in self.detectors:
             detector.close(measured=measured)
@@ -333,10 +406,17 @@ class Training:
     def _end_epoch(self) -> HistoryRow:
         self._close()  # reading the losses is no step's time
         row = self._row(self.clock.train_seconds)
+        self._between_phases()
         started = self.clock.now()
-        self.score = evaluate(self.model, self.dataset, self.world, self.plan.micro_batch_size)
+        model = self._mould.cast(self.model_state.read(), self.world.device) if self._mould else self.model
+        self.score = evaluate(model, self.dataset, self.world, self.plan.micro_batch_size, self.objective)
         self.evaluate_seconds += self.clock.now() - started
+        self._between_phases()
         return row.model_copy(update={"test_loss": self.score.loss, "test_accuracy": self.score.accuracy})
+
+    def _between_phases(self) -> None:
+        for technique in self.techniques:
+            technique.between_phases()
 
     def _row(self, seconds: float) -> HistoryRow:
         per_epoch = self.batches.steps_per_epoch
@@ -365,12 +445,25 @@ class Training:
 
     @contextmanager
     def _located(self) -> Iterator[None]:
+        def place(steps_ago: int = 0) -> str:
+            epoch, step = divmod(self.steps - steps_ago, self.batches.steps_per_epoch)
+            return f"variant {self.plan.name}, seed {self.seed}, epoch {epoch + 1}, step {step + 1}"
+
         try:
             yield
         except NonFiniteLoss as error:
-            epoch, step = divmod(self.steps - error.steps_ago, self.batches.steps_per_epoch)
             raise NonFiniteLoss(
-                f"variant {self.plan.name}, seed {self.seed}, epoch {epoch + 1}, step {step + 1}: {error}; the "
+                f"{place(error.steps_ago)}: {error}; the "
                 "optimizer has not taken that step. Lower train.learning_rate, lengthen train.warmup_fraction, or "
                 "look at the data and at the variant's precision."
+            ) from None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            plan = self.plan
+            more = "'auto'" if plan.applied.gradient_accumulation != "auto" else 2 * plan.micro_batches
+            raise OutOfMemory(
+                f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples a process "
+                f"({str(error).partition(chr(10))[0]}). Set variants.{plan.name}.gradient_accumulation to {more}, "
+                "lower train.batch_size, or end what else takes memory there."
             ) from None

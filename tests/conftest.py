@@ -29,6 +29,7 @@ SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
     "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 }
@@ -71,15 +72,23 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """scikit-learn's 8x8 digits, prepared: real data for tests, from no network."""
-    from pipeline.data import packing, prepared, sources
+    from pipeline.data import packing, sources
 
     folder = tmp_path_factory.mktemp("digits")
     config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
     sources.fetch(config.fetch, folder / "raw")
     packing.prepare(config, folder / "raw", folder / "prepared")
-    return prepared.read(folder / "prepared")
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="session")
+def digits(digits_folder: Path) -> Dataset:
+    """The same, open."""
+    from pipeline.data import prepared
+
+    return prepared.read(digits_folder)
 
 
 class Clone:

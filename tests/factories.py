@@ -21,6 +21,9 @@ ENVIRONMENT: dict[str, Any] = {
 }
 """The content of an environment.json."""
 
+JOB: dict[str, Any] = {"decided": {}, "batch_size": 256, "learning_rate": 0.1, "micro_batches": 1}
+"""How a variant trains the job that params.yaml describes by default."""
+
 
 def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
     """One seed's run; only the first seed (0) knows cold times, as in a real result."""
@@ -64,6 +67,7 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "config": {"train": train, "variant": applied},
         "applied": applied,
         "left_out": {},
+        **JOB,
         "device": "Example CPU @ 2.0 GHz",
         "backend": None,
         "world_size": 1,
@@ -182,6 +186,7 @@ def make_arm(
         "technique": technique,
         "applied": applied,
         "left_out": {},
+        **JOB,
         "backend": None,
         "world_size": 1,
         "threads_per_process": 2,

@@ -37,6 +37,8 @@ def imported(node: ast.AST, module: str) -> set[str]:
                 base = ".".join([*up, *filter(None, [inner.module])])
             names = {f"{base}.{alias.name}" for alias in inner.names}
             found |= {name if name in known else base for name in names} if base.startswith("pipeline") else {base}
+        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):  # "ddp.DDP": imported when asked for
+            found |= {f"{module}.{inner.value.partition('.')[0]}"} & known.keys()
     return found
 
 

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from pipeline.config import Plan, Variant
-from pipeline.distributed import World
-
-ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+from pipeline.distributed import ALONE as ALONE
 
 
-def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, **applied: Any) -> Plan:
+def make_plan(
+    name: str = "tried", *, processes: int = 1, devices_per_process: int = 1, batch_size: int = 32, **applied: Any
+) -> Plan:
     """The plan of a variant whose techniques all apply, on the CPU."""
     variant = Variant(**applied)
+    micro_batches = 1 if variant.gradient_accumulation == "auto" else variant.gradient_accumulation
+    model_processes = processes // variant.replicas if variant.parallelism in ("pipeline", "tensor") else 1
     return Plan(
         name=name,
         asked=variant,
@@ -23,8 +25,10 @@ def make_plan(name: str = "tried", *, processes: int = 1, batch_size: int = 32, 
         left_out={},
         device="cpu",
         processes=processes,
-        micro_batches=variant.gradient_accumulation,
-        micro_batch_size=batch_size // processes // variant.gradient_accumulation,
+        model_processes=model_processes,
+        micro_batches=micro_batches,
+        micro_batch_size=batch_size // (processes // model_processes) // micro_batches,
+        devices_per_process=devices_per_process,
     )
 
 

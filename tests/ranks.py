@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.distributed import forked, world
 
 
-def run_ranks(function: Callable[..., Any], *arguments: Any, size: int = 2) -> list[Any]:
-    """``function(world, *arguments)`` on each of ``size`` ranks; what each returned, in rank order.
+def run_ranks(
+    function: Callable[..., Any], *arguments: Any, size: int = 2, device: Literal["cpu", "cuda"] = "cpu"
+) -> list[Any]:
+    """``function(world, *arguments)`` on each of ``size`` ranks, by gloo or on a GPU each; what each returned.
 
     ``function`` must be importable (a module's own), its arguments and values picklable. Raises WorkerError with the
     traceback of a rank that failed.
     """
-    with forked(_joined, (function, arguments), size, preload=["pipeline.training"]) as ask:
+    preload = ["pipeline.training", "torch._dynamo"]
+    with forked(_joined, (function, arguments, device), size, preload=preload) as ask:
         return ask(None)
 
 
-def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Generator[Any, None, None]:
-    with world("cpu") as joined:
+def _joined(
+    function: Callable[..., Any], arguments: tuple[Any, ...], device: Literal["cpu", "cuda"]
+) -> Generator[Any, None, None]:
+    with world(device) as joined:
         yield function(joined, *arguments)

@@ -13,7 +13,7 @@ from pipeline.config import Bench, Machine, Variant, parse
 from pipeline.data import packing, sources
 from pipeline.results import Window, read_bench
 from tests.conftest import ROOT
-from tests.factories import make_window
+from tests.factories import JOB, make_window
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
@@ -49,6 +49,7 @@ class FakeServer(Server):
         return {
             "applied": {},
             "left_out": {},
+            **JOB,
             "backend": None,
             "world_size": 1,
             "threads_per_process": 2,
@@ -209,6 +210,17 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path) -> None:  # noq
     assert (reduced.applied["channels_last"], reduced.applied["gradient_accumulation"]) == (False, 2)
     assert bench.environment == json.loads(Path("environment.json").read_text())["hash"]
     assert set(bench.ledgers) == set(bench.flops) == {"baseline", "ddp", "stack"}
+
+
+def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:
+    tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
+    config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})
+    found, without = benchmark._ablation(config, CPU_ONLY, FakeServer())
+    assert [(each.role, each.technique) for each in found] == [
+        (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
+    ]
+    assert found[1].values == Variant(gradient_accumulation=2).model_dump(mode="json")
+    assert without == {"tuned": {"bucket_mb=5": "it goes with the variant's parallelism, which baseline lacks"}}
 
 
 def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:

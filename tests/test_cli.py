@@ -34,7 +34,7 @@ def test_help_lists_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> N
     assert ended.value.code == 0
     words = capsys.readouterr().out.split("COMMAND\n")[1].split()
     listed = [word for word in words if word in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]]
-    assert listed == ["environment", "fetch", "prepare", "train", "bench", "compare", "publish"]
+    assert listed == ["environment", "fetch", "prepare", "train", "bench", "profile", "infer", "compare", "publish"]
     assert "follow" not in words, "it is internal"
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import config
-from pipeline.config import Config, ConfigError, Machine, PipelineError, load, parse, plan, plans
+from pipeline.config import Config, ConfigError, Machine, PipelineError, Variant, load, parse, plan, plans
 
 ROOT = Path(__file__).parent.parent
 SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
@@ -42,8 +42,9 @@ def complaint(values: Any) -> str:
 
 
 def test_the_shipped_params_say_what_the_defaults_are() -> None:
-    """params.yaml shows the defaults; only variants has none."""
-    assert parse(SHIPPED) == parse({"variants": SHIPPED["variants"]})
+    """params.yaml shows the defaults; only variants and the lists of some of them have none."""
+    lists = {section: {"variants": SHIPPED[section]["variants"]} for section in ("profile", "infer")}
+    assert parse(SHIPPED) == parse({"variants": SHIPPED["variants"], **lists})
 
 
 def test_sections_are_frozen() -> None:
@@ -55,15 +56,25 @@ MISTAKES = [
     (
         "trian",
         {},
-        "unknown key; allowed: fetch, prepare, train, bench, compare, gate, publish, variants. Did you mean 'train'?",
+        "unknown key; allowed: fetch, prepare, train, bench, profile, infer, compare, gate, publish, variants. "
+        "Did you mean 'train'?",
     ),
     ("train.augment.flp", True, "unknown key; allowed: crop_padding, flip, cutout. Did you mean 'flip'?"),
     ("train.augment.xyz", True, "unknown key; allowed: crop_padding, flip, cutout."),
     (
         "variants.memory.activation_checkpoint",
         True,
-        "unknown key; allowed: parallelism, processes, precision, channels_last, activation_checkpointing, "
-        "gradient_accumulation. Did you mean 'activation_checkpointing'?",
+        f"unknown key; allowed: {', '.join(Variant.model_fields)}. Did you mean 'activation_checkpointing'?",
+    ),
+    (
+        "variants.memory.activation_checkpointing",
+        1.5,
+        "found 1.5; expected 'selective' or true or false or a number above 0 below 1.",
+    ),
+    (
+        "variants.memory.activation_checkpointing",
+        "some",
+        "found 'some'; expected 'selective' or true or false or a number above 0 below 1.",
     ),
     ("train.epochs", "three", "found 'three'; expected a whole number above 0."),
     ("train.epochs", 2.5, "found 2.5; expected a whole number above 0."),
@@ -260,7 +271,7 @@ def test_a_batch_that_does_not_divide() -> None:
 def test_fp16_needs_a_gpu() -> None:
     half = changed(variants={"half": {"precision": "fp16"}})
     with pytest.raises(
-        ConfigError, match=r"variants.half.precision: found 'fp16', which needs a GPU, .* 'fp32', 'bf16'"
+        ConfigError, match=r"variants.half.precision: found 'fp16', but it needs a GPU, .*; take it out"
     ):
         plan(half, "half", NEW_CPU)
     assert plan(half, "half", OLD_GPUS).applied.precision == "fp16"

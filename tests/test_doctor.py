@@ -98,7 +98,7 @@ def test_variants_that_cannot_run_here_and_what_is_left_out(tmp_path: Path) -> N
     plain = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
     _, refused, left_out = params.check(params.read(tmp_path / "params.yaml", plain))
     assert refused.status == "problem"
-    assert refused.found.startswith("cannot run here: half: variants.half.precision: found 'fp16', which needs a GPU")
+    assert refused.found.startswith("cannot run here: half: variants.half.precision: found 'fp16', but it needs a GPU")
     assert left_out.status == "warning"
     assert left_out.found.startswith("brain: bf16 is left out: this CPU has no native bf16")
     assert left_out.remedy.endswith("set train.without_native: run")

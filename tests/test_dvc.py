@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +17,16 @@ ROOT = PACKAGE.parent
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 STAGES: dict[str, dict[str, Any]] = {name: stage.get("do", stage) for name, stage in PIPELINE["stages"].items()}
 KEPT_IN_GIT = {"reports/accuracy.csv", "reports/loss.csv", "reports/ratios.csv", "reports/metrics"}
+OF_A_VARIANT = {"train": "${key}", "profile": "${item}", "infer": "${item}"}
+"""Stages with one for each variant, or for each in a list of variants, and how DVC calls the variant there."""
 MAKES = {
     "environment": {"environment.json"},
     "fetch": {"data/raw"},
     "prepare": {"data/prepared"},
     "train": {"results/${key}.json", "results/${key}/history.csv", "results/${key}/system.csv", "models/${key}"},
     "bench": {"bench.json"},
+    "profile": {"profiles/${item}"},
+    "infer": {"inference/${item}.json", "inference/${item}.md"},
     "compare": {"reports/comparison.html", "reports/comparison.json", "reports/comparison.md", *KEPT_IN_GIT},
     "publish": set(),
 }
@@ -37,7 +42,8 @@ def paths(entries: list[str | dict[str, Any]], cache: bool | None = None) -> Ite
 
 def test_stages_run_the_command_of_their_name() -> None:
     assert {name: stage["cmd"] for name, stage in STAGES.items()} == {
-        name: f"python -m pipeline {name}" + (" ${key}" if name == "train" else "") for name in MAKES
+        name: " ".join(["python -m pipeline", name, *([OF_A_VARIANT[name]] if name in OF_A_VARIANT else [])])
+        for name in MAKES
     }
 
 
@@ -52,7 +58,7 @@ def test_what_notices_another_machine_and_what_mirrors_to_mlflow_always_run() ->
 
 
 def test_what_is_measured_depends_on_the_environment_and_the_data() -> None:
-    for stage in ("train", "bench"):
+    for stage in ("train", "bench", "profile", "infer"):
         assert {"environment.json", "data/prepared"} <= set(STAGES[stage]["deps"])
 
 
@@ -61,7 +67,7 @@ def test_params_are_the_sections_of_params_yaml(stage: str) -> None:
     values = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     for dotted in STAGES[stage].get("params", []):
         section = values
-        for key in dotted.replace("${key}", "ddp").split("."):
+        for key in re.sub(r"\$\{\w+\}", "ddp", dotted).split("."):
             section = section[key]
 
 
@@ -104,7 +110,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 def test_a_fresh_clone_is_planned_whole_and_the_environment_first(fresh: Clone) -> None:
     stages = ["environment", "fetch", "prepare", "train@baseline", "train@ddp", "train@memory"]
-    stages += ["bench", "compare", "publish"]
+    stages += ["bench", "profile@baseline", "compare", "publish"]
     assert fresh.run("dvc", "stage", "list", "--name-only").split() == stages
     planned = fresh.run("dvc", "repro", "--dry", fails=True)  # at the first file that is not there yet
     assert planned.startswith("Running stage 'environment'")
@@ -142,10 +148,11 @@ def test_dvc_sees_another_environment_and_only_that(clone: Callable[..., Clone])
 
 
 def test_git_ignores_what_is_made_and_keeps_the_lock(fresh: Clone) -> None:
-    made = {path.replace("${key}", "ddp") for each in MAKES.values() for path in each} - KEPT_IN_GIT
+    made = {re.sub(r"\$\{\w+\}", "ddp", path) for each in MAKES.values() for path in each} - KEPT_IN_GIT
     kept_here = {"checkpoints/x.pt", "mlflow.db", "mlartifacts/0/x", ".venv/x", ".dvc/cache/x", ".dvc/config.local"}
     committed = {dep for stage in STAGES.values() for dep in stage["deps"] if dep.startswith("pipeline/")}
     asked = {*made, *kept_here, *committed, *KEPT_IN_GIT, "dvc.lock", "params.schema.json", ".dvc/plots/variants.json"}
+    asked |= {"profiles/README.md", "inference/README.md"}
     assert set(fresh.run("git", "check-ignore", *asked).split()) == made | kept_here
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World
-from pipeline.evaluation import Score, evaluate
-from tests.nets import ALONE, conv_net
+from pipeline.evaluation import Mould, Score, evaluate
+from tests.nets import ALONE, batch, conv_net
 from tests.ranks import run_ranks
 
 
@@ -64,3 +64,18 @@ def test_the_model_is_left_as_it_was(digits: Dataset) -> None:
     assert model.training
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert evaluate(model, _with_test_samples(digits, 64), ALONE, 16) == first  # dropout was off
+
+
+def test_a_mould_casts_the_same_model_from_its_state() -> None:
+    model = conv_net(norm=True)
+    model.register_buffer("scale", torch.tensor(3.0), persistent=False)  # in no state dict
+    images, _ = batch()
+    model(images)  # BatchNorm's statistics move
+    mould, state = Mould(model), {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model.eval()(images)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    cast = mould.cast(state, torch.device("cpu")).eval()
+    assert torch.equal(cast(images), expected)
+    assert cast.get_buffer("scale").item() == 3.0

@@ -41,11 +41,11 @@ def train(variant: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Res
     return results.read(results.result_file(variant))
 
 
-@pytest.mark.parametrize("variant", ["baseline", "ddp", "memory"])
+@pytest.mark.parametrize("variant", ["baseline", "ddp", "pipeline", "memory"])
 def test_each_variant_trains_and_is_measured(variant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = train(variant, monkeypatch, tmp_path)
     assert result.device == torch.cuda.get_device_name(0)
-    assert result.backend == ("nccl" if variant == "ddp" and result.world_size > 1 else None)
+    assert result.backend == ("nccl" if variant in ("ddp", "pipeline") and result.world_size > 1 else None)
     for run in result.runs:
         assert run.refusals == ()
         assert run.test_accuracy > 0.8

@@ -33,6 +33,7 @@ PARAMS: dict[str, Any] = {
     "variants": {
         "baseline": {},
         "ddp": {"parallelism": "ddp"},
+        "pipeline": {"parallelism": "pipeline"},
         "memory": {
             "precision": "bf16",
             "channels_last": True,
@@ -125,6 +126,21 @@ def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -
     assert abs(ddp.runs[0].test_correct - baseline.runs[0].test_correct) <= 3
 
 
+def test_a_pipeline_trains_what_the_baseline_trains_in_two_stages(
+    workspace: Path,  # noqa: ARG001
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    baseline, staged = train("baseline", seeds=[3]), train("pipeline", seeds=[3])
+    assert (staged.backend, staged.world_size, staged.applied["gradient_accumulation"]) == ("gloo", 2, 8)
+    assert staged.parameter_count == baseline.parameter_count
+    assert staged.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.02)
+    assert abs(staged.runs[0].test_correct - baseline.runs[0].test_correct) <= 3
+    model = models.build("small_cnn", {}, channels=1, height=8, width=8, classes=10)
+    model.load_state_dict(torch.load(results.model_file("pipeline", 3), weights_only=True))
+    assert state_sha256(model.state_dict()) == staged.runs[0].model_sha256
+    assert "pipeline: 2 stages of " in capfd.readouterr().out
+
+
 def test_what_the_machine_lacks_is_left_out_and_said(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     result = train("memory", seeds=[0], epochs=1)
     assert result.config["variant"]["precision"] == "bf16"
@@ -148,7 +164,7 @@ def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # 
     assert result.summary.samples_per_second is None
 
 
-@pytest.mark.parametrize("variant", ["baseline", "ddp"])
+@pytest.mark.parametrize("variant", ["baseline", "ddp", "pipeline"])
 def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, variant: str) -> None:  # noqa: ARG001
     whole = train(variant, epochs=3)
     results.result_file(variant).unlink()
@@ -217,7 +233,7 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
     assert (run.model_sha256, run.test_loss, run.resumes) == (expected.model_sha256, expected.test_loss, 1)
 
 
-@pytest.mark.parametrize("variant", ["baseline", "ddp"])
+@pytest.mark.parametrize("variant", ["baseline", "ddp", "pipeline"])
 def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: str) -> None:  # noqa: ARG001
     configure(learning_rate=1e30, seeds=[0])
     diverging = command(variant)

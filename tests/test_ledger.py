@@ -187,6 +187,13 @@ def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
         asked("resnet9", 128, {"gradient_accumulation": 2}, model_options={"base_width": 8}, augment={"flip": True}),
         asked("tests.test_ledger:stack", 4, optimizer="adamw"),  # its highest point is when the gradients are there
         asked("small_cnn", variant={"precision": "bf16", "channels_last": True, "activation_checkpointing": True}),
+        asked("resnet9", model_options={"base_width": 8}, variant={"activation_checkpointing": "selective"}),
+        asked("resnet9", model_options={"base_width": 8}, variant={"activation_checkpointing": 0.7}),
+        asked("tests.test_ledger:stack", 4, {"optimizer_kernel": "foreach"}, optimizer="adamw"),
+        asked("tests.test_ledger:stack", 4, {"optimizer_kernel": "for_loop"}, optimizer="adamw"),
+        asked("tests.test_ledger:stack", 4, {"set_to_none": False}, optimizer="adamw"),
+        asked("resnet9", model_options={"base_width": 8}, variant={"set_to_none": False}),
+        asked("tests.test_ledger:stack", 4, {"optimizer_in_backward": True}, optimizer="adamw"),
     ],
 )
 def test_the_prediction_is_what_is_measured(config: Config, digits: Dataset) -> None:
@@ -203,6 +210,30 @@ def test_a_prediction_repeats_and_leaves_the_random_state_alone(digits: Dataset)
     first = rehearsed(asked(), digits)
     assert torch.equal(torch.get_rng_state(), state)
     assert rehearsed(asked(), digits) == first
+
+
+def test_gradients_that_are_zeroed_are_there_all_the_time(digits: Dataset) -> None:
+    freed, zeroed = (watched(asked(batch_size=256, variant={"set_to_none": value}), digits) for value in (True, False))
+    trained_bytes = freed.optimizer_state_bytes  # momentum is as large as the gradients
+    assert freed.gradients_bytes < trained_bytes  # it is highest before the gradients are there
+    assert zeroed.gradients_bytes == trained_bytes
+    assert zeroed.communication_bytes == 0
+    assert zeroed.activations_bytes >= freed.activations_bytes
+
+
+def test_gradients_that_are_used_up_at_once_are_never_all_there(digits: Dataset) -> None:
+    config = asked("tests.test_ledger:stack", 4), asked("tests.test_ledger:stack", 4, {"optimizer_in_backward": True})
+    plain, used_up = (watched(each, digits) for each in config)
+    matrix = WIDTH * WIDTH * 4
+    assert plain.gradients_bytes > 8 * matrix
+    assert used_up.gradients_bytes == 0
+    assert used_up.activations_bytes < plain.activations_bytes + 3 * matrix
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach", "for_loop"])
+def test_the_memory_of_every_kernel_is_foreseen_on_a_gpu_that_is_not_here(digits: Dataset, kernel: str) -> None:
+    config = asked("tests.test_ledger:stack", 4, {"optimizer_kernel": kernel}, optimizer="adamw", device="cuda")
+    assert rehearsed(config, digits, SERVER).peak_bytes > 0
 
 
 def test_checkpointing_keeps_less(digits: Dataset) -> None:

@@ -306,9 +306,9 @@ def test_a_factory_of_the_users_own_is_found_in_the_current_directory(
         ("no_nets_here:flat", r"train\.model: found 'no_nets_here:flat', but there is no module 'no_nets_here'"),
         ("my_nets.sub:flat", r"there is no module 'my_nets\.sub'"),
         ("my_nets:flatt", r"my_nets\.py has no 'flatt'\. Did you mean flat\?"),
-        ("my_nets:", r"found 'my_nets:'; expected module:factory"),
-        (":flat", r"found ':flat'; expected module:factory"),
-        (".my_nets:flat", r"found '\.my_nets:flat'; expected module:factory"),
+        ("my_nets:", r"found 'my_nets:'; expected module:function"),
+        (":flat", r"found ':flat'; expected module:function"),
+        (".my_nets:flat", r"found '\.my_nets:flat'; expected module:function"),
         ("my_nets:SIZE", r"which is 28; expected a function"),
         ("my_nets:no_model", r"my_nets:no_model returned 42; expected a torch\.nn\.Module"),
         (

@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -27,7 +28,7 @@ RUNS = ["baseline-seed0", "baseline-seed1", "ddp-seed0", "ddp-seed1", "memory-se
 
 def children(checkout: Clone) -> dict[str, list[str]]:
     """Comparison's name -> names of the runs under it, of what is in the store and not deleted."""
-    with sqlite3.connect(checkout.path / "mlflow.db") as store:
+    with closing(sqlite3.connect(checkout.path / "mlflow.db")) as store:
         rows = store.execute(
             "SELECT parents.name, runs.name FROM runs JOIN tags ON tags.run_uuid = runs.run_uuid "
             "AND tags.key = 'mlflow.parentRunId' JOIN runs parents ON parents.run_uuid = tags.value "

@@ -227,6 +227,60 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
 
 
+def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = {"profile": {"variants": ["ddp", "baseline"]}, "infer": {"variants": ["ddp"]}}
+    config = parse({"publish": {"models": False}, "variants": {name: {} for name in VARIANTS}, **lists})
+    directory = results.profile_directory("ddp", root / "profiles")
+
+    def write_profile(finding: str) -> None:
+        ranks = [{"step_ms": 10.0, "input_ms": 4.0, "communication_hidden_ms": 1.0}, {"step_ms": 8.0, "input_ms": 2.0}]
+        record = {"variant": "ddp", "ranks": ranks, "findings": [{"text": finding}, {"text": "And more."}]}
+        results.write_text(directory / "profile.json", json.dumps(record))
+        results.write_text(directory / "trace.json.gz", "a trace")
+
+    write_profile("40% of the step waits for input.")
+    measured = {
+        "latency": {"p50_ms": 0.5, "p99_ms": None},
+        "throughput": [{"batch_size": 64, "samples_per_second": 4000.0}],
+        "agreement": {"correct_count": 80, "equal_count": 99, "test_count": 100},
+        "model_bytes": 1234,
+    }
+    forms: list[dict[str, Any]] = [{"name": "int8", "device_type": "cpu", "measured": measured}]
+    forms.append({"name": "fp16", "device_type": "cpu", "measured": None})
+    results.write_text(root / "inference/ddp.json", json.dumps({"variant": "ddp", "forms": forms}))
+    results.write_text(root / "inference/ddp.md", "# Inference")
+    results.write_text(root / "profiles/memory/profile.json", "of a variant that is not listed")
+
+    tracking.publish(config, root)
+    parent, _ = family(root)
+    client, run_id = client_of(root), parent.info.run_id
+    assert parent.data.tags["finding.ddp"] == "40% of the step waits for input.\nAnd more."
+    figures = {key: value for key, value in parent.data.metrics.items() if "/profile/" in key or "/inference/" in key}
+    assert figures == {
+        "ddp/profile/rank_0/input_fraction": 0.4,
+        "ddp/profile/rank_0/communication_hidden_fraction": 0.1,
+        "ddp/profile/rank_1/input_fraction": 0.25,
+        "ddp/inference/cpu_int8/latency_p50_ms": 0.5,
+        "ddp/inference/cpu_int8/batch_64_samples_per_second": 4000.0,
+        "ddp/inference/cpu_int8/test_accuracy": 0.8,
+        "ddp/inference/cpu_int8/equal_fraction": 0.99,
+        "ddp/inference/cpu_int8/model_bytes": 1234,
+    }
+    assert [file.path for file in client.list_artifacts(run_id, "profiles")] == ["profiles/ddp"]
+    kept = [file.path for file in client.list_artifacts(run_id, "profiles/ddp")]
+    assert kept == ["profiles/ddp/profile.json", "profiles/ddp/trace.json.gz"]
+    kept = [file.path for file in client.list_artifacts(run_id, "inference")]
+    assert kept == ["inference/ddp.json", "inference/ddp.md"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stores, "open_store", lambda *_: pytest.fail("opened the store"))
+        assert tracking.publish(config, root) == tracking.Published(children=4)
+    write_profile("21% of the step is the optimizer.")
+    assert tracking.publish(config, root) == tracking.Published(children=4)
+    assert family(root)[0].data.tags["finding.ddp"].startswith("21% of the step is the optimizer.")
+    assert family(root)[0].info.run_id == run_id
+
+
 def test_publishing_again_changes_nothing_and_does_not_open_the_store(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

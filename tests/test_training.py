@@ -18,8 +18,8 @@ from pipeline.data.prepared import Dataset
 from pipeline.detectors import Detector, Refusal
 from pipeline.distributed import WorkerError, World
 from pipeline.results import HistoryRow
-from pipeline.training import DeviceLosses, NonFiniteLoss, Training, learning_rate, make_optimizer
-from tests.nets import ALONE, batch, conv_net, make_plan
+from pipeline.training import DeviceLosses, NonFiniteLoss, Training, learning_rate
+from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 
 TRAIN = Train(
@@ -38,17 +38,16 @@ def make_training(
 ) -> Training:
     """A run of ``conv_net`` over the digits: 44 steps an epoch."""
     plan = make_plan(
-        parallelism="ddp" if joined.size > 1 else "none",
         processes=joined.size,
         batch_size=train.batch_size,
-        **applied,
+        **{"parallelism": "ddp" if joined.size > 1 else "none"} | applied,
     )
     batches = TrainBatches(
         dataset,
         batch_size=train.batch_size,
         micro_batches=plan.micro_batches,
-        rank=joined.rank,
-        world_size=joined.size,
+        rank=joined.rank // plan.model_processes,
+        world_size=plan.data_processes,
         seed=seed,
         augment=train.augment,
         placement="resident",
@@ -76,24 +75,6 @@ def weights(training: Training) -> str:
 def test_the_rate_warms_up_and_follows_the_schedule(schedule: Any, expected: list[float]) -> None:
     train = Train(learning_rate=1.0, warmup_fraction=1 / 3, schedule=schedule)
     assert [learning_rate(train, step, 6) for step in range(6)] == pytest.approx(expected)
-
-
-def test_the_optimizers_are_what_params_say() -> None:
-    sgd = make_optimizer(Train(optimizer="sgd", momentum=0.8, weight_decay=0.01), conv_net())
-    adamw = make_optimizer(Train(optimizer="adamw", momentum=0.8, weight_decay=0.01), conv_net())
-    assert isinstance(sgd, torch.optim.SGD)
-    assert isinstance(adamw, torch.optim.AdamW)
-    assert {key: sgd.defaults[key] for key in ("momentum", "nesterov", "weight_decay", "fused")} == {
-        "momentum": 0.8,
-        "nesterov": True,
-        "weight_decay": 0.01,
-        "fused": True,
-    }
-    assert (adamw.defaults["betas"], adamw.defaults["weight_decay"], adamw.defaults["fused"]) == (
-        (0.8, 0.999),
-        0.01,
-        True,
-    )
 
 
 def test_a_run_learns_and_tells_its_history(digits: Dataset) -> None:
@@ -218,34 +199,6 @@ def test_under_fp16_no_step_is_taken_from_the_bad_one_on(digits: Dataset) -> Non
     message, before, after = _until_broken(ALONE, digits, 0, True, precision="fp16")
     assert "epoch 1, step 8: the loss became nan" in message
     assert after == before[7]
-
-
-def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:
-    net = nn.Linear(200, 200, bias=False)
-    nn.init.ones_(net.weight)
-    optimizer = make_optimizer(Train(momentum=0.9, weight_decay=0.0, learning_rate=0.5), net)
-    net.weight.grad = torch.ones_like(net.weight)
-    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    optimizer.step()
-    assert torch.equal(net.weight, torch.ones(200, 200))
-    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-    optimizer.step()
-    torch.testing.assert_close(net.weight, torch.full((200, 200), 1 - 0.5 * 1.9))  # Nesterov's first step
-
-
-def test_momentum_that_starts_at_zero_is_torchs_own() -> None:
-    ours, plain = conv_net(), conv_net()
-    optimizers = [
-        make_optimizer(Train(momentum=0.9, weight_decay=0.01, learning_rate=0.1), ours),
-        torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    ]
-    for step in range(4):
-        for net, optimizer in zip((ours, plain), optimizers, strict=True):
-            images, labels = batch(32, seed=step)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(images), labels).backward()
-            optimizer.step()
-    torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
 
 
 def test_no_rank_takes_the_step_in_which_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:

@@ -2,7 +2,8 @@
 
 The order of the samples and every random draw of the augmentation are functions of (seed, epoch) alone. They are drawn
 on the CPU for the whole epoch, so N ranks together see, bit for bit, the global batches that one device sees, whatever
-the placement and the number of micro-batches. Pixel values equal torchvision's ToTensor and Normalize in float32.
+the placement and the number of micro-batches, also where PyTorch's DataLoader makes them (``loader``). Pixel values
+equal torchvision's ToTensor and Normalize in float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 import psutil
@@ -23,7 +24,12 @@ from torch import Tensor
 from pipeline.config import Augment, ConfigError
 from pipeline.data.prepared import Dataset, Split
 
+if TYPE_CHECKING:
+    from pipeline.data.loader import WorkerBatches
+
 Batch = tuple[Tensor, Tensor]
+Placement = Literal["resident", "streamed", "dataloader"]
+"""Where the images are before a step: on the device; in the memory map, read by a thread; there, read by workers."""
 
 RESIDENT_FRACTION = 0.25
 """Placement auto: resident if the training images take at most this share of the device's free memory."""
@@ -35,13 +41,14 @@ class TrainBatches:
     """The training set as micro-batches for one rank.
 
     ``batch_size`` is the global batch; of each global batch, rank r of R takes the r-th of R equal parts, split into
-    ``micro_batches`` consecutive micro-batches of b samples. An incomplete last global batch is dropped.
+    ``micro_batches`` consecutive micro-batches of b samples. An incomplete last global batch is dropped. ``workers``:
+    processes of the DataLoader, for that placement.
 
     Raises ConfigError when there is not one full global batch, or it cannot be divided evenly.
     """
 
     steps_per_epoch: int
-    placement: Literal["resident", "streamed"]
+    placement: Placement
 
     def __init__(
         self,
@@ -53,8 +60,9 @@ class TrainBatches:
         world_size: int,
         seed: int,
         augment: Augment,
-        placement: Literal["auto", "resident", "streamed"],
+        placement: Literal["auto"] | Placement,
         device: torch.device,
+        workers: int = 0,
     ) -> None:
         if batch_size > len(dataset.train):
             raise ConfigError(
@@ -77,7 +85,12 @@ class TrainBatches:
         self._device = device
         # On the CPU the memory map itself: its pages stay in memory once touched, shared by all processes.
         self._images = dataset.train.images.to(device) if self.placement == "resident" else dataset.train.images
-        self._labels = dataset.train.labels.to(device)
+        self._labels = dataset.train.labels if self.placement == "dataloader" else dataset.train.labels.to(device)
+        self._loader: WorkerBatches | None = None
+        if self.placement == "dataloader":
+            from pipeline.data.loader import WorkerBatches  # and with it torchvision
+
+            self._loader = WorkerBatches(dataset, augment, workers, pinned=device.type == "cuda")
         self._normalise = _Normalise(dataset, device)
         self._each = torch.arange(self._split[-1], device=device)
         self._readers: set[_Reader] = set()
@@ -94,9 +107,21 @@ class TrainBatches:
             raise ValueError(f"start_step {start_step} is outside an epoch of {self.steps_per_epoch} steps")
         return self._epoch(epoch, start_step)
 
+    def hold(self) -> None:
+        """Let what reads ahead wait until the next micro-batch is asked for: a measured window has ended.
+
+        Or it would work in somebody else's window, and what it has done by the next one would be nobody's time.
+        """
+        for reader in self._readers:
+            reader.hold()
+        if self._loader:
+            self._loader.hold()
+
     def close(self) -> None:
-        """End the background threads of unfinished epochs; their iterators raise RuntimeError afterwards."""
+        """End the threads and processes of unfinished epochs; their iterators raise RuntimeError afterwards."""
         _stop_all(self._readers)
+        if self._loader:
+            self._loader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +134,10 @@ class TrainBatches:
     def _epoch(self, epoch: int, start_step: int) -> Iterator[Batch]:
         drawn = draw_epoch(self._seed, epoch, len(self._labels), self._images.shape[2:], self._augment.crop_padding)
         host = _Draws(*(self._own_part(values, start_step) for values in drawn))
+        if self._loader:
+            for pixels, labels in self._loader.epoch(host):
+                yield pixels.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
+            return
         draws = _Draws(*(_move(values, self._device) for values in host))
         if self.placement == "resident":
             for index in range(len(draws.order)):
@@ -245,6 +274,8 @@ class _Reader:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._room = threading.Semaphore(READ_AHEAD)
+        self._may_go = threading.Event()
+        self._may_go.set()
         self._ready: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | BaseException] = queue.SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
@@ -254,6 +285,7 @@ class _Reader:
 
     def take(self) -> Tensor:
         """The next micro-batch, uint8 [b, C, H, W], ready for the current stream; raises what the thread raised."""
+        self._may_go.set()
         taken = self._ready.get()
         if self._stopped:
             raise RuntimeError("these batches were closed before the epoch's end")
@@ -267,9 +299,14 @@ class _Reader:
             images.record_stream(stream)
         return images
 
+    def hold(self) -> None:
+        """Read no further micro-batch until one is taken."""
+        self._may_go.clear()
+
     def stop(self) -> None:
         """End the thread and wait for it; can be called more than once."""
         self._stopped = True
+        self._may_go.set()
         self._room.release()
         if self._thread.is_alive():
             self._thread.join()
@@ -281,6 +318,7 @@ class _Reader:
                 torch.cuda.set_device(self._device)  # else a new thread would open a context on device 0
             for rows in self._order:
                 self._room.acquire()
+                self._may_go.wait()
                 if self._stopped:
                     return
                 self._ready.put(self._load(rows))

@@ -33,6 +33,12 @@ class Job:
         return max((plan.processes for plan in self.plans.values()), default=1)
 
     @property
+    def loader_workers(self) -> int:
+        """The most processes that read data for a variant, of all its trainers."""
+        readers = [plan for plan in self.plans.values() if plan.applied.data_loading == "dataloader"]
+        return max((plan.processes * plan.applied.loader_workers for plan in readers), default=0)
+
+    @property
     def gpu_processes(self) -> int:
         """The most that train together on GPUs, and so over NCCL."""
         return max((plan.processes for plan in self.plans.values() if plan.device == "cuda"), default=0)

@@ -87,6 +87,9 @@ def check_shared_memory(job: Job, path: Path = SHARED_MEMORY) -> Finding:
     if job.gpu_processes > 1:
         found += f"; NCCL between {job.gpu_processes} GPUs wants {_size(SHARED_MEMORY_BYTES)}"
         return Finding(check, "problem", found, remedy)
+    if job.loader_workers:
+        found += f"; {job.loader_workers} workers of the data loader hand their batches over there"
+        return Finding(check, "problem", found, remedy)
     found += "; enough for this job here, too little for NCCL between GPUs or data loaders with workers"
     return Finding(check, "warning", found, remedy)
 

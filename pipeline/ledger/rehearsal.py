@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline import models
 from pipeline.config import Config, PipelineError, Plan
-from pipeline.data.batches import READ_AHEAD, TrainBatches
+from pipeline.data.batches import READ_AHEAD, Placement, TrainBatches
 from pipeline.data.prepared import Dataset, Split
-from pipeline.distributed import World
+from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.ledger.tape import Tape
 from pipeline.ledger.watching import Call, Calls, KernelWatch, Standing, Watch, resident_bytes, watched_step
+from pipeline.optimizers import leaves_out_steps
 from pipeline.results import Ledger
+from pipeline.techniques import of_plan
 from pipeline.training import DeviceLosses, HostLosses, Training
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
@@ -43,9 +45,6 @@ CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 """By CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed`` sets. torch takes it from its own allocator
 (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
-Placement = Literal["resident", "streamed"]
-
-_ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 _MATRIX_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _WORKSPACES_LAST = not hasattr(torch.backends.cuda, "cublas_workspace_size")
 """Older releases of torch keep cuBLAS's workspaces, one for the thread of the forward and one for that of the backward
@@ -97,6 +96,11 @@ class Rehearsal:
 
         Raises PredictionError if the model cannot run on fake tensors, because it looks at a value, say.
         """
+        unforeseen = [each.name for each in of_plan(self.plan) if not each.foreseen]
+        if unforeseen:
+            raise PredictionError(
+                f"variants.{self.plan.name}: what {' and '.join(unforeseen)} takes cannot be foreseen; measure it."
+            )
         try:
             with torch.random.fork_rng(devices=[]):
                 return self._ledger(micro_batch_size)
@@ -146,7 +150,7 @@ class Rehearsal:
                 model, _faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
             )
             if on_gpu:
-                training.losses = training.take_step.losses = DeviceLosses(_ALONE)
+                training.losses = training.take_step.losses = _UnreadDeviceLosses(ALONE)
             if plan.applied.parallelism == "ddp":
                 _use_buckets(training)
             _make_optimizer_state(training)
@@ -181,10 +185,10 @@ class Rehearsal:
             seed=0,
             augment=self.config.train.augment,
             placement="resident",
-            device=_ALONE.device,
+            device=ALONE.device,
         )
-        training = Training(plan, self.config.train, model, dataset, batches, _ALONE, seed=0)
-        training.losses = training.take_step.losses = _UnreadLosses(_ALONE)
+        training = Training(plan, self.config.train, model, dataset, batches, ALONE, seed=0)
+        training.losses = training.take_step.losses = _UnreadLosses(ALONE)
         return training
 
     def _inside(self, samples: int) -> Callable[[Call], int]:
@@ -237,6 +241,15 @@ class _UnreadLosses(HostLosses):
 
     def add(self, loss: torch.Tensor) -> None:
         pass
+
+
+class _UnreadDeviceLosses(DeviceLosses):
+    """The same on a GPU. An optimizer that would read the flag is given none."""
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        super().before_update(optimizer)
+        if not leaves_out_steps(optimizer):
+            del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class _FakeWatch(Watch, TorchDispatchMode):
@@ -346,7 +359,7 @@ def _make_optimizer_state(training: Training) -> None:
     for parameter in training.model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     training.optimizer.step()
-    training.optimizer.zero_grad()
+    training.take_step.zero_grad()
 
 
 def _cublas_bytes(call: Call) -> int:

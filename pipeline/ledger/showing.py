@@ -10,8 +10,8 @@ from typing import Literal
 from pipeline.config import Config, ConfigError, Machine, parse
 from pipeline.config import plan as plan_of
 from pipeline.data import prepared
-from pipeline.data.batches import RESIDENT_FRACTION
-from pipeline.ledger.rehearsal import RESERVE_FRACTION, Placement, Rehearsal
+from pipeline.data.batches import RESIDENT_FRACTION, Placement
+from pipeline.ledger.rehearsal import RESERVE_FRACTION, Rehearsal
 
 COLUMNS = {
     "peak": "peak_bytes",
@@ -50,7 +50,9 @@ def show(
     train = config.train
     if device == "cuda" and not machine.gpus:
         processes = [variant.processes for variant in config.variants.values() if isinstance(variant.processes, int)]
-        machine = machine.model_copy(update={"gpus": max(processes, default=1), "gpu_native_bf16": True})
+        machine = machine.model_copy(
+            update={"gpus": max(processes, default=1), "gpu_native_bf16": True, "gpu_tf32": True}
+        )
     plans = {name: plan_of(config, name, machine) for name in names or config.variants}
     placement: Placement | None = None
     if memory_bytes is not None and train.placement == "auto":  # as ``choose_placement`` does it there
@@ -66,7 +68,7 @@ def show(
         if memory_bytes is not None:
             largest = rehearsal.largest_batch(memory_bytes)
             table[-1] += [
-                "too large" if largest is None or largest < train.batch_size else "fits",
+                "too large" if largest is None or largest < plan.job(train).batch_size else "fits",
                 "none" if largest is None else str(largest),
             ]
             if largest and largest + plan.processes * plan.micro_batches > len(dataset.train):

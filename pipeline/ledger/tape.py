@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+Kind = Literal["data", "gradients", "activations", "communication"]
+
 
 @dataclass
 class Block:
     """Memory that was handed out while the tape ran."""
 
     size: int
-    kind: Literal["data", "gradients", "activations"]
+    kind: Kind
     taken: int
     """How many blocks were handed out before."""
     given_back: int | None = None
@@ -26,10 +28,10 @@ class Tape:
         self.held: dict[int, Block] = {}
         self._blocks: list[Block] = []
         self._total = self._peak = self._peak_at = 0
-        self._kind: Literal["data", "activations"] = "activations"
+        self._kinds: list[Kind] = ["activations"]
 
     def take(self, key: int, size: int) -> None:
-        block = self.held[key] = Block(size, self._kind, taken=len(self._blocks))
+        block = self.held[key] = Block(size, self._kinds[-1], taken=len(self._blocks))
         self._blocks.append(block)
         self._total += size
         if self._total > self._peak:
@@ -44,7 +46,11 @@ class Tape:
 
     def input(self, arriving: bool) -> None:
         """Whether what is handed out from now on belongs to the input."""
-        self._kind = "data" if arriving else "activations"
+        self._between(arriving, "data")
+
+    def communication(self, begins: bool) -> None:
+        """Whether what is handed out from now on is for exchange between ranks; begin and end may be nested."""
+        self._between(begins, "communication")
 
     def gradients(self, keys: Iterable[int]) -> None:
         """These blocks are gradients of parameters now."""
@@ -52,10 +58,16 @@ class Tape:
             if key in self.held:
                 self.held[key].kind = "gradients"
 
-    def at_peak(self, kind: Literal["data", "gradients", "activations"]) -> int:
+    def at_peak(self, kind: Kind) -> int:
         """Bytes of this kind that were out when all together were most."""
         return sum(
             block.size
             for block in self._blocks[: self._peak_at + 1]
             if block.kind == kind and (block.given_back is None or block.given_back > self._peak_at)
         )
+
+    def _between(self, begins: bool, kind: Kind) -> None:
+        if begins:
+            self._kinds.append(kind)
+        else:
+            self._kinds.pop()

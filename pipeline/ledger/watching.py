@@ -7,17 +7,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.data.batches import Batch
+from pipeline.data.batches import Batch, Placement
 from pipeline.data.prepared import Dataset
+from pipeline.distributed import own_part
 from pipeline.ledger.tape import Tape
 from pipeline.results import Ledger
+from pipeline.techniques import MicroBatches
 from pipeline.training import Training
 
 Call = tuple[str, int]
@@ -25,6 +27,8 @@ Call = tuple[str, int]
 
 _INPUT, _INPUT_ENDS = "ledger: input", "/ledger: input"
 _GRADIENTS = "ledger: gradients"
+_FSDP, _FSDP_ENDS = "FSDP::", "/FSDP::"
+"""How fully_shard names the parts of a step in which it gathers parameters and reduces gradients."""
 _CALL, _CALL_ENDS = "ledger: call ", "/ledger: call "
 
 
@@ -32,8 +36,10 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
     """This rank's ledger. ``training``, which is warm, takes one more step for it; all ranks call it together.
 
     ``peak_bytes`` is this rank's peak as it was measured before, unwatched: what the parts add up to. None, where it is
-    unknown, makes the ledger unknown.
+    unknown, makes the ledger unknown; so does a step that is replayed, in which nothing is allocated.
     """
+    if any(technique.replays for technique in training.techniques):
+        return None
     watch = DeviceWatch(training.world.device.type)
     tape = watched_step(training, watch)
     if peak_bytes is None:
@@ -77,27 +83,34 @@ class Watch:
     @staticmethod
     def key(tensor: torch.Tensor) -> int:
         """The key of the tensor's memory on the tape."""
-        return tensor.untyped_storage().data_ptr()
+        return own_part(tensor).untyped_storage().data_ptr()
 
 
 def watched_step(training: Training, watch: Watch) -> Tape:
-    """Take one step of ``training`` and watch it, from a moment at which there are no gradients yet."""
+    """Take one step of ``training`` and watch it, from a moment at which the last step's gradients are forgotten."""
     step, parameters = training.take_step, list(training.model.parameters())
-    backward = step.backward
+    backward, accumulate = step.backward, step.accumulate
+
+    def note() -> None:
+        watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def noted(loss: torch.Tensor) -> None:
         backward(loss)
-        watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+        note()
+
+    def accumulated(micro_batches: MicroBatches) -> None:
+        accumulate(micro_batches)
+        note()  # a pipeline's schedule takes the backward passes itself
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    training.optimizer.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
-    step.backward = noted
+    step.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
+    step.backward, step.accumulate = noted, accumulated
     try:
         with watch.recording() as tape:
             step(watch.arriving(training.batches.epoch(epoch, start)))
             training.world.synchronise()
     finally:
-        step.backward = backward
+        step.backward, step.accumulate = backward, accumulate
     return tape
 
 
@@ -109,18 +122,22 @@ class Standing:
         model, states = training.model, training.optimizer.state.values()
 
         def sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-            return {watch.key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+            held = (own_part(tensor) for tensor in tensors)
+            return {watch.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
-        self.parameters = sizes([*model.parameters(), *model.buffers()])
+        # Of other ranks' parts of the model, a rank has the shapes alone, on the meta device.
+        self.parameters = sizes(
+            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == device
+        )
         self.optimizer_state = sizes(
-            value
-            for state in states
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.device.type == device
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in tape.held}
-        """Gradients that no block of the step holds lie in DistributedDataParallel's buckets."""
+        """Gradients that no block of the step holds are there all the time, in DistributedDataParallel's buckets, say.
+        """
+        self.communication = sum(technique.communication_bytes() for technique in training.techniques)
+        """What techniques keep beside them."""
 
     def parts(self, tape: Tape) -> dict[str, int]:
         """The ledger's parts, without the rest."""
@@ -132,7 +149,7 @@ class Standing:
             "gradients_bytes": max(buckets, beside),
             "optimizer_state_bytes": sum(self.optimizer_state.values()),
             "activations_bytes": tape.at_peak("activations"),
-            "communication_bytes": min(buckets, beside),
+            "communication_bytes": min(buckets, beside) + self.communication + tape.at_peak("communication"),
             "data_bytes": tape.at_peak("data"),
         }
 
@@ -173,6 +190,8 @@ class DeviceWatch(Watch):
                 tape.gradients(next(noted))
             elif event.name in (_INPUT, _INPUT_ENDS):
                 tape.input(event.name == _INPUT)
+            elif event.name.startswith((_FSDP, _FSDP_ENDS)):
+                tape.communication(event.name.startswith(_FSDP))
 
     def input(self) -> AbstractContextManager[object]:
         return profiler.record_function(_INPUT)
@@ -271,13 +290,13 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
         if isinstance(fields, _ExtraFields_Allocation):
             if fields.device.type == device and fields.ptr:
                 found.append(_Event(event.start_time_ns, key=fields.ptr, size=fields.alloc_size))
-        elif event.name.startswith("ledger: "):
+        elif event.name.startswith(("ledger: ", _FSDP)):
             found.append(_Event(event.start_time_ns, event.name))
             found.append(_Event(event.end_time_ns, f"/{event.name}"))
     return sorted(found, key=lambda event: event.time)
 
 
-def resident_bytes(dataset: Dataset, placement: Literal["resident", "streamed"]) -> int:
+def resident_bytes(dataset: Dataset, placement: Placement) -> int:
     """What a GPU holds of the training set all the time."""
-    train = dataset.train
-    return train.labels.nbytes + (train.images.nbytes if placement == "resident" else 0)
+    labels, images = dataset.train.labels.nbytes, dataset.train.images.nbytes
+    return {"resident": labels + images, "streamed": labels, "dataloader": 0}[placement]

@@ -77,9 +77,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Test accuracy",
-            "Correct over all test samples after the last epoch, mean over seeds. The difference is taken seed by "
-            "seed, in percentage points, with the interval that lies inside the margins exactly if two one-sided "
-            "tests at 95% show that it does not matter.",
+            f"{words.metric(comparison)} over all test samples after the last epoch, mean over seeds. The difference "
+            "is taken seed by seed, in percentage points, with the interval that lies inside the margins exactly if "
+            "two one-sided tests at 95% show that it does not matter.",
             accuracy,
         ),
         Column(
@@ -242,7 +242,7 @@ def run_rows(each: Compared) -> list[list[str]]:
     return [
         [
             str(run.seed),
-            f"{run.test_correct:,} of {run.test_count:,}",
+            f"{run.test_correct:,.10g} of {run.test_count:,}",
             words.points(differences[run.seed]) if run.seed in differences else DASH,
             words.number(run.samples_per_second),
             words.number(run.step_p50_ms, "ms"),

@@ -249,8 +249,15 @@ def noise_text(noise: Noise) -> str:
 
 
 def left_out(each: Compared) -> list[str]:
-    """Techniques that were asked for and are in none of the variant's numbers."""
-    return [f"Left out: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
+    """Techniques that were asked for and are in none of the variant's numbers, and where its job is not the others'."""
+    found = [f"Left out: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
+    found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
+    if "weak_scaling" in each.techniques:
+        found.append(
+            f"Weak scaling: another job than the others', with a global batch of {each.batch_size:,} and a peak "
+            f"learning rate of {each.learning_rate:g}. Throughput is in samples, so its ratio stands; a step is longer."
+        )
+    return found
 
 
 def notes(comparison: Comparison) -> list[tuple[str, str]]:
@@ -299,6 +306,12 @@ def title(comparison: Comparison) -> str:
     return f"{comparison.train.get('model', 'model')} on {comparison.dataset.name}"
 
 
+def metric(comparison: Comparison) -> str:
+    """What accuracy means in this job, before "over all test samples"."""
+    name = comparison.train.get("metric", "accuracy")
+    return "Correct" if name == "accuracy" else f"Mean of {name}, a score from 0 to 1 a sample,"
+
+
 def setup(each: Compared) -> str:
     """How a variant ran."""
     backend = f" over {each.backend}" if each.backend else ""
@@ -321,6 +334,10 @@ def job(comparison: Comparison) -> list[str]:
         parts.append(count(train["epochs"], "epoch"))
     if "batch_size" in train:
         parts.append(f"global batch {train['batch_size']}")
+    if train.get("loss", "cross_entropy") != "cross_entropy":
+        parts.append(f"loss {train['loss']}")
+    if train.get("metric", "accuracy") != "accuracy":
+        parts.append(f"accuracy is the mean of {train['metric']}")
     return [*parts, f"seed{'s' if len(comparison.seeds) > 1 else ''} {_listed(comparison.seeds)}"]
 
 

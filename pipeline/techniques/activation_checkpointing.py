@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from pipeline.config import ConfigError, Plan
+from pipeline.config import ConfigError
 from pipeline.techniques.base import Technique
 
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around a block's forward pass, and around its repetition."""
+
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
+
+
+def _operations(*names: str) -> list[Any]:
+    """Of ATen's operations those of these names that this version of torch has."""
+    found = (getattr(torch.ops.aten, name, None) for name in names)
+    return [operation.default for operation in found if operation is not None]
+
+
+_KEPT = _operations(
+    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    *(
+        f"_scaled_dot_product_{kind}"
+        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    ),
+)
+"""The outputs of these are kept by selective checkpointing."""
 
 
 class ActivationCheckpointing(Technique):
@@ -25,21 +46,52 @@ class ActivationCheckpointing(Technique):
     """
 
     name = "activation_checkpointing"
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.activation_checkpointing
+    recomputes = True
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         found = list(blocks(model))
         if not found:
             raise ConfigError(
-                f"variants.{self.plan.name}.activation_checkpointing: found true, but {type(model).__name__} has no "
-                "blocks to checkpoint; allowed: false, or a model with parts in an nn.Sequential or nn.ModuleList."
+                f"{self.where}, but {type(model).__name__} has no blocks to checkpoint; allowed: false, or a model "
+                "with parts in an nn.Sequential or nn.ModuleList."
             )
-        for block in found:
-            block.forward = _recomputed(block)  # the instance's own: names in the state dict stay as they are
+        for block in self.choice(model, found):
+            block.forward = _recomputed(block, self.contexts())  # the instance's own: names in the state dict stay
         return model
+
+    @property
+    def where(self) -> str:
+        """The beginning of a ConfigError."""
+        asked = self.plan.applied.activation_checkpointing
+        return f"variants.{self.plan.name}.activation_checkpointing: found {str(asked).lower()}"
+
+    def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
+        """The blocks to checkpoint, of all that were ``found``."""
+        return found
+
+    def contexts(self) -> Callable[[], Contexts]:
+        """What makes the contexts of a block's two forward passes."""
+        return noop_context_fn
+
+
+class SelectiveCheckpointing(ActivationCheckpointing):
+    """Blocks also keep what their matrix products and convolutions gave, and repeat the rest.
+
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023. What is
+    kept must not be overwritten, so activation functions of ``inplace=True`` make new tensors; the values are the same.
+    """
+
+    name = "selective_checkpointing"
+
+    def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        for block in found:
+            for module in block.modules():
+                if getattr(module, "inplace", False) is True:
+                    module.inplace = False  # type: ignore[assignment]
+        return super().choice(model, found)
+
+    def contexts(self) -> Callable[[], Contexts]:
+        return partial(create_selective_checkpoint_contexts, _KEPT)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -62,17 +114,29 @@ def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
     )
 
 
-def _recomputed(block: nn.Module) -> Callable[..., Any]:
+def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[..., Any]:
     forward = block.forward
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _statistics_held(norms)
+    def with_statistics_held() -> Contexts:
+        first, again = contexts()
+        return first, _one_in_the_other(_statistics_held(norms), again)
 
     def recomputed(*inputs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held)
+        # Compiled code repeats no side effect, such as BatchNorm's count, and the compiler takes no contexts but these.
+        if contexts is noop_context_fn:
+            return checkpoint(forward, *inputs, use_reentrant=False)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
 
     return recomputed
+
+
+@contextmanager
+def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @contextmanager
@@ -81,6 +145,8 @@ def _statistics_held(norms: list[_BatchNorm]) -> Iterator[None]:
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
+        if isinstance(norm, nn.SyncBatchNorm):  # it insists on a count
+            norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
         yield
     finally:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.config import Plan
 from pipeline.techniques.base import Forward, Technique
 
 
 class ChannelsLast(Technique):
-    """The model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same."""
+    """The model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same.
+
+    What a later stage of a pipeline gets may have other dimensions, and stays as it is.
+    """
 
     name = "channels_last"
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.channels_last
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         return model.to(memory_format=torch.channels_last)
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def channels_last(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return forward(images.contiguous(memory_format=torch.channels_last), labels)
+            if images.dim() == 4:
+                images = images.contiguous(memory_format=torch.channels_last)
+            return forward(images, labels)
 
         return channels_last

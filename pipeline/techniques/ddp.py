@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import Plan
+from pipeline.distributed import World
 from pipeline.techniques.base import HoldSync, Technique
 
 _NO_BROADCAST = (
@@ -16,6 +17,62 @@ _NO_BROADCAST = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"  # its name before torch 2.15
 )
+
+
+class DDPOption(Technique):
+    """An argument of ``DistributedDataParallel``, which asks for it."""
+
+    def arguments(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class BucketSize(DDPOption):
+    """The size at which a bucket of gradients is reduced."""
+
+    name = "bucket_mb"
+
+    def arguments(self) -> dict[str, Any]:
+        return {"bucket_cap_mb": self.plan.applied.bucket_mb}
+
+
+class GradientsBesideBuckets(DDPOption):
+    """Gradients are no views of the buckets."""
+
+    name = "gradients_beside_buckets"
+    foreseen = False
+
+    def arguments(self) -> dict[str, Any]:
+        return {"gradient_as_bucket_view": False}
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self._gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model
+
+    def communication_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._gradients)
+
+
+class StaticGraph(DDPOption):
+    """The promise that every step uses the same parameters alike. One that is never used is then no error."""
+
+    name = "static_graph"
+
+    def arguments(self) -> dict[str, Any]:
+        return {"static_graph": True}
+
+
+OPTIONS = (BucketSize, GradientsBesideBuckets, StaticGraph)
+
+
+def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> DistributedDataParallel:
+    """``model`` in DistributedDataParallel with the plan's ``OPTIONS``; ``options`` are more of its arguments, such as
+    the ``process_group`` of the replicas."""
+    options = {_NO_BROADCAST: False, "gradient_as_bucket_view": True} | options
+    for option in OPTIONS:
+        if option.is_asked(plan):
+            options |= option(plan, world).arguments()
+    device_ids = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids, **options)
 
 
 class DDP(Technique):
@@ -27,14 +84,8 @@ class DDP(Technique):
 
     name = "ddp"
 
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.parallelism == "ddp"
-
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        options: dict[str, Any] = {_NO_BROADCAST: False, "gradient_as_bucket_view": True}
-        device_ids = [self.world.device] if self.world.device.type == "cuda" else None
-        self.model = DistributedDataParallel(model, device_ids, **options)
+        self.model = replicated(model, self.plan, self.world)
         return self.model
 
     def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002

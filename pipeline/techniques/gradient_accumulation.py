@@ -11,17 +11,23 @@ from pipeline.techniques.base import Forward, Technique
 class GradientAccumulation(Technique):
     """Each of N micro-batches counts 1/N, so the sum of their gradients is the whole batch's mean gradient.
 
-    BatchNorm still normalises each micro-batch by its own statistics.
+    BatchNorm still normalises each micro-batch by its own statistics. A pipeline takes its micro-batches itself.
     """
 
     name = "gradient_accumulation"
 
     @classmethod
     def is_asked(cls, plan: Plan) -> bool:
-        return plan.micro_batches > 1
+        return super().is_asked(plan) and plan.applied.parallelism != "pipeline"
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def share(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return forward(images, labels) / self.plan.micro_batches
 
         return share
+
+
+class AutoMicroBatch(GradientAccumulation):
+    """The same, with the N that ``job.training_of`` has found before: the smallest whose step fits in memory."""
+
+    name = "auto_micro_batch"

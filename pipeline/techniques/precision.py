@@ -17,10 +17,6 @@ class BFloat16(Technique):
     name = "bf16"
     dtype = torch.bfloat16
 
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.precision == "bf16"
-
     def wrap_forward(self, forward: Forward) -> Forward:
         def autocast(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             with torch.autocast(self.world.device.type, dtype=self.dtype):
@@ -42,17 +38,13 @@ class Float16(BFloat16):
         super().__init__(plan, world)
         self.scaler = torch.amp.GradScaler(world.device.type)
 
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return plan.applied.precision == "fp16"
-
     def wrap_backward(self, backward: Backward) -> Backward:
         return lambda loss: backward(self.scaler.scale(loss))
 
     def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
         def scaled() -> None:
             # The scaler puts its own flag in place of one that is set already, but it heeds what is in a gradient.
-            found_inf = vars(optimizer).get("found_inf")
+            found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
                 optimizer.param_groups[0]["params"][0].grad += found_inf / (1 - found_inf)  # 0: nothing; 1: infinity
             self.scaler.step(optimizer)

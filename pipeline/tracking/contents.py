@@ -9,9 +9,9 @@ import json
 import math
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ VERDICT = "verdict"
 """Tag of a child; with a variant's name after a point, of a parent: what the comparison says of it."""
 REFUSALS = "refusals"
 """Tag, likewise: which numbers were refused, and why."""
+FINDING = "finding"
+"""With a variant's name after a point, tag of a parent: what its profile says."""
 
 NOTE_LIMIT = 7900
 """Characters; MLflow's tags end at 8000."""
@@ -102,9 +104,18 @@ class Wanted:
 
     key: str
     report: str
-    """Digest of the report's files."""
+    """Digest of the report's files, and of the profiles and inference results beside it."""
     children: Mapping[str, Child]
     """By key, in the order of params.yaml and of the seeds."""
+    profiles: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    """By variant: the files of its profile."""
+    inference: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    """By variant: what inference with its model gave, for programs and for a person."""
+
+    @property
+    def records(self) -> list[Path]:
+        """The records of both: each is another whenever it was measured again, so what lies beside need not be read."""
+        return _records(self.profiles, self.inference)
 
     @property
     def name(self) -> str:
@@ -124,10 +135,14 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     if not found:
         return None
     children = [child_of(config, root, result, run) for result in found for run in result.runs]
+    profiles, inference = _profiles(config, root), _inference(config, root)
+    shown = [*report_files(root), *_records(profiles, inference)]
     return Wanted(
         key=_digest([LAYOUT, *sorted(results.digest(result) for result in found)]),
-        report=_digest([[file.name, _sha256(file)] for file in report_files(root)]),
+        report=_digest([[file.name, _sha256(file)] for file in shown]),
         children={child.key: child for child in children},
+        profiles=profiles,
+        inference=inference,
     )
 
 
@@ -148,6 +163,27 @@ def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
 def report_files(root: Path) -> list[Path]:
     """The comparison, as data, for a pull request and for a person."""
     return [file for file in sorted((root / REPORTS).glob("comparison.*")) if file.suffix != ".partial"]
+
+
+def _profiles(config: Config, root: Path) -> dict[str, list[Path]]:
+    directories = {name: results.profile_directory(name, root / results.PROFILES) for name in config.profile.variants}
+    return {
+        name: sorted(directory.iterdir())
+        for name, directory in directories.items()
+        if (directory / "profile.json").exists()
+    }
+
+
+def _inference(config: Config, root: Path) -> dict[str, list[Path]]:
+    found = {
+        name: [results.inference_file(name, kind, root / results.INFERENCE) for kind in ("json", "md")]
+        for name in config.infer.variants
+    }
+    return {name: files for name, files in found.items() if all(file.exists() for file in files)}
+
+
+def _records(*found: Mapping[str, Sequence[Path]]) -> list[Path]:
+    return [file for each in found for files in each.values() for file in files if file.suffix == ".json"]
 
 
 def context_files(root: Path) -> list[Path]:
@@ -176,6 +212,8 @@ def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
     for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
         if isinstance(value, int | float):
             yield Point(name, value, timestamp_ms, run.steps)
+    for name, value in run.findings.items():
+        yield Point(f"findings/{name}", value, timestamp_ms, run.steps)
     ranks = run.peak_memory_rank_bytes
     for rank, peak in enumerate(ranks):
         if peak is not None and len(ranks) > 1:
@@ -248,6 +286,10 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
     if note := parent_note(root):
         tags[NOTE] = note
+    for variant, files in wanted.profiles.items():
+        record = next(file for file in files if file.name == "profile.json")
+        found = json.loads(record.read_text(encoding="utf-8"))["findings"]
+        tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
     for variant, verdict in verdicts(root).items():
         tags[f"{VERDICT}.{variant}"] = verdict
         tags[f"{REFUSALS}.{variant}"] = _refusals(root, variant) or "none"  # in place of what an older report said
@@ -265,7 +307,8 @@ def verdicts(root: Path) -> dict[str, str]:
 
 
 def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
-    """The comparison's figures, as ``<variant>/<figure>``: those that ``dvc metrics show`` prints.
+    """The comparison's figures, as ``<variant>/<figure>``: those that ``dvc metrics show`` prints, the shares of a
+    profiled step, and what inference gave.
 
     ``known``: the metrics that the store holds already. MLflow deletes none, so one that is not known any more becomes
     not a number. ``timestamp_ms``: when the last run ended; of several values MLflow shows the youngest, so a report
@@ -283,8 +326,33 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
         for name, value in json.loads(file.read_text(encoding="utf-8")).items()
         if isinstance(value, int | float)
     }
+    youngest = max([youngest, *(round(file.stat().st_mtime * 1000) for file in wanted.records)])
+    for file in wanted.records:
+        figures |= _figures_of(json.loads(file.read_text(encoding="utf-8")))
     for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
         yield Point(key, float(value), youngest, 0)
+
+
+def _figures_of(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Metrics of a profile's or an inference's record."""
+    variant = record["variant"]
+    for rank, times in enumerate(record.get("ranks", ())):
+        for name, value in times.items():
+            if name != "step_ms":
+                share = f"{name.removesuffix('_ms')}_fraction"
+                yield f"{variant}/profile/rank_{rank}/{share}", value / times["step_ms"]
+    for form in record.get("forms", ()):
+        if measured := form["measured"]:
+            where = f"{variant}/inference/{form['device_type']}_{form['name']}"
+            latency, agreement = measured["latency"], measured["agreement"]
+            yield f"{where}/latency_p50_ms", latency["p50_ms"]
+            if latency["p99_ms"] is not None:
+                yield f"{where}/latency_p99_ms", latency["p99_ms"]
+            for each in measured["throughput"]:
+                yield f"{where}/batch_{each['batch_size']}_samples_per_second", each["samples_per_second"]
+            yield f"{where}/test_accuracy", agreement["correct_count"] / agreement["test_count"]
+            yield f"{where}/equal_fraction", agreement["equal_count"] / agreement["test_count"]
+            yield f"{where}/model_bytes", measured["model_bytes"]
 
 
 def parent_note(root: Path) -> str | None:

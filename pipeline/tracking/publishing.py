@@ -180,5 +180,11 @@ def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) 
         client.log_artifact(run_id, str(file))
     for file in sorted({child.result_file for child in wanted.children.values()}):
         client.log_artifact(run_id, str(file), "results")
+    for variant, files in wanted.profiles.items():
+        for file in files:
+            client.log_artifact(run_id, str(file), f"profiles/{variant}")
+    for files in wanted.inference.values():
+        for file in files:
+            client.log_artifact(run_id, str(file), "inference")
     client.set_terminated(run_id, "FINISHED", ended_ms)
     store.set_tags(run_id, {REPORT: wanted.report, COMPLETE: "true"})

@@ -19,8 +19,11 @@ import pytest
 from sklearn.datasets import load_digits
 
 from pipeline.config import Fetch
-from pipeline.data import DataError, sources
-from pipeline.data.sources import Archive, DebianPackage, GzippedFiles, Listing, RawFile, WebArchive, fetch
+from pipeline.data import DataError
+from pipeline.data.sources import fetch, listings, places, store
+from pipeline.data.sources.listings import Listing
+from pipeline.data.sources.places import Archive, DebianPackage, GzippedFiles, Source, WebArchive
+from pipeline.data.sources.store import RawFile
 
 CONTENTS = {"images": np.random.default_rng(0).bytes(300_000), "labels": b"0123456789" * 100}
 FILES = tuple(RawFile(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in CONTENTS.items())
@@ -112,12 +115,12 @@ def raw(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(store, "PAUSE_SECONDS", 0.0)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, *listed: sources.Source, archive: Archive | None = None) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, *listed: Source, archive: Archive | None = None) -> None:
     """Let ``mnist`` stand for two small files that ``listed`` may have."""
-    monkeypatch.setitem(sources.LISTINGS, "mnist", Listing(FILES, listed, archive))
+    monkeypatch.setitem(listings.LISTINGS, "mnist", Listing(FILES, listed, archive))
 
 
 def config(**values: object) -> Fetch:
@@ -220,7 +223,7 @@ def test_passing_faults_are_waited_out_with_growing_pauses(
     server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, GzippedFiles(server.url))
-    monkeypatch.setattr(sources, "PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(store, "PAUSE_SECONDS", 1.0)
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     server.statuses = [503, 429, 500]
@@ -399,7 +402,7 @@ def test_an_archive_with_another_checksum_is_not_opened(
     right = gzip.compress(tar_of({f"batches/{name}": data for name, data in CONTENTS.items()}), 1)
     server.content["all.tar.gz"] = gzip.compress(tar_of({"batches/images": b"?"}))
     use(monkeypatch, WebArchive(f"{server.url}/all.tar.gz", archive_of(right)))
-    monkeypatch.setattr(sources, "take_members", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(places, "take_members", lambda *_: pytest.fail("opened"))
     with pytest.raises(DataError, match=r"all\.tar\.gz: wrong content"):
         fetch(config(), raw)
 
@@ -490,7 +493,7 @@ def test_a_debian_package_that_is_installed_is_used_as_it_is(
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "mnist", "cifar10"])
 def test_every_listed_data_set_has_several_sources_over_https_and_checksums(name: str) -> None:
-    listing = sources.LISTINGS[name]
+    listing = listings.LISTINGS[name]
     web = [source.label for source in listing.sources if "://" in source.label]
     assert len(web) >= 2
     assert all(url.startswith("https://") for url in web)
@@ -536,7 +539,7 @@ def test_an_image_folder_without_images_says_what_is_expected(raw: Path, tmp_pat
 def test_a_limit_below_the_content_is_enforced(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gzip file of a thousand times its size must not fill the disk."""
     files = tuple(replace(file, limit_bytes=100) for file in FILES)
-    monkeypatch.setitem(sources.LISTINGS, "mnist", Listing(files, ()))
+    monkeypatch.setitem(listings.LISTINGS, "mnist", Listing(files, ()))
     (tmp_path / "labels.gz").write_bytes(gzip.compress(bytes(10_000_000)))
     (tmp_path / "images").write_bytes(CONTENTS["images"])
     with pytest.raises(DataError, match="images: more than the expected 100 bytes"):

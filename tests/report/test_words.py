@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.comparison import ComparisonError
 from pipeline.report import words
 from pipeline.verdicts import Accuracy, Ratio
-from tests.factories import make_results, make_run
+from tests.factories import make_bench, make_results, make_run
 from tests.report.conftest import REASON, Made, made, plain
 
 
@@ -133,6 +134,27 @@ def test_notes_say_what_was_left_out_refused_and_resumed() -> None:
     ]
 
 
+def test_notes_say_what_a_variant_decided_and_that_weak_scaling_is_another_job() -> None:
+    baseline, ddp, _ = make_results()
+    applied = {**ddp.applied, "scaling": "weak", "gradient_accumulation": "auto"}
+    decided = {"auto_micro_batch": "2 micro-batch(es) of 128 samples a process, as 256 did not fit"}
+    changed = {"applied": applied, "batch_size": 512, "learning_rate": 0.2, "micro_batches": 2, "decided": decided}
+    measured = [baseline, ddp.model_copy(update=changed)]
+    bench = make_bench(measured, refused={})
+    arms = tuple(arm.model_copy(update=changed) if arm.variant == "ddp" else arm for arm in bench.arms)
+    comparison, _ = made(measured, refused={}, arms=arms)
+    assert words.notes(comparison) == [
+        ("ddp", "Decided by auto_micro_batch: 2 micro-batch(es) of 128 samples a process, as 256 did not fit."),
+        (
+            "ddp",
+            "Weak scaling: another job than the others', with a global batch of 512 and a peak learning rate of 0.2. "
+            "Throughput is in samples, so its ratio stands; a step is longer.",
+        ),
+    ]
+    with pytest.raises(ComparisonError, match=r"in 2 process\(es\) and 2 micro-batch\(es\) was trained"):
+        made(measured, refused={}, arms=bench.arms)
+
+
 def test_shares_that_disagree_or_are_missing_are_named(usual: Made) -> None:
     notes = words.share_notes(usual.comparison)
     assert any(note.startswith("activation_checkpointing in memory: The effect on peak memory") for note in notes)
@@ -154,3 +176,12 @@ def test_lists_of_devices_are_shown_key_by_key() -> None:
         ("none", "[]"),
         ("flags", '["x"]'),
     ]
+
+
+def test_a_loss_and_a_metric_of_the_user_s_own_are_named(usual: Made) -> None:
+    train = usual.comparison.train | {"loss": "my_losses:focal", "metric": "my_scores:top_two"}
+    own = usual.comparison.model_copy(update={"train": train})
+    assert {"loss my_losses:focal", "accuracy is the mean of my_scores:top_two"} <= set(words.job(own))
+    assert not any("accuracy" in part or "loss" in part for part in words.job(usual.comparison))
+    assert words.metric(own) == "Mean of my_scores:top_two, a score from 0 to 1 a sample,"
+    assert words.metric(usual.comparison) == "Correct"

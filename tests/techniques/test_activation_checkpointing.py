@@ -1,18 +1,27 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import ConfigError
-from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, blocks
+from pipeline.techniques.activation_checkpointing import (
+    ActivationCheckpointing,
+    SelectiveCheckpointing,
+    _statistics_held,
+    blocks,
+)
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 
 PLAN = make_plan(activation_checkpointing=True)
+KINDS = [ActivationCheckpointing, SelectiveCheckpointing]
 
 
 def forward_backward_flops(model: nn.Module, images: torch.Tensor) -> int:
@@ -21,8 +30,8 @@ def forward_backward_flops(model: nn.Module, images: torch.Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-def _checkpointed(model: nn.Module) -> nn.Module:
-    return ActivationCheckpointing(PLAN, ALONE).wrap_model(copy.deepcopy(model))
+def _checkpointed(model: nn.Module, kind: type[ActivationCheckpointing] = ActivationCheckpointing) -> nn.Module:
+    return kind(PLAN, ALONE).wrap_model(copy.deepcopy(model))
 
 
 def _step(model: nn.Module) -> list[torch.Tensor]:
@@ -42,12 +51,25 @@ def test_it_adds_exactly_the_flops_that_the_backward_pass_needs_again() -> None:
     assert forward_backward_flops(_checkpointed(model), images) - forward_backward_flops(model, images) == again
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [{}, {"norm": True}, {"dropout": True}, {"norm": True, "dropout": True}])
-def test_it_changes_no_bit_of_gradients_and_buffers(parts: dict[str, bool]) -> None:
+def test_it_changes_no_bit_of_gradients_and_buffers(
+    kind: type[ActivationCheckpointing], parts: dict[str, bool]
+) -> None:
     plain = conv_net(**parts)
-    checkpointed = _checkpointed(plain)
+    checkpointed = _checkpointed(plain, kind)
     assert all(map(torch.equal, _step(plain), _step(checkpointed)))
     assert all(map(torch.equal, plain.state_dict().values(), checkpointed.state_dict().values()))
+
+
+def test_a_synchronised_batch_norm_counts_a_batch_once_too() -> None:
+    norm: Any = nn.SyncBatchNorm(4)  # whose forward pass needs a GPU
+    with _statistics_held([norm]):
+        assert norm.momentum == 0.0
+        norm.num_batches_tracked.add_(1)
+    assert norm.momentum == 0.1
+    assert norm.num_batches_tracked.item() == 0
+    assert "num_batches_tracked" in norm.state_dict()
 
 
 def test_it_keeps_fewer_activations() -> None:
@@ -58,6 +80,70 @@ def test_it_keeps_fewer_activations() -> None:
         return sum(sizes)
 
     assert kept_bytes(_checkpointed(conv_net())) < 0.5 * kept_bytes(conv_net())
+
+
+def test_selective_checkpointing_repeats_no_product_but_what_is_between_them() -> None:
+    model, (images, _) = conv_net(norm=True), batch(32)
+    calls: Counter[str] = Counter()
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for each in (model, _checkpointed(model, SelectiveCheckpointing), _checkpointed(model)):
+        calls.clear()
+        with Counts():  # type: ignore[no-untyped-call]
+            each(images).sum().backward()
+        seen.append(calls.copy())
+    plain, selective, full = seen
+    assert plain["convolution"] == selective["convolution"] == 2
+    assert full["convolution"] == 4
+    assert plain["max_pool2d_with_indices"] == 2
+    assert selective["max_pool2d_with_indices"] == full["max_pool2d_with_indices"] == 4
+    assert forward_backward_flops(_checkpointed(model, SelectiveCheckpointing), images) == forward_backward_flops(
+        model, images
+    )
+
+
+def test_what_selective_checkpointing_keeps_is_not_overwritten_by_an_activation_in_place() -> None:
+    plain = conv_net()
+    in_place = copy.deepcopy(plain)
+    for module in in_place.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = True
+    expected = _step(plain)
+    assert all(map(torch.equal, expected, _step(_checkpointed(in_place, SelectiveCheckpointing))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_and_its_random_draws_are_repeated(kind: type[ActivationCheckpointing]) -> None:
+    from torchvision.models import VisionTransformer
+
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32, "num_classes": 10}
+    plain = VisionTransformer(image_size=8, patch_size=4, dropout=0.1, **sizes)
+    checkpointed = _checkpointed(plain, kind)
+    images = torch.randn(4, 3, 8, 8)
+    for model in (plain, checkpointed):
+        torch.manual_seed(7)
+        model(images).square().sum().backward()
+    assert all(map(torch.equal, gradients(plain), gradients(checkpointed)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_compiled_has_the_same_gradients_and_counts_a_batch_once(kind: type[ActivationCheckpointing]) -> None:
+    plain = conv_net(norm=True)
+    checkpointed = _checkpointed(plain, kind)
+    compiled = torch.compile(checkpointed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    images, labels = batch()
+    for model, forward in ((plain, plain), (checkpointed, compiled)):
+        for _ in range(2):
+            model.zero_grad()
+            F.cross_entropy(forward(images), labels).backward()
+    torch.testing.assert_close(gradients(checkpointed), gradients(plain))
+    torch.testing.assert_close(list(checkpointed.buffers()), list(plain.buffers()))
 
 
 def test_names_in_the_state_dict_stay() -> None:

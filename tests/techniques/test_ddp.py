@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from pipeline.distributed import World
+from pipeline.config import ConfigError, Machine, Variant, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import WorkerError, World
 from pipeline.techniques import chosen
 from pipeline.training import HostLosses, TrainingStep
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 from tests.ranks import run_ranks
+from tests.test_training import make_training
+
+ONE_CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
 
 def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float, int]:
@@ -31,7 +39,9 @@ def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float,
 
         wrapped.register_comm_hook(None, counted)  # type: ignore[operator]
     losses = HostLosses(joined)
-    step = TrainingStep(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.0), losses, techniques, 0.0, micro_batches)
+    step = TrainingStep(
+        wrapped, F.cross_entropy, torch.optim.SGD(wrapped.parameters(), lr=0.0), losses, techniques, micro_batches
+    )
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     step(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
     return gradients(model), losses.take(), len(reductions)
@@ -48,3 +58,111 @@ def test_two_ranks_have_the_gradients_of_one_device_and_reduce_once_a_step(micro
 
 def test_it_applies_only_when_asked() -> None:
     assert [technique.name for technique in chosen(make_plan(), ALONE)] == []
+
+
+def _options(joined: World) -> dict[str, Any]:
+    """What DDP made of its options, after three steps each; and the gradients of the third."""
+    found: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "small": {"bucket_mb": 0.001},
+        "beside": {"gradient_as_bucket_view": False},
+        "static": {"static_graph": True},
+    }
+    for name, applied in options.items():
+        plan = make_plan(parallelism="ddp", processes=joined.size, **applied)
+        model, techniques = conv_net(), chosen(plan, joined)
+        wrapped: nn.Module = model
+        for technique in techniques:
+            wrapped = technique.wrap_model(wrapped)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        step = TrainingStep(wrapped, F.cross_entropy, optimizer, HostLosses(joined), techniques, 1)
+        for seed in range(3):
+            images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32, seed))
+            step(iter([(images, labels)]))
+        assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+        logged = wrapped._get_ddp_logging_data()
+        found[name] = {
+            "gradients": gradients(model),
+            "buckets": len(str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(",")),
+            "storages": len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}),
+            "static": wrapped.static_graph,
+            "kept": sum(technique.communication_bytes() for technique in techniques),
+            "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        }
+    return found
+
+
+def test_options_are_in_effect_and_change_no_gradient_of_two_ranks() -> None:
+    for found in run_ranks(_options):
+        plain = found["plain"]
+        assert all(torch.equal(*pair) for other in found.values() for pair in zip(
+            other["gradients"], plain["gradients"], strict=True
+        ))  # fmt: skip
+        assert (plain["buckets"], plain["storages"], plain["kept"]) == (1, 1, 0)
+        assert found["small"]["buckets"] == found["small"]["storages"] > 2
+        assert found["beside"]["storages"] == 6, "every parameter's gradient has memory of its own"
+        assert found["beside"]["kept"] == plain["parameter_bytes"]
+        assert [name for name, each in found.items() if each["static"]] == ["static"]
+
+
+class _Spare(nn.Module):
+    """A net with a parameter that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = conv_net(), nn.Linear(2, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        return logits
+
+
+def _unused(joined: World, dataset: Dataset, static_graph: bool) -> int:
+    training = make_training(dataset, joined, model=_Spare(), static_graph=static_graph)
+    training.advance(5)
+    return training.steps
+
+
+def test_a_static_graph_allows_parameters_that_no_step_uses(digits: Dataset) -> None:
+    with pytest.raises(WorkerError, match="Expected to have finished reduction"):
+        run_ranks(_unused, digits, False)
+    assert run_ranks(_unused, digits, True) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"bucket_mb": 5},
+            r"variants\.tried\.bucket_mb: found 5\.0 with parallelism 'none'; it needs 'ddp' or 'zero1'",
+        ),
+        ({"gradient_as_bucket_view": False}, r"variants\.tried\.gradient_as_bucket_view: found False with parallelism"),
+        ({"static_graph": True}, r"variants\.tried\.static_graph: found True with parallelism 'none'"),
+        ({"communication_hook": "fp16"}, r"variants\.tried\.communication_hook: found 'fp16' with parallelism 'none'"),
+        ({"communication_hook": "post_local_sgd"}, r"it needs 'ddp': set that, or take communication_hook out"),
+        ({"sync_batchnorm": True}, r"variants\.tried\.sync_batchnorm: found True with parallelism 'none'"),
+        ({"scaling": "weak"}, r"variants\.tried\.scaling: found 'weak' with parallelism 'none'"),
+        ({"parallelism": "ddp", "bucket_mb": 0}, r"variants\.tried\.bucket_mb: found 0; expected null or a number abo"),
+        ({"parallelism": "ddp", "communication_hook": "int8"}, r"expected 'none', 'fp16', 'bf16', 'powersgd' or"),
+        (
+            {"parallelism": "ddp", "static_graph": True, "gradient_accumulation": 2},
+            r"found static_graph True with gradient_accumulation 2, which exclude each other: DDP with a static graph",
+        ),
+        (
+            {"parallelism": "ddp", "communication_hook": "powersgd", "channels_last": True},
+            r"found communication_hook 'powersgd' with channels_last True, which exclude each other: torch's PowerSGD",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse({"variants": {"baseline": {}, "tried": values}})
+
+
+def test_options_of_a_ddp_that_is_left_out_are_left_out_too() -> None:
+    values = {"parallelism": "ddp", "processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "scaling": "weak"}
+    made = plan(parse({"variants": {"baseline": values}}), "baseline", ONE_CPU)
+    assert made.applied == Variant(processes=1)
+    assert sorted(made.left_out) == ["bucket_mb", "ddp", "powersgd", "weak_scaling"]
+    assert (made.processes, made.scale) == (1, 1)

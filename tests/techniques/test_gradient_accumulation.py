@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pipeline.techniques import Technique, chosen
 from pipeline.training import HostLosses, TrainingStep
@@ -17,7 +18,7 @@ def _gradients(micro_batches: int) -> tuple[list[torch.Tensor], float]:
     techniques: list[Technique] = chosen(plan, ALONE)
     losses = HostLosses(ALONE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainingStep(model, optimizer, losses, techniques, 0.0, micro_batches)
+    step = TrainingStep(model, F.cross_entropy, optimizer, losses, techniques, micro_batches)
     step(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
     return gradients(model), losses.take()
 
@@ -42,7 +43,12 @@ def test_only_one_micro_batch_is_asked_for_at_a_time() -> None:
     model = conv_net()
     model.register_forward_hook(lambda *_: order.append("forward"))
     step = TrainingStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), HostLosses(ALONE), chosen(plan, ALONE), 0.0, 4
+        model,
+        F.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        HostLosses(ALONE),
+        chosen(plan, ALONE),
+        4,
     )
     step(micro_batches())
     assert order == ["input", "forward"] * 4

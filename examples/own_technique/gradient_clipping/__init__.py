@@ -1,0 +1,33 @@
+"""What is known of gradient clipping before it runs. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveFloat
+
+from pipeline.config import Entry, Section
+
+
+class Options(Section):
+    """What stands under ``extra: gradient_clipping:``."""
+
+    max_norm: PositiveFloat = Field(1.0, description="The gradients' largest norm, over all parameters.")
+
+
+ENTRY = Entry(
+    name="gradient_clipping",
+    setting="extra: {gradient_clipping: {max_norm: 1.0}}",
+    searched_for=("clip_grad_norm_", "gradient norm", "exploding gradients"),
+    does="Gradients whose norm over all parameters is larger than max_norm are scaled down to it",
+    pays="where single steps with large gradients make training unstable: deep or recurrent nets, high learning rates",
+    costs="a pass over all gradients a step",
+    source="Pascanu et al., On the Difficulty of Training Recurrent Neural Networks, ICML 2013",
+    changes="statistics",
+    asked=lambda variant: "gradient_clipping" in variant.extra,
+    excludes={
+        "fp16": "the gradients are scaled up when they would be clipped",
+        "optimizer_in_backward": "a gradient is used up before the norm of all is known",
+        "pipeline": "each process knows the gradients of its own stage, and not the norm of all",
+        "tensor": "some gradients are whole on every process and some are parts, and their norms do not add up",
+    },
+    options=Options,
+)

@@ -1,0 +1,68 @@
+"""params.yaml, read into frozen, validated models; and what a machine makes of a variant.
+
+Nothing here imports torch: a mistake in params.yaml is reported in the first second, before any
+work, with the path of the key, what was found there and what is allowed.
+"""
+
+from __future__ import annotations
+
+from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, without
+from pipeline.config.catalogue.entry import Entry
+from pipeline.config.errors import ConfigError, PipelineError
+from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
+from pipeline.config.planning import Plan, plan, plans
+from pipeline.config.sections import (
+    GRAPH_WARMUP_STEPS,
+    Augment,
+    Bench,
+    Compare,
+    Config,
+    Fetch,
+    Gate,
+    Infer,
+    Machine,
+    Margins,
+    Prepare,
+    Profile,
+    Publish,
+    Section,
+    Train,
+    Variant,
+)
+
+__all__ = [
+    "CATALOGUE",
+    "GRAPH_WARMUP_STEPS",
+    "PARAMS_FILE",
+    "SCHEMA_FILE",
+    "Augment",
+    "Bench",
+    "Compare",
+    "Config",
+    "ConfigError",
+    "Entry",
+    "Fetch",
+    "Gate",
+    "Infer",
+    "Machine",
+    "Margins",
+    "PipelineError",
+    "Plan",
+    "Prepare",
+    "Profile",
+    "Publish",
+    "Section",
+    "Train",
+    "Variant",
+    "asked",
+    "entries",
+    "entry",
+    "exclusions",
+    "load",
+    "misplaced",
+    "parse",
+    "plan",
+    "plans",
+    "schema",
+    "without",
+]

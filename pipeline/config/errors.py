@@ -1,0 +1,14 @@
+"""What a person can put right."""
+
+from __future__ import annotations
+
+
+class PipelineError(Exception):
+    """What a person can put right: the command line prints its message alone.
+
+    The message says what was wrong, where, and what to do.
+    """
+
+
+class ConfigError(PipelineError, ValueError):
+    """params.yaml, or what it asks of this machine, cannot be. The message says where and what to do."""

@@ -1,0 +1,368 @@
+"""The sections of params.yaml as frozen, validated models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
+GRAPH_WARMUP_STEPS = 3
+"""Steps taken before one is recorded as a CUDA graph, as PyTorch's documentation does; its tests take as many."""
+InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
+VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+
+
+class Section(BaseModel):
+    """A part of params.yaml: read once, never changed, no unknown key, no silent conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Fetch(Section):
+    """Which data set, and where its raw files come from."""
+
+    dataset: Literal["fashion_mnist", "mnist", "cifar10", "digits", "image_folder"] = Field(
+        "fashion_mnist", description="The data set. digits comes with scikit-learn: no network."
+    )
+    mirror: str | None = Field(
+        None,
+        description="A directory, or a file:// address of one, that holds the raw files; tried first.",
+    )
+    image_folder: str | None = Field(
+        None,
+        description="For dataset image_folder: the directory with train/CLASS/* and, if there is one, test/CLASS/*.",
+    )
+    timeout_seconds: PositiveFloat = Field(20.0, description="Longest wait for a server's answer.")
+    attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between.")
+
+
+class Prepare(Section):
+    """How raw files become packed arrays."""
+
+    image_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="For image_folder: [height, width] to which every image is resized."
+    )
+    broken_images: Literal["fail", "skip"] = Field(
+        "fail", description="For image_folder: what an unreadable image does; either way it is named."
+    )
+    test_fraction: ProperFraction = Field(
+        0.2, description="Share of each class held out for testing where the data set has no test split."
+    )
+    train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for tries).")
+    test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for tries).")
+    workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one a CPU core.")
+
+
+class Augment(Section):
+    """Random changes of the training images, drawn for a whole batch at once on the device."""
+
+    crop_padding: NonNegativeInt = Field(0, description="Zero-pad by this many pixels, then crop back at random.")
+    flip: bool = Field(False, description="Mirror left-right with probability one half.")
+    cutout: NonNegativeInt = Field(0, description="Side in pixels of a square set to the mean; 0: none.")
+
+
+class Train(Section):
+    """The job. Every variant trains exactly this."""
+
+    model: str = Field(
+        "small_cnn",
+        description="small_cnn, resnet9, a torchvision classification model's name, or module:factory of your own.",
+    )
+    model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
+    loss: str = Field(
+        "cross_entropy",
+        description="cross_entropy, or module:factory of your own: called with classes and loss_options, it returns a "
+        "function of logits and labels, the mean of the samples' losses.",
+    )
+    loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
+    metric: str = Field(
+        "accuracy",
+        description="accuracy, or module:function of your own: of logits and labels, a score from 0 to 1 a sample. "
+        "Results, margins and target_accuracy then mean its mean.",
+    )
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
+        [0, 1, 2], description="One run a seed; every variant runs the same."
+    )
+    epochs: PositiveInt = Field(2, description="Passes over the training set.")
+    batch_size: PositiveInt = Field(
+        256,
+        description="Global batch: samples an optimizer step, over all devices and micro-batches. With a variant's "
+        "scaling: weak, each process's share of it.",
+    )
+    optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
+    learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="SGD's momentum, or AdamW's beta1.")
+    weight_decay: NonNegativeFloat = Field(5e-4, description="Weight decay.")
+    schedule: Literal["one_cycle", "cosine", "constant"] = Field(
+        "one_cycle", description="After the warm-up: linear to zero, half a cosine to zero, or constant."
+    )
+    warmup_fraction: Fraction = Field(0.2, description="Share of all steps over which the rate rises from zero.")
+    label_smoothing: Fraction = Field(0.0, description="Label smoothing of cross_entropy in training.")
+    augment: Augment = Augment()
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU.")
+    placement: Literal["auto", "resident", "streamed"] = Field(
+        "auto",
+        description="Data set on the device, or streamed from the memory map; auto: resident when it fits.",
+    )
+    without_native: Literal["leave_out", "refuse", "run"] = Field(
+        "leave_out",
+        description="A technique that this machine only emulates: left out (and reported as such), refused, or run.",
+    )
+    deterministic: bool = Field(True, description="cuDNN's deterministic algorithms, so that a seed repeats exactly.")
+    warmup_steps: PositiveInt = Field(
+        10, description="Steps before the measured window: compilation, autotuning and caches settle here."
+    )
+    history_every_steps: PositiveInt = Field(50, description="A row of history every N steps, besides one an epoch.")
+    checkpoint_every_steps: PositiveInt | None = Field(
+        None, description="A resume point every N steps, besides one an epoch; null: only every epoch."
+    )
+
+
+class Bench(Section):
+    """Steady-state speed and memory of all variants, side by side."""
+
+    max_minutes: PositiveFloat = Field(3.0, description="Rounds are measured until this time is spent.")
+    max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
+    window_seconds: PositiveFloat = Field(
+        1.5, description="Measured window of the baseline in a round; every variant takes as many steps as it does."
+    )
+    turns: PositiveInt = Field(
+        10,
+        description="On a CPU, a window's steps are taken in so many turns, between those of the other variants, so "
+        "that what the machine does for some seconds hits all alike; 1: in one go. On a GPU always 1.",
+    )
+    ablate: list[VariantName] = Field(
+        [], description="Variants whose techniques are measured one by one: added to the baseline, and left out."
+    )
+    max_input_wait: Fraction = Field(
+        0.5, description="A sample that waits longer for input measures the input, not the technique, and is refused."
+    )
+    max_foreign_load: Fraction = Field(
+        0.1, description="A sample beside which other processes took a larger share of the CPU's time is refused."
+    )
+
+
+class Profile(Section):
+    """Where a step's time goes, under torch's profiler."""
+
+    variants: list[VariantName] = Field([], description="Variants that the stage profile@VARIANT looks at.")
+    steps: PositiveInt = Field(10, description="Steps in the profiled window, after the warm-up.")
+
+
+class Infer(Section):
+    """The trained model in the forms in which it can be deployed."""
+
+    variants: list[VariantName] = Field([], description="Variants whose model the stage infer@VARIANT measures.")
+    forms: list[InferenceForm] = Field(
+        ["eager", "compiled", "bf16", "fp16", "int8", "exported"],
+        description="Forms that are made and measured; eager, with which they are compared, always is.",
+    )
+    batch_sizes: Annotated[list[PositiveInt], Field(min_length=1, max_length=7)] = Field(
+        [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one image."
+    )
+    rounds: PositiveInt = Field(8, description="In each, every form takes its turns; fewer than six bound no ratio.")
+    window_seconds: PositiveFloat = Field(0.1, description="Of one form with one batch size in a round.")
+
+
+class Margins(Section):
+    """Differences up to here do not matter."""
+
+    throughput: ProperFraction = Field(0.03, description="Of the ratio of samples a second.")
+    memory: ProperFraction = Field(0.03, description="Of the ratio of peak memories.")
+    accuracy: ProperFraction = Field(0.01, description="Of the test accuracy, absolute: 0.01 is one percentage point.")
+
+
+class Compare(Section):
+    """How results become a comparison."""
+
+    baseline: VariantName = Field("baseline", description="The variant that the others are compared with.")
+    target_accuracy: ProperFraction = Field(0.85, description="Time to this test accuracy is compared.")
+    margins: Margins = Margins()
+    max_spread: PositiveFloat = Field(
+        0.15, description="Relative width of the baseline's interval against itself above which nothing is believed."
+    )
+
+
+class Gate(Section):
+    """How a commit is held against another."""
+
+    max_minutes: PositiveFloat = Field(
+        10.0, description="Rounds of both commits are measured until this time is spent."
+    )
+    accuracy: bool = Field(True, description="Also compare accuracies, which both commits must have been trained for.")
+
+
+class Publish(Section):
+    """MLflow: the mirror of the files."""
+
+    experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
+    live: bool = Field(True, description="Follow training live; the final runs are published either way.")
+    models: bool = Field(True, description="Log each run's trained model, ready for mlflow.pyfunc.")
+    registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = Field(
+        "training-performance", description="The registry's name for what `python -m pipeline promote` registers."
+    )
+
+
+class Variant(Section):
+    """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
+
+    parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
+        "none",
+        description="none: one device. data_parallel: nn.DataParallel, one process for all GPUs. ddp: "
+        "DistributedDataParallel, one process a device. zero1: ddp with the optimizer's state in shares. fsdp: "
+        "parameters, gradients and optimizer state in shares. pipeline: the model in stages, one a process. tensor: "
+        "pairs of linear layers in shares.",
+    )
+    processes: PositiveInt | Literal["auto"] = Field(
+        "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
+    )
+    replicas: PositiveInt = Field(
+        1,
+        description="With fsdp, pipeline or tensor: how many whole models the processes hold, which share the batch as "
+        "by ddp.",
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        "1f1b",
+        description="Of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so that no "
+        "more micro-batches are in memory than there are stages.",
+    )
+    reshard_after_forward: bool = Field(
+        True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
+    )
+    parameter_precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="With fsdp. bf16: parameters are gathered and used in bfloat16, gradients summed in float32.",
+    )
+    cpu_offload: bool = Field(
+        False, description="With fsdp on GPUs: shares of parameters, gradients and optimizer state in host memory."
+    )
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="tf32: float32 products on Tensor Cores (GPU only). Automatic mixed precision: bf16, or fp16 with "
+        "a gradient scaler (GPU only).",
+    )
+    scaling: Literal["strong", "weak"] = Field(
+        "strong",
+        description="strong: train.batch_size is shared out. weak: each data-parallel process takes that many samples, "
+        "and the learning rate is multiplied by the number of processes.",
+    )
+    bucket_mb: PositiveFloat | None = Field(
+        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."
+    )
+    gradient_as_bucket_view: bool = Field(
+        True, description="DDP: gradients lie in the buckets; false: beside them, and are copied in and out."
+    )
+    static_graph: bool = Field(False, description="DDP: promise that every step uses the same parameters alike.")
+    communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
+        "none", description="DDP: how gradients travel: as they are, in 16 bits, as low-rank factors, or seldom."
+    )
+    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the whole micro-batch of all processes.")
+    channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
+    activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
+        False,
+        description="Recompute activations in the backward pass instead of keeping them: of all blocks (true), all but "
+        "the outputs of matrix products and convolutions (selective), or of as many blocks as keep the activations "
+        "within this fraction of their bytes.",
+    )
+    activation_offload: bool = Field(
+        False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
+    )
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
+        "none",
+        description="torch.compile of the model, in this mode. reduce-overhead records CUDA graphs: on GPUs only.",
+    )
+    cuda_graph: bool = Field(
+        False, description="Record a whole step, update included, as one CUDA graph and replay it (GPU only)."
+    )
+    cudnn_benchmark: bool = Field(
+        False,
+        description="Let cuDNN try its convolutions once and take the fastest; a seed may then not repeat exactly.",
+    )
+    data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
+        "auto",
+        description="Where batches come from: as train.placement says (auto), data on the device, streamed from the "
+        "memory map, or PyTorch's DataLoader with loader_workers processes.",
+    )
+    loader_workers: NonNegativeInt = Field(
+        2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
+    )
+    optimizer_in_backward: bool = Field(
+        False, description="Update each parameter as soon as its gradient is there, and free the gradient."
+    )
+    optimizer_state: Literal["fp32", "8bit", "factored"] = Field(
+        "fp32", description="What AdamW keeps a parameter: float32, blockwise 8 bits, or Adafactor's rows and columns."
+    )
+    optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
+        "fused", description="One kernel for all parameters, one an operation, or one an operation and parameter."
+    )
+    set_to_none: bool = Field(True, description="Free gradients between steps; false: keep them and fill in zeros.")
+    expandable_segments: bool = Field(
+        False, description="CUDA's allocator grows its segments instead of adding new ones (GPU only)."
+    )
+    release_cache: bool = Field(
+        False, description="Give freed memory back to the system between training and evaluation."
+    )
+    gradient_accumulation: PositiveInt | Literal["auto"] = Field(
+        1,
+        description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 "
+        "means up to four a stage.",
+    )
+    extra: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Techniques of other installed packages: name -> its options."
+    )
+
+    def techniques(self) -> dict[str, tuple[str, ...]]:
+        """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
+
+        In the order of the fields. What needs a parallelism goes with it.
+
+        >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
+        {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
+'gradient_accumulation=4': ('gradient_accumulation',)}
+        """
+        from pipeline.config import catalogue  # which knows this module
+
+        order = list(type(self).model_fields)
+        applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
+        options = tuple(each.key for each in applied if each.needs)
+        details = {"parallelism": ("processes", "replicas", "schedule", *options), "data_loading": ("loader_workers",)}
+        found = {each.label(self): (each.key, *details.get(each.key, ())) for each in applied if each.key != "extra"}
+        return found | ({"+".join(self.extra): ("extra",)} if self.extra else {})  # they come and go together
+
+
+class Config(Section):
+    """params.yaml."""
+
+    fetch: Fetch = Fetch()
+    prepare: Prepare = Prepare()
+    train: Train = Train()
+    bench: Bench = Bench()
+    profile: Profile = Profile()
+    infer: Infer = Infer()
+    compare: Compare = Compare()
+    gate: Gate = Gate()
+    publish: Publish = Publish()
+    variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
+
+
+class Machine(BaseModel):
+    """What the machine offers, as far as a variant's plan depends on it; see ``environment.machine``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    gpus: int
+    gpu_native_bf16: bool
+    cpu_native_bf16: bool
+    gpu_tf32: bool = False
+    """Whether every GPU has TF32 (compute capability 8.0)."""
+    trims_memory: bool = True
+    """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
+    installed: frozenset[str] = frozenset()
+    """Which of the optional libraries that techniques need are there."""
+    no_cpu_kernels: str | None = None
+    """Why torch.compile cannot build kernels for the CPU, and the remedy; None: it can."""
+    no_gpu_kernels: str | None = None
+    """The same for GPUs."""

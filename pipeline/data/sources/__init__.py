@@ -1,0 +1,76 @@
+"""Stage ``fetch``: bring the raw files, and keep only those whose content is right.
+
+A file reaches its final name only after the SHA-256 of its uncompressed content was found right, so it does not
+matter which source it came from.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pipeline.config import Fetch
+from pipeline.data import DataError
+from pipeline.data.sources.listings import LISTINGS, Listing
+from pipeline.data.sources.local import export_digits, list_images
+from pipeline.data.sources.places import Mirror
+from pipeline.data.sources.store import SourceError, Store, say
+
+
+def fetch(config: Fetch, directory: Path) -> None:
+    """Fill ``directory/<dataset>/`` with verified raw files.
+
+    Interrupted transfers wait beside it, in ``<directory>.partial``, until the next run continues them; afterwards
+    nothing is left there. For ``image_folder`` no image is copied: the listing of paths, sizes and SHA-256 stands for
+    them, and ``prepare`` refuses images that no longer agree with it. DVC does not look into the user's directory, so
+    after a change of the images ``dvc repro --force fetch`` has to be asked for.
+
+    Raises DataError, naming every source and why it failed, if a file cannot be had.
+    """
+    target = directory / config.dataset
+    target.mkdir(parents=True, exist_ok=True)
+    if config.dataset == "digits":
+        export_digits(target)
+    elif config.dataset == "image_folder":
+        list_images(config, target)
+    else:
+        _collect(config, LISTINGS[config.dataset], target, directory.with_name(f"{directory.name}.partial"))
+
+
+def _collect(config: Fetch, listing: Listing, target: Path, partials: Path) -> None:
+    store = Store(target, partials, config.timeout_seconds, config.attempts)
+    sources = listing.sources
+    if config.mirror is not None:
+        sources = (Mirror(_mirror_path(config.mirror), listing.archive), *sources)
+    missing = store.missing(listing.files)
+    failures = []
+    for source in sources:
+        if not missing:
+            break
+        say(f"fetching {len(missing)} file(s) of {config.dataset} from {source.label}")
+        try:
+            source.deliver(missing, store)
+        except SourceError as error:
+            failures.append(f"{source.label}: {error}")
+            say(failures[-1])
+        missing = store.missing(missing)
+    if missing:
+        reasons = "\n".join(f"  {number}. {failure}" for number, failure in enumerate(failures, 1))
+        raise DataError(
+            f"{config.dataset}: {', '.join(file.name for file in missing)} could not be had. Tried in this order:\n"
+            f"{reasons}\n"
+            "What to do: check the network (a proxy is taken from HTTPS_PROXY) and run again, finished parts are kept; "
+            "or put the files, plain or gzipped, into a directory and name it in params.yaml as fetch.mirror."
+        )
+    shutil.rmtree(partials, ignore_errors=True)
+
+
+def _mirror_path(mirror: str) -> Path:
+    """The directory that ``fetch.mirror`` names. Raises DataError for an address that is not a local file's."""
+    if "://" not in mirror:
+        return Path(mirror).expanduser()
+    address = urlsplit(mirror)
+    if address.scheme != "file" or address.netloc not in ("", "localhost"):
+        raise DataError(f"fetch.mirror: found {mirror!r}; expected a directory, or the file:// address of one.")
+    return Path(unquote(address.path))

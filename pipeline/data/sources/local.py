@@ -1,0 +1,60 @@
+"""Raw files that are on this machine already: scikit-learn's digits, and the user's images."""
+
+from __future__ import annotations
+
+import csv
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config import Fetch
+from pipeline.data import IMAGE_LISTING, DataError
+from pipeline.data.sources.store import progress, say, sha256_of
+
+IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+
+def export_digits(target: Path) -> None:
+    """scikit-learn's bundled digits as uint8 images [1797, 8, 8] with values 0 to 16, and their labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    np.save(target / "images.npy", digits.images.astype(np.uint8))
+    np.save(target / "labels.npy", digits.target.astype(np.uint8))
+
+
+def list_images(config: Fetch, target: Path) -> None:
+    """Write the listing of the user's images: SPLIT/CLASS/... path, size and SHA-256, in sorted order."""
+    root = Path(config.image_folder or "").expanduser()
+    if config.image_folder is None or not (root / "train").is_dir():
+        raise DataError(
+            f"fetch.image_folder: found {config.image_folder!r}, which has no directory 'train'; expected "
+            "train/CLASS/* and, if there is a test split, test/CLASS/*."
+        )
+    paths = [
+        path.relative_to(root).as_posix()
+        for split in ("train", "test")
+        for path in (root / split).glob("*/**/*")
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
+    ]
+    paths.sort()
+    if not any(path.startswith("train/") for path in paths):
+        raise DataError(
+            f"fetch.image_folder: {root}/train holds no image; expected train/CLASS/NAME with one of "
+            f"{', '.join(sorted(IMAGE_SUFFIXES))}."
+        )
+    partial = target / f"{IMAGE_LISTING}.partial"
+    with (
+        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+        ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the interpreter's lock
+        progress("checksums", len(paths), " images") as bar,
+    ):
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["path", "size_bytes", "sha256"])
+        for path, digest in zip(paths, pool.map(sha256_of, map(root.joinpath, paths)), strict=True):
+            rows.writerow([path, (root / path).stat().st_size, digest])
+            bar.update()
+    partial.replace(target / IMAGE_LISTING)
+    say(f"listed {len(paths)} images of {root}")

@@ -1,0 +1,222 @@
+"""The places that may hold a data set's files: a mirror, a web folder, an archive, a package."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+from pipeline.data.sources.store import CHUNK_BYTES, RawFile, Readable, SourceError, Store, say, sha256_of
+
+
+class Source(Protocol):
+    """A place that may hold a data set's files."""
+
+    @property
+    def label(self) -> str: ...
+
+    def deliver(self, files: Sequence[RawFile], store: Store) -> None:
+        """Place all of ``files``, or raise SourceError; files placed before that stay."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A tar archive; of its members only the wanted regular files are ever read."""
+
+    name: str
+    folder: str
+    limit_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A directory of the user's: plain files, gzipped files, or the official archive."""
+
+    path: Path
+    archive: Archive | None = None
+
+    @property
+    def label(self) -> str:
+        return f"mirror {self.path}"
+
+    def deliver(self, files: Sequence[RawFile], store: Store) -> None:
+        if not self.path.is_dir():
+            raise SourceError("no such directory")
+        if self.archive is not None and (self.path / self.archive.name).is_file():
+            unpack_archive(self.path / self.archive.name, self.archive, files, store)
+            return
+        folders = [self.path, *([self.path / self.archive.folder] if self.archive else [])]
+        for file in files:
+            candidates = [
+                path
+                for folder in folders
+                for path in (folder / file.name, folder / f"{file.name}.gz")
+                if path.is_file()
+            ]
+            if not candidates:
+                raise SourceError(f"holds neither {file.name} nor {file.name}.gz")
+            try:
+                with open_plain_or_gzip(candidates[0]) as content:
+                    store.place(content, file)
+            except OSError as error:
+                raise SourceError(f"{candidates[0]} cannot be read ({error.strerror or error})") from None
+
+
+@dataclass(frozen=True)
+class GzippedFiles:
+    """A web folder with one NAME.gz for each file."""
+
+    url: str
+
+    @property
+    def label(self) -> str:
+        return self.url
+
+    def deliver(self, files: Sequence[RawFile], store: Store) -> None:
+        for file in files:
+
+            def use(path: Path, file: RawFile = file) -> None:
+                with gzip.open(path) as content:
+                    store.place(content, file)
+
+            # gzip never makes data larger by more than a few bytes a block
+            store.download(f"{self.url}/{file.name}.gz", file.limit_bytes + CHUNK_BYTES, use)
+
+
+@dataclass(frozen=True)
+class WebArchive:
+    """One archive with all files."""
+
+    url: str
+    archive: Archive
+
+    @property
+    def label(self) -> str:
+        return self.url
+
+    def deliver(self, files: Sequence[RawFile], store: Store) -> None:
+        store.download(
+            self.url,
+            self.archive.limit_bytes,
+            lambda path: unpack_archive(path, self.archive, files, store),
+        )
+
+
+@dataclass(frozen=True)
+class DebianPackage:
+    """A package of Debian and Ubuntu, taken through apt without root; nothing is installed.
+
+    apt checks the package's signature chain. Package lists that are missing or out of date are fetched into a private
+    directory, so the system's own are neither needed nor touched.
+    """
+
+    package: str
+    folder: str
+
+    @property
+    def label(self) -> str:
+        return f"Debian/Ubuntu package {self.package}"
+
+    def deliver(self, files: Sequence[RawFile], store: Store) -> None:
+        installed = Path("/") / self.folder
+        if installed.is_dir():
+            Mirror(installed).deliver(files, store)
+            return
+        tools = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
+        if tools:
+            raise SourceError(f"{' and '.join(tools)} not found; this source needs Debian or Ubuntu")
+        with tempfile.TemporaryDirectory(prefix="fetch-") as scratch:
+            package = self._download(Path(scratch), store)
+            with subprocess.Popen(
+                ["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            ) as unpacker:
+                assert unpacker.stdout is not None
+                take_members(unpacker.stdout, self.folder, ".gz", files, store)
+
+    def _download(self, scratch: Path, store: Store) -> Path:
+        options = [
+            f"Acquire::Retries={store.attempts - 1}",
+            f"Acquire::http::Timeout={math.ceil(store.timeout_seconds)}",
+            f"Acquire::https::Timeout={math.ceil(store.timeout_seconds)}",
+            "APT::Sandbox::User=root",  # as root, apt would hand the work to a user who cannot write here
+        ]
+        private = [f"Dir::State::Lists={scratch}/lists", f"Dir::Cache={scratch}/cache"]
+        for folder in ("lists/partial", "cache/archives/partial"):
+            (scratch / folder).mkdir(parents=True)
+        say(f"{self.label}: apt-get download")
+        failed = _apt_get(["download", self.package], options, scratch)
+        if failed:
+            say(f"{self.label}: {failed}; once more with fresh package lists of its own")
+            # An update that misses one of several repositories may still bring the right list: the download decides.
+            update_failed = _apt_get(["update"], options + private, scratch)
+            failed = _apt_get(["download", self.package], options + private, scratch)
+            if failed:
+                raise SourceError("; ".join(filter(None, [f"apt-get download: {failed}", update_failed])))
+        return next(scratch.glob("*.deb"))
+
+
+def open_plain_or_gzip(path: Path) -> gzip.GzipFile | BufferedReader:
+    """Open for reading the uncompressed content."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store: Store) -> None:
+    """Place ``files`` from the archive at ``path``; it is not even opened unless its SHA-256 is right."""
+    found = sha256_of(path)
+    if found != archive.sha256:
+        raise SourceError(f"{archive.name}: wrong content (SHA-256 {found}, not {archive.sha256})")
+    with gzip.open(path) as content:
+        take_members(content, archive.folder, "", files, store)
+
+
+def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFile], store: Store) -> None:
+    """Place ``files`` from a tar stream in which they are called ``folder/NAME<suffix>``.
+
+    Only regular members of exactly these names are read, and only through ``Store.place``: no member's name, link or
+    device ever reaches the file system.
+    """
+    wanted = {f"{folder}/{file.name}{suffix}": file for file in files}
+    try:
+        with tarfile.open(fileobj=cast("IO[bytes]", tar), mode="r|") as members:
+            for member in members:
+                file = wanted.get(member.name.removeprefix("./"))
+                content = members.extractfile(member) if member.isreg() else None
+                if file is None or content is None:
+                    continue
+                store.place(gzip.GzipFile(fileobj=content) if suffix else content, file)
+                del wanted[member.name.removeprefix("./")]
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise SourceError(f"the archive is damaged ({error})") from None
+    if wanted:
+        raise SourceError(f"the archive lacks {', '.join(wanted)}")
+
+
+def _apt_get(command: list[str], options: list[str], directory: Path) -> str:
+    """Run apt-get in ``directory``. Returns why it failed, or nothing."""
+    arguments = ["apt-get", "--quiet", *(part for option in options for part in ("--option", option)), *command]
+    done = subprocess.run(
+        arguments,
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C"},
+        check=False,
+    )
+    if done.returncode == 0:
+        return ""
+    errors = [line.removeprefix("E: ") for line in done.stdout.splitlines() if line.startswith("E: ")]
+    return errors[0] if errors else f"apt-get {command[0]} ended with status {done.returncode}"

@@ -1,0 +1,206 @@
+"""Where raw files arrive: nothing reaches its final name before its content was found right."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import sys
+import tarfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import requests
+import urllib3
+from tqdm import tqdm
+
+CHUNK_BYTES = 1 << 20
+
+PAUSE_SECONDS = 1.0
+"""Before the second attempt; doubled before each further one."""
+
+CONNECT_SECONDS = 5.0
+"""A server that can be reached answers a connection sooner; a network without a way out should not cost minutes."""
+
+
+class SourceError(Exception):
+    """Why one source did not deliver; the next source is tried."""
+
+
+class InterruptedTransfer(Exception):
+    """A transfer that may well succeed when it is tried again."""
+
+
+@dataclass(frozen=True)
+class RawFile:
+    name: str
+    limit_bytes: int
+    """Never unpack more than this."""
+    sha256: str
+    """Of the uncompressed content."""
+
+
+class Readable(Protocol):
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the files go, and how patiently they are asked for."""
+
+    directory: Path
+    partials: Path
+    """Unfinished transfers. Outside ``directory``: DVC empties a stage's output before it runs the stage again."""
+    timeout_seconds: float
+    attempts: int
+
+    def missing(self, files: Sequence[RawFile]) -> list[RawFile]:
+        """Those of ``files`` that are not here yet; a file whose content is wrong is removed."""
+        absent = []
+        for file in files:
+            path = self.directory / file.name
+            if path.is_file() and sha256_of(path) == file.sha256:
+                continue
+            path.unlink(missing_ok=True)
+            absent.append(file)
+        return absent
+
+    def place(self, content: Readable, file: RawFile) -> None:
+        """Write ``content`` under the file's final name if it is right, else raise SourceError and leave nothing."""
+        partial = self.directory / f"{file.name}.partial"
+        digest, count = hashlib.sha256(), 0
+        try:
+            with partial.open("wb") as out:
+                while chunk := content.read(CHUNK_BYTES):
+                    count += len(chunk)
+                    if count > file.limit_bytes:
+                        raise SourceError(f"{file.name}: more than the expected {file.limit_bytes:,} bytes")
+                    digest.update(chunk)
+                    out.write(chunk)
+            if digest.hexdigest() != file.sha256:
+                raise SourceError(
+                    f"{file.name}: wrong content (SHA-256 {digest.hexdigest()} of {count:,} bytes, not {file.sha256})"
+                )
+            partial.replace(self.directory / file.name)
+        except (gzip.BadGzipFile, EOFError, zlib.error, tarfile.TarError) as error:
+            raise SourceError(f"{file.name}: damaged or not what it should be ({error})") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def download(self, url: str, limit_bytes: int, use: Callable[[Path], None]) -> None:
+        """Download ``url`` and hand the finished file to ``use``, which raises SourceError if the content is wrong.
+
+        Continues an earlier, interrupted transfer. If what was put together so turns out wrong, the file on the
+        server may have changed in between, so it is downloaded once more from the start.
+        """
+        name = url.rsplit("/", 1)[-1]
+        path = self.partials / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{name}.partial"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for last in (False, True):
+            continued = self._transfer_patiently(url, path, limit_bytes)
+            try:
+                use(path)
+                return
+            except SourceError:
+                if last or not continued:
+                    raise
+            finally:
+                path.unlink(missing_ok=True)
+
+    def _transfer_patiently(self, url: str, path: Path, limit_bytes: int) -> bool:
+        """Returns whether the file was put together from more than one transfer."""
+        continued = False
+        for attempt in range(1, self.attempts + 1):
+            continued |= path.exists()
+            try:
+                self._transfer(url, path, limit_bytes)
+                return continued
+            except InterruptedTransfer as error:
+                if attempt == self.attempts:
+                    raise SourceError(f"{error} (after {attempt} attempt{'s' if attempt > 1 else ''})") from None
+                pause = PAUSE_SECONDS * 2 ** (attempt - 1)
+                say(f"{url}: {error}; attempt {attempt + 1} of {self.attempts} in {pause:g} s")
+                time.sleep(pause)
+        raise AssertionError("unreachable: attempts is at least 1")
+
+    def _transfer(self, url: str, path: Path, limit_bytes: int) -> None:
+        have = path.stat().st_size if path.exists() else 0
+        # Without "identity" a server may compress on the way, and a byte range would not fit what is on disk.
+        headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
+        patience = (min(CONNECT_SECONDS, self.timeout_seconds), self.timeout_seconds)
+        try:
+            with requests.get(url, headers=headers, stream=True, timeout=patience) as response:
+                total = self._expected_bytes(response, path, have)
+                if total is not None and total > limit_bytes:
+                    path.unlink(missing_ok=True)
+                    raise SourceError(f"the server announces {total:,} bytes; at most {limit_bytes:,} are expected")
+                if response.status_code == 416:  # the earlier transfer was complete
+                    return
+                have = have if response.status_code == 206 else 0
+                with (
+                    path.open("ab" if have else "wb") as out,
+                    progress(path_name(url), total, "B", initial=have) as bar,
+                ):
+                    while chunk := response.raw.read(1 << 16, decode_content=False):
+                        have += len(chunk)
+                        if have > limit_bytes:
+                            raise SourceError(f"more than the expected {limit_bytes:,} bytes")
+                        out.write(chunk)
+                        bar.update(len(chunk))
+                if total is not None and have < total:
+                    raise InterruptedTransfer(f"the connection ended after {have:,} bytes")
+        except urllib3.exceptions.ProtocolError:  # newer versions notice by themselves
+            raise InterruptedTransfer(f"the connection ended after {have:,} bytes") from None
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            raise InterruptedTransfer(_reason(error, self.timeout_seconds)) from None
+
+    def _expected_bytes(self, response: requests.Response, path: Path, have: int) -> int | None:
+        """Size of the whole file, if the server says. Raises unless the answer continues or starts the file."""
+        status = response.status_code
+        content_range = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", ""))
+        if status == 416 and content_range and content_range[2] == str(have):
+            return have
+        if status == 416 or (status == 206 and not (content_range and content_range[1] == str(have))):
+            path.unlink(missing_ok=True)
+            raise InterruptedTransfer("the server did not continue where the last transfer ended; starting over")
+        if status in (408, 425, 429) or status >= 500:
+            raise InterruptedTransfer(f"HTTP status {status} {response.reason}")
+        if status not in (200, 206):
+            raise SourceError(f"HTTP status {status} {response.reason}")
+        length = response.headers.get("Content-Length", "")
+        return (have if status == 206 else 0) + int(length) if length.isdigit() else None
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in bounded memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def say(line: str) -> None:
+    """One plain line for a person or a log."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def progress(what: str, total: int | None, unit: str, initial: int = 0) -> tqdm[Any]:
+    """A progress bar on a terminal, nothing elsewhere."""
+    return tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True, leave=False, disable=None)
+
+
+def path_name(url: str) -> str:
+    return urlsplit(url).path.rsplit("/", 1)[-1]
+
+
+def _reason(error: Exception, timeout_seconds: float) -> str:
+    """What a person needs to know of a failed connection."""
+    if isinstance(error, requests.ConnectTimeout):
+        return f"no connection within {min(CONNECT_SECONDS, timeout_seconds):g} s"
+    if isinstance(error, requests.ReadTimeout | urllib3.exceptions.ReadTimeoutError):
+        return f"no answer within {timeout_seconds:g} s"
+    cause = getattr(error.args[0], "reason", error) if error.args else error
+    return str(cause).rsplit(": ", 1)[-1] or type(error).__name__

@@ -1,0 +1,63 @@
+"""The optimizer of params.yaml, as a choice that techniques may change before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipeline.config import Train
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """What makes the optimizer, and the keyword arguments it gets."""
+
+    cls: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any]
+
+    def make(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer of ``parameters``, at the peak learning rate, which leaves out steps that it is told to."""
+        optimizer = self.cls(parameters, **self.options)
+        if not leaves_out_steps(optimizer):
+            optimizer.step = partial(_step_unless_told, optimizer, optimizer.step)  # type: ignore[assignment, method-assign]
+        return optimizer
+
+
+def leaves_out_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's own kernel heeds ``found_inf``, the flag on the device that a step is to be left out."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _step_unless_told(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+    """A step of an optimizer that knows no ``found_inf``. To read the flag is to wait for the device."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    if found_inf is None or not found_inf.item():
+        step()
+
+
+class SGD(torch.optim.SGD):
+    """torch's SGD whose momentum starts as zeros.
+
+    Left to itself, the fused kernel takes memory as it finds it for the momentum and trusts the first step to fill it;
+    a first step that is left out, as fp16's scaler does, would leave garbage there.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], **options: Any) -> None:
+        super().__init__(parameters, **options)
+        for group in self.param_groups:
+            for parameter in group["params"] if group["momentum"] > 0 else ():
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def of_job(train: Train) -> OptimizerChoice:
+    """What ``train`` asks for, fused: one kernel for all parameters, on CPU and CUDA."""
+    common = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "fused": True}
+    if train.optimizer == "adamw":
+        return OptimizerChoice(torch.optim.AdamW, common | {"betas": (train.momentum, 0.999)})
+    return OptimizerChoice(SGD, common | {"momentum": train.momentum, "nesterov": train.momentum > 0})

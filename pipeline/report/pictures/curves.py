@@ -1,0 +1,126 @@
+"""Accuracy and loss over time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from pipeline.comparison import Compared, Comparison
+from pipeline.report import words
+from pipeline.report.pictures.scales import Scale, Tick, down, plain
+from pipeline.results import HistoryRow
+
+Histories = Mapping[str, Sequence[HistoryRow]]
+
+
+class Line(NamedTuple):
+    variant: str
+    points: str
+    """x,y pairs as SVG's polyline takes them."""
+    thick: bool
+    """The mean over seeds, not one seed."""
+
+
+class Chart(NamedTuple):
+    title: str
+    alt: str
+    x_label: str
+    lines: tuple[Line, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    target: Tick | None
+
+
+_Run = list[tuple[int, float, float]]
+"""Steps with their x and y."""
+
+
+def charts(comparison: Comparison, histories: Histories) -> list[Chart]:
+    return [_accuracy_chart(comparison, histories), _loss_chart(comparison, histories)]
+
+
+def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
+    runs = {
+        each.variant: _runs(
+            each, ((row.seed, row.step, row.train_seconds, row.test_accuracy) for row in histories[each.variant])
+        )
+        for each in comparison.variants
+    }
+    ends = "; ".join(
+        f"{each.variant} ends at {words.percent(each.test_accuracy_mean_fraction)} after "
+        f"{words.number(each.train_seconds, 's')}"
+        for each in comparison.variants
+    )
+    target = comparison.target_accuracy_fraction
+    heights = [target, *(y for lines in runs.values() for line in lines for _, _, y in line)]
+    low, high = min(heights), max(heights)
+    padding = max(0.06 * (high - low), 0.002)
+    y_scale = Scale(low - padding, high + padding)
+    return _chart(
+        "Test accuracy over training time", "training seconds, without evaluation", runs, y_scale,
+        f"Line chart, one thin line a seed and a thick mean. {ends}.",
+        lambda value, decimals: f"{100 * value:.{max(0, decimals - 2)}f}%",
+        Tick(down(y_scale, target), f"target {words.target(comparison)}"),
+    )  # fmt: skip
+
+
+def _loss_chart(comparison: Comparison, histories: Histories) -> Chart:
+    runs = {
+        each.variant: _runs(each, ((row.seed, row.step, row.epoch, row.train_loss) for row in histories[each.variant]))
+        for each in comparison.variants
+    }
+    ends = "; ".join(
+        f"{each.variant} ends at {statistics.fmean(run.train_loss for run in each.runs):.3f}"
+        for each in comparison.variants
+    )
+    highest = max((y for lines in runs.values() for line in lines for _, _, y in line), default=1.0)
+    return _chart(
+        "Training loss", "epochs", runs, Scale(0, 1.04 * highest or 1.0),
+        f"Line chart, one thin line a seed and a thick mean. {ends}.", plain, None,
+    )  # fmt: skip
+
+
+def _runs(each: Compared, rows: Iterable[tuple[int, int, float, float | None]]) -> list[_Run]:
+    """One line a seed of the result, from rows of (seed, step, x, y)."""
+    lines: dict[int, _Run] = {run.seed: [] for run in each.runs}
+    for seed, step, x, y in rows:
+        if seed in lines and y is not None and math.isfinite(y):
+            lines[seed].append((step, x, y))
+    return list(lines.values())
+
+
+def _chart(
+    title: str,
+    x_label: str,
+    runs: Mapping[str, Sequence[_Run]],
+    y_scale: Scale,
+    alt: str,
+    y_tick: Callable[[float, int], str],
+    target: Tick | None,
+) -> Chart:
+    furthest = max((x for lines in runs.values() for line in lines for _, x, _ in line), default=1.0)
+    x_scale = Scale(0, 1.01 * furthest or 1.0)
+
+    def polyline(line: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{x_scale.at(x):g},{down(y_scale, y):g}" for x, y in line)
+
+    drawn = []
+    for variant, lines in runs.items():
+        drawn += [Line(variant, polyline((x, y) for _, x, y in line), thick=False) for line in lines if len(lines) > 1]
+        drawn.append(Line(variant, polyline(_mean(lines)), thick=True))
+    return Chart(
+        title, alt, x_label, tuple(drawn), x_scale.ticks(plain),
+        tuple(Tick(round(100 - at, 2), label) for at, label in y_scale.ticks(y_tick)), target,
+    )  # fmt: skip
+
+
+def _mean(lines: Sequence[_Run]) -> list[tuple[float, float]]:
+    """Means of x and y at the steps that all lines have."""
+    known = [{step: (x, y) for step, x, y in line} for line in lines]
+    shared = sorted(set.intersection(*(set(line) for line in known)))
+    return [
+        (statistics.fmean(line[step][0] for line in known), statistics.fmean(line[step][1] for line in known))
+        for step in shared
+    ]

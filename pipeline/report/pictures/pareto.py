@@ -1,0 +1,102 @@
+"""Throughput against memory, with the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from pipeline import stats
+from pipeline.comparison import Compared, Comparison
+from pipeline.report import words
+from pipeline.report.pictures.scales import Scale, Tick, down, padded, plain
+from pipeline.report.words import UNTRUSTED
+from pipeline.verdicts import Ratio
+
+
+class Point(NamedTuple):
+    number: int
+    """Of the variant in the comparison, from 1."""
+    variant: str
+    accuracy: str
+    x: float
+    y: float
+    across: tuple[float, float] | None
+    """Ends of the throughput's interval."""
+    along: tuple[float, float] | None
+    """Ends of the memory's interval, from the top."""
+    on_front: bool
+
+
+class Front(NamedTuple):
+    title: str
+    alt: str
+    points: tuple[Point, ...]
+    steps: tuple[tuple[float, float, float, float], ...]
+    """Lines x1, y1, x2, y2 that bound what a point of the front beats in throughput and memory."""
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    baseline: tuple[float, float]
+    absent: tuple[str, ...]
+    """Variants without a place."""
+
+
+def front(comparison: Comparison) -> Front | None:
+    """Ratios to the baseline, which is at 1 and 1. What is not trusted has no place; None if that is all."""
+    placed: list[tuple[int, Compared, Ratio | None, Ratio | None]] = [(1, comparison.variants[0], None, None)]
+    for number, each in enumerate(comparison.variants[1:], 2):
+        if each.verdict != UNTRUSTED:
+            placed.append((number, each, each.throughput, each.memory))
+    if len(placed) < 2:
+        return None
+    across, along = _ratio_scale(each[2] for each in placed), _ratio_scale(each[3] for each in placed)
+    estimates = [_estimates(speed, memory) for _, _, speed, memory in placed]
+    points = tuple(
+        Point(
+            number, each.variant, words.percent(each.test_accuracy_mean_fraction), across.at(x), down(along, y),
+            _ends(speed, across.at), _ends(memory, lambda value: down(along, value)), each.on_front,
+        )
+        for (number, each, speed, memory), (x, y) in zip(placed, estimates, strict=True)
+    )  # fmt: skip
+    best = [estimates[index] for index in stats.pareto_front(estimates, [True, False])]
+    numbers = "; ".join(
+        f"{point.number} {point.variant}: {words.times(x)} the throughput at {words.times(y)} the memory with "
+        f"{point.accuracy}{', on the front' if point.on_front else ''}"
+        for point, (x, y) in zip(points, estimates, strict=True)
+    )
+    return Front(
+        "Throughput against memory",
+        f"Scatter chart, relative to {comparison.baseline}. Further right is faster, lower needs less. {numbers}.",
+        points,
+        tuple(_staircase([(across.at(x), down(along, y)) for x, y in sorted(set(best))])),
+        across.ticks(plain),
+        tuple(Tick(round(100 - at, 2), label) for at, label in along.ticks(plain)),
+        (across.at(1), down(along, 1)),
+        tuple(each.variant for each in comparison.variants if each.variant not in {point.variant for point in points}),
+    )
+
+
+def _estimates(speed: Ratio | None, memory: Ratio | None) -> tuple[float, float]:
+    return (speed and speed.estimate) or 1.0, (memory and memory.estimate) or 1.0
+
+
+def _ratio_scale(ratios: Iterable[Ratio | None]) -> Scale:
+    known = [1 / 1.05, 1.05]
+    for ratio in ratios:
+        if ratio:
+            known += [value for value in (ratio.estimate, ratio.low, ratio.high) if value is not None]
+    return padded(known, 0.1, logarithmic=True)
+
+
+def _ends(ratio: Ratio | None, at: Callable[[float], float]) -> tuple[float, float] | None:
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return None
+    return at(ratio.low), at(ratio.high)
+
+
+def _staircase(best: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float, float]]:
+    """From the left edge to the top one, through points that go right and up."""
+    left = 0.0
+    for (x, y), (_, above) in zip(best, [*best[1:], (0.0, 0.0)], strict=True):
+        yield left, y, x, y
+        yield x, y, x, above
+        left = x

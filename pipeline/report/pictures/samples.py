@@ -1,0 +1,81 @@
+"""Every sample of the bench."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pipeline.comparison import Comparison
+from pipeline.report import words
+from pipeline.report.words import UNKNOWN
+from pipeline.results import Arm
+
+FURTHEST = 1.5
+"""Samples further than this from their arm's median are drawn at the strip's edge, so that they flatten no other."""
+
+
+class Dot(NamedTuple):
+    x: float
+    y: float
+    refused: bool
+    title: str
+
+
+class Strip(NamedTuple):
+    label: str
+    value: str
+    """The median of what was not refused."""
+    dots: tuple[Dot, ...]
+
+
+class Strips(NamedTuple):
+    title: str
+    alt: str
+    range: str
+    """What the height of a strip stands for."""
+    strips: tuple[Strip, ...]
+
+
+def strips(comparison: Comparison) -> list[Strips]:
+    """Throughput and peak memory of every sample of every arm in the order of the rounds."""
+    arms = comparison.bench.arms
+    return [
+        _strips("Throughput of every sample", arms, "samples_per_second", lambda v: words.number(v, "samples/s")),
+        _strips("Peak memory of every sample", arms, "peak_memory_bytes", words.size),
+    ]
+
+
+def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float | None], str]) -> Strips:
+    values = [[getattr(sample, field) for sample in arm.samples] for arm in arms]
+    medians = [statistics.median(known) if (known := [v for v in arm if v]) else None for arm in values]
+    deviations = [
+        abs(math.log(value / median))
+        for arm, median in zip(values, medians, strict=True)
+        if median
+        for value in arm
+        if value
+    ]
+    furthest = min(max([*deviations, math.log(1.02)]), math.log(FURTHEST))
+    drawn = []
+    for arm, each, median in zip(arms, values, medians, strict=True):
+        dots = []
+        for index, value in enumerate(each):
+            x = round(100 * (index + 0.5) / len(each), 2)
+            about = f"round {index + 1}: "
+            if value and median:
+                y = 50 - 40 * max(-1.0, min(1.0, math.log(value / median) / furthest))
+                dots.append(Dot(x, round(y, 2), False, about + shown(value)))
+            else:
+                why = "; ".join(arm.samples[index].refusals) or UNKNOWN
+                dots.append(Dot(x, 50, True, f"{about}refused, {why}"))
+        drawn.append(Strip(arm.name, shown(median), tuple(dots)))
+    counts = "; ".join(
+        f"{strip.label}: median {strip.value}, {sum(dot.refused for dot in strip.dots)} of {len(strip.dots)} refused"
+        for strip in drawn
+    )
+    return Strips(
+        title, f"Strips of dots, one a round. {counts}.", f"{100 * (math.exp(furthest) - 1):.0f}%",
+        tuple(drawn),
+    )  # fmt: skip

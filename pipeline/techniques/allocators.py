@@ -1,0 +1,80 @@
+"""What the allocators for CUDA and the CPU do with memory that is not in use."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config import Plan
+from pipeline.distributed import World
+from pipeline.techniques.base import Technique
+
+
+class ExpandableSegments(Technique):
+    """CUDA's allocator maps further memory at the end of a segment that is too small, instead of asking for another.
+
+    It is told before the process's first allocation. What the user told it by environment variable stays.
+    """
+
+    name = "expandable_segments"
+
+    @classmethod
+    def prepare_process(cls) -> None:
+        asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        _tell_cuda_allocator(",".join(filter(None, [asked, "expandable_segments:True"])))
+
+
+class ReleaseCache(Technique):
+    """Between training and evaluation, memory that no tensor uses goes back to the system.
+
+    On CUDA it is what the caching allocator keeps (``torch.cuda.empty_cache``), on a CPU the free pages of the C
+    library's heap (``malloc_trim``). What that gives back and how long it takes stands in the result.
+    """
+
+    name = "release_cache"
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        self.given_back: list[int] = []
+        """Bytes, one a phase."""
+        self.seconds = 0.0
+
+    def between_phases(self) -> None:
+        self.world.synchronise()
+        held, started = self._held(), time.perf_counter()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+        self.seconds += time.perf_counter() - started
+        self.given_back.append(held - self._held())
+
+    def findings(self) -> dict[str, float]:
+        return {
+            "release_cache_phases": len(self.given_back),
+            "release_cache_most_bytes": max(self.given_back, default=0),
+            "release_cache_mean_bytes": sum(self.given_back) / max(1, len(self.given_back)),
+            "release_cache_seconds": self.seconds,
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {"given_back": self.given_back, "seconds": self.seconds}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.given_back, self.seconds = list(state["given_back"]), state["seconds"]
+
+    def _held(self) -> int:
+        """Bytes that this process holds: of the GPU's memory, or of the host's without files' pages."""
+        if self.world.device.type == "cuda":
+            return torch.cuda.memory_reserved(self.world.device)
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+
+
+def _tell_cuda_allocator(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings)

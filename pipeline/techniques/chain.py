@@ -1,0 +1,180 @@
+"""A model as a chain, which can be cut: from each unit to the next passes one tensor and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pipeline.techniques.activation_checkpointing import _SEQUENCES
+
+
+class NotAChain(Exception):
+    """Why a model cannot be cut."""
+
+
+def chain(model: nn.Module) -> list[nn.Sequential]:
+    """Modules that together, one after the other, compute what ``model`` computes, with the model's own parameters.
+
+    torch.fx records the operations of the model's forward pass; a block of a sequence of blocks, and any layer, is one
+    operation. Between two operations is a joint where a single tensor is all that the later ones need: never inside a
+    residual connection. Each unit has parameters to train, so that each stage has.
+
+    Raises NotAChain if the model cannot be recorded, or uses a parameter in two units.
+    """
+    _check_hooks(model)
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:
+        raise NotAChain(f"torch.fx cannot record {type(model).__name__}: {error}") from error
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = (node.args[0] for node in graph.nodes if node.op == "output")
+    if len(inputs) != 1 or not isinstance(output, fx.Node):
+        raise NotAChain(f"{type(model).__name__} takes or returns more than one tensor")
+    pieces: list[nn.Module] = [_Entry(model)] if model._forward_pre_hooks else []
+    pieces += _pieces(model, graph, inputs[0], output)
+    units: list[list[nn.Module]] = []
+    for piece in pieces:
+        if units and not (_trains(*units[-1]) and _trains(piece)):
+            units[-1].append(piece)
+        else:
+            units.append([piece])
+    found = [nn.Sequential(*unit) for unit in units]
+    _check_shared(found)
+    return found
+
+
+def joined(units: Sequence[nn.Sequential], joins: Sequence[int]) -> list[nn.Sequential]:
+    """The chain with each unit whose index is in ``joins`` added to the one before it."""
+    parts: list[list[nn.Module]] = []
+    for index, unit in enumerate(units):
+        if index in joins:
+            parts[-1] += unit
+        else:
+            parts.append(list(unit))
+    return [nn.Sequential(*part) for part in parts]
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where each of ``parts`` consecutive, non-empty parts of ``costs`` ends, so that the costliest one costs least.
+
+    The costs are not negative. By dynamic programming over the beginnings of ``costs``: O(parts * len(costs)^2).
+    Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
+
+    >>> balanced([3, 1, 1, 1, 2], 2)
+    [2, 5]
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise ValueError(f"{count} costs cannot be divided into {parts} parts")
+    before = [0.0, *accumulate(costs)]
+    # Of the first ``end`` costs in so many parts: what the costliest costs, and where each ends.
+    best: dict[int, tuple[float, list[int]]] = {end: (before[end], [end]) for end in range(1, count + 1)}
+    for made in range(1, parts):
+        best = {
+            end: min((max(best[cut][0], before[end] - before[cut]), [*best[cut][1], end]) for cut in range(made, end))
+            for end in range(made + 1, count + 1)
+        }
+    return best[count][1]
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the model, its plain Sequentials and what holds a sequence of blocks; all else is one operation."""
+
+    def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
+        if "forward" in vars(module) or _hooked(module):  # its blocks may be checkpointed, say
+            return True
+        return type(module).forward is not nn.Sequential.forward and not _holds_a_sequence_of_blocks(module)
+
+
+def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(part, _SEQUENCES) and sum(any(child.children()) for child in part.children()) > 1
+        for part in module.modules()
+        if part is not module
+    )
+
+
+def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Node) -> list[nn.Module]:
+    """The graph, cut wherever a single value is alive."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    place = {node: index for index, node in enumerate(nodes)}
+    last_use = {
+        value: len(nodes)
+        if value is output
+        else max((place[user] for user in value.users if user in place), default=-1)
+        for value in (entering, *nodes)
+    }
+    pieces: list[nn.Module] = []
+    begin = 0
+    for index in range(len(nodes)):
+        alive = [value for value in (entering, *nodes[begin : index + 1]) if last_use[value] > index]
+        if len(alive) == 1:
+            pieces.append(_piece(model, nodes[begin : index + 1], entering, alive[0]))
+            begin, entering = index + 1, alive[0]
+    return pieces
+
+
+def _piece(model: nn.Module, nodes: Sequence[fx.Node], entering: fx.Node, leaving: fx.Node) -> nn.Module:
+    """These operations alone."""
+    graph = fx.Graph()
+    copies = {entering: graph.placeholder("entering")}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:  # a parameter or buffer
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copied)
+    graph.output(copied(leaving))
+    return fx.GraphModule(model, graph)
+
+
+class _Entry(nn.Module):
+    """What the model does to its input by forward pre-hooks, such as to resize images."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._before: list[Callable[[Any], Any]] = [partial(hook, model) for hook in model._forward_pre_hooks.values()]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for hook in self._before:
+            changed = hook((images,))
+            if changed is not None:
+                images = changed[0] if isinstance(changed, tuple) else changed
+        return images
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(
+        getattr(module, name)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def _check_hooks(model: nn.Module) -> None:
+    others = (
+        model._forward_hooks,
+        model._backward_hooks,
+        model._backward_pre_hooks,
+        model._forward_pre_hooks_with_kwargs,
+    )
+    if any(others) or "forward" in vars(model):
+        raise NotAChain(f"{type(model).__name__} as a whole has hooks besides plain forward pre-hooks")
+
+
+def _trains(*modules: nn.Module) -> bool:
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
+
+def _check_shared(units: Sequence[nn.Module]) -> None:
+    seen: dict[int, int] = {}
+    for index, unit in enumerate(units):
+        for name, tensor in (*unit.named_parameters(), *unit.named_buffers()):
+            if seen.setdefault(id(tensor), index) != index:
+                raise NotAChain(f"{name} is used in more than one place")

@@ -1,0 +1,239 @@
+"""DistributedDataParallel's communication hooks: gradients in fewer bits, as low-rank factors, or not every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from pipeline.config import ConfigError, Plan
+from pipeline.distributed import World
+from pipeline.techniques.base import Step, Stored, Technique
+
+RANK = 2
+"""Of PowerSGD's factors: that of the paper's image classifiers."""
+DENSE_STEPS = 2
+"""At least as many before PowerSGD begins: torch insists, because DDP rearranges its buckets after the first."""
+NEVER_ZERO = 1e-8
+"""Added to the norm of PowerSGD's columns, for gradients that are all zero."""
+LOCAL_STEPS = 4
+"""Of post-local SGD, from one averaging to the next."""
+
+
+class _Hook(Technique):
+    """What is reduced, and how, is up to ``reduce``."""
+
+    foreseen = False
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, DistributedDataParallel)
+        # A lambda, for DDP refuses annotations that are text. What it refers to must not refer to the model: a circle
+        # through DDP's reducer, which is not Python's, would never be freed.
+        model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
+        return model
+
+    def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """The bucket's gradients as all ranks shall have them."""
+        raise NotImplementedError
+
+
+class FP16Compression(_Hook):
+    """Gradients are divided by the number of ranks, sent and summed in float16, and are float32 again."""
+
+    name = "fp16_compression"
+
+    def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        return default_hooks.fp16_compress_hook(None, bucket)  # type: ignore[arg-type]
+
+
+class BF16Compression(_Hook):
+    """The same in bfloat16, with float32's range and fewer digits."""
+
+    name = "bf16_compression"
+
+    def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+
+
+class PowerSGD(_Hook):
+    """torch's PowerSGD with factors of rank ``RANK``, error feedback and a warm start, after the dense first steps.
+
+    It remembers what its last factors missed (the error) and one of the factors (Q). torch keeps both by bucket, but
+    the buckets of a resumed training's first step are others than those of its later ones, so here they are kept by
+    parameter: a resumed training finds them, and goes on exactly.
+    """
+
+    name = "powersgd"
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        self.torch_state = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=RANK,
+            start_powerSGD_iter=DENSE_STEPS,
+            orthogonalization_epsilon=NEVER_ZERO,
+        )
+        self._buckets: dict[int, list[int]] = {}
+        """Bucket -> its parameters, by their place in the model, as ``torch_state`` remembers them."""
+        self._memory: dict[int, dict[str, torch.Tensor]] = {}
+        """Parameter -> error and Q, of those that are in no bucket yet."""
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self._parameters = list(model.parameters())
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+        if scalars:
+            raise ConfigError(
+                f"variants.{self.plan.name}.communication_hook: found 'powersgd', but {scalars[0]} has no dimension, "
+                "which torch's PowerSGD cannot take for a matrix; allowed: another hook, or parameters of shape [1]."
+            )
+        return super().wrap_model(model)
+
+    def begin_after(self, warmup_steps: int) -> None:
+        self.torch_state.start_powerSGD_iter = max(DENSE_STEPS, warmup_steps)
+
+    def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        if self.torch_state.iter >= self.torch_state.start_powerSGD_iter:
+            self._put_memory_into(bucket)
+        future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
+        if self.world.backend == "gloo":
+            # The reductions of the factors begin in gloo's threads, whenever the one before has ended there: those of
+            # two buckets would meet in an order of each rank's own. NCCL's begin at once, in order.
+            future.wait()
+        return future
+
+    def communication_bytes(self) -> int:
+        state = self.torch_state
+        kept = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
+        return sum(tensor.nbytes for memory in kept for tensor in memory.values())
+
+    def state(self) -> dict[str, Any]:
+        memory = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), self._memory | self._remembered())
+        return {"steps": self.torch_state.iter, "memory": memory}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.torch_state.iter = state["steps"]
+        self._memory = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.world.device), state["memory"])
+
+    def _put_memory_into(self, bucket: GradBucket) -> None:
+        """Lay the memory of the bucket's parameters where torch looks for it, unless it is there."""
+        state, index = self.torch_state, bucket.index()
+        places = [self._places[id(parameter)] for parameter in bucket.parameters()]
+        if self._buckets.get(index) == places:
+            return
+        if index in self._buckets:  # DDP has rearranged them, and this is the first of the new ones
+            self._memory = self._remembered()
+            for kept in (self._buckets, state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                kept.clear()
+        self._buckets[index] = places
+        own = {place: self._memory.pop(place, {}) or self._first_memory(place) for place in places}
+        like, matrices = bucket.buffer(), self._matrices(places)
+        state.error_dict[index] = torch.cat([own[place]["error"] for place in places])
+        state.q_memory_dict[index] = torch.cat([like.new_empty(0), *(own[place]["q"] for place in matrices)])
+        state.p_memory_dict[index] = like.new_empty(sum(rows * rank for rows, _, rank in map(self._shape, matrices)))
+
+    def _remembered(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Error and Q of the parameters in buckets."""
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for index, places in self._buckets.items():
+            sizes = [self._parameters[place].numel() for place in places]
+            errors = self.torch_state.error_dict[index].split(sizes)
+            found |= {place: {"error": error.clone()} for place, error in zip(places, errors, strict=True)}
+            matrices = self._matrices(places)
+            sizes = [columns * rank for _, columns, rank in map(self._shape, matrices)]
+            for place, factor in zip(matrices, self.torch_state.q_memory_dict[index].split(sizes), strict=True):
+                found[place]["q"] = factor.clone()
+        return found
+
+    def _first_memory(self, place: int) -> dict[str, torch.Tensor]:
+        """No error, and a random Q, the same on every rank."""
+        parameter, (_, columns, rank) = self._parameters[place], self._shape(place)
+        factor = torch.randn(columns * rank, generator=torch.Generator().manual_seed(place))
+        return {"error": parameter.new_zeros(parameter.numel()), "q": factor.to(parameter)}
+
+    def _shape(self, place: int) -> tuple[int, int, int]:
+        """Rows and columns of a parameter as torch's PowerSGD views it, and the rank of its factors."""
+        parameter = self._parameters[place]
+        rows = len(parameter)
+        columns = parameter.numel() // rows
+        return rows, columns, min(rows, columns, RANK)
+
+    def _matrices(self, places: Sequence[int]) -> list[int]:
+        """Those of ``places`` that are worth factors, in the order in which torch lays out factors: by shape."""
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for place in places:
+            rows, columns, rank = self._shape(place)
+            if (rows + columns) * rank * self.torch_state.min_compression_rate < rows * columns:
+                by_shape.setdefault((rows, columns), []).append(place)
+        return [place for alike in by_shape.values() for place in alike]
+
+
+class PostLocalSGD(_Hook):
+    """After the first steps, which are DDP's, each rank steps by its own gradients.
+
+    The weights are averaged every ``LOCAL_STEPS`` steps, in place: torch's own averager would give the parameters new
+    memory and forget their format. In between, the model that is evaluated and saved is the ranks' average, so each
+    rank's own weights and optimizer state are in its own part of a checkpoint. Source: Lin et al., ICLR 2020.
+    """
+
+    name = "post_local_sgd"
+    shards_model = True
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        self.torch_state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+        self.steps = 0
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        model = super().wrap_model(model)
+        self._parameters = list(model.parameters())
+        self._names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]  # type: ignore[union-attr]
+        return model
+
+    def begin_after(self, warmup_steps: int) -> None:
+        self.torch_state.start_localSGD_iter = warmup_steps
+
+    def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        return post_localSGD_hook.post_localSGD_hook(self.torch_state, bucket)
+
+    def wrap_step(self, step: Step) -> Step:
+        def averaged(batches: Any) -> None:
+            step(batches)
+            self.steps += 1
+            local_steps = self.steps - self.torch_state.start_localSGD_iter
+            if local_steps > 0 and local_steps % LOCAL_STEPS == 0:
+                self.world.average_(self._parameters)
+
+        return averaged
+
+    def wrap_model_state(self, stored: Stored) -> Stored:
+        def read() -> dict[str, Any]:
+            own = stored.read()
+            mean = {name: own[name].clone() for name in self._names}
+            self.world.average_(list(mean.values()))
+            return own | mean
+
+        return Stored(read, stored.load)
+
+    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:  # noqa: ARG002
+        self._optimizer_state = stored
+        return stored
+
+    def state(self) -> dict[str, Any]:
+        own = {"parameters": [p.detach() for p in self._parameters], "optimizer": self._optimizer_state.read()}
+        on_cpu: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), own)
+        return {"steps": self.steps, "dense_steps": self.torch_state.iter, **on_cpu}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.steps, self.torch_state.iter = state["steps"], state["dense_steps"]
+        self._optimizer_state.load(state["optimizer"])
+        with torch.no_grad():
+            for parameter, own in zip(self._parameters, state["parameters"], strict=True):
+                parameter.copy_(own)

@@ -1,0 +1,95 @@
+"""torch.compile: the model's operations fused into generated kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.config import PipelineError, Plan
+from pipeline.distributed import World
+from pipeline.techniques.base import Backward, Forward, Technique
+
+CACHE = Path(".cache/inductor")
+"""Below the checkout. Generated code, of TorchInductor and of Triton, is found again there by later processes."""
+
+
+class Compile(Technique):
+    """``torch.compile`` of the model; loss and update stay as they are.
+
+    DistributedDataParallel's own part of a forward pass cannot be in a graph, so it stays around the compiled model.
+    While it is there, the compiler ends a graph where a bucket of gradients ends, and the reduction of the one overlaps
+    with the backward pass of the other (DDPOptimizer in torch/_dynamo/backends/distributed.py).
+
+    The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
+    be one graph (``fullgraph=True``): where PyTorch would run it in pieces, or not compile it at all, the run ends with
+    the reason, for what is measured shall be what was asked for. Evaluation uses the bare model, which stays as it is.
+
+    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune does without. What it tries there
+    are kernels for products of batches of matrices, as attention has them: its others want constant weights.
+
+    Source: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
+    Compilation", ASPLOS 2024.
+    """
+
+    name = "compile"
+    foreseen = False
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        self.mode: str = plan.applied.compile
+        on_gpu = world.device.type == "cuda"
+        self.replays = self.mode != "default" and on_gpu
+        if self.mode == "max-autotune" and not on_gpu:
+            self.mode = "max-autotune-no-cudagraphs"
+
+    @classmethod
+    def prepare_process(cls) -> None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read at its first use
+        import torch._inductor.compile_fx  # noqa: F401
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self.prepare_process()
+        torch._dynamo.reset()  # what an earlier seed compiled counts against a limit
+        if isinstance(model, DistributedDataParallel):
+            model.module = self._compiled(model.module)
+            return model
+        return self._compiled(model)
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        return cast("nn.Module", torch.compile(model, mode=self.mode, fullgraph=True, dynamic=False))
+
+    def wrap_forward(self, forward: Forward) -> Forward:
+        def compiled(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with self._explained():
+                return forward(images, labels)
+
+        return compiled
+
+    def wrap_backward(self, backward: Backward) -> Backward:
+        def compiled(loss: torch.Tensor) -> None:
+            with self._explained():  # the backward pass is compiled when it first runs
+                backward(loss)
+
+        return compiled
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from torch._inductor.exc import CppCompileError
+
+        try:
+            yield
+        except (TorchDynamoException, FailOnRecompileLimitHit, CppCompileError) as error:
+            reason = " ".join(str(error).split("\n\n")[0].split())
+            raise PipelineError(
+                f"variants.{self.plan.name}.compile: found {self.plan.applied.compile!r}, but the model does not "
+                f"compile as one graph: {reason}. Take compile out, or change what stops it; "
+                "TORCH_LOGS=graph_breaks tells more."
+            ) from error

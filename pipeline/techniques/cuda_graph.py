@@ -1,0 +1,116 @@
+"""Whole-step CUDA graphs: forward, backward and update recorded once, and replayed by a single launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+
+from pipeline.config import GRAPH_WARMUP_STEPS, PipelineError, Plan
+from pipeline.distributed import World
+from pipeline.techniques.base import MicroBatches, Step, Technique, Update
+
+
+class CudaGraph(Technique):
+    """The first steps run as they are, on a stream of their own, as libraries set themselves up; the next is recorded.
+
+    A replay reads and writes the addresses of the recording. So each batch is copied into the recorded one's place, and
+    the learning rate, which is a number elsewhere, into a tensor. The optimizer reads it there, as it does the flag
+    of a loss that is not finite. Gradients, losses and the random generator's state are the graph's as well: the step
+    after a replay finds them as a step without a graph would.
+
+    Source: PyTorch documentation, "CUDA semantics", section "Whole-network capture".
+    """
+
+    name = "cuda_graph"
+    foreseen = False
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        self.replays = True
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._warmup_steps = 0
+        self._rates: list[torch.Tensor] = []
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:
+        self._optimizer = optimizer
+        return update
+
+    def wrap_step(self, step: Step) -> Step:
+        def graphed(micro_batches: MicroBatches) -> None:
+            batch = list(islice(micro_batches, self.plan.micro_batches))
+            self._copy_rates()
+            if self._warmup_steps < GRAPH_WARMUP_STEPS:
+                self._warmup_steps += 1
+                self._beside(step, batch)
+                return
+            if self.graph is None:
+                self.graph = self._recorded(step, batch)  # which runs nothing
+            else:
+                for place, values in zip(self._inputs, batch, strict=True):
+                    place[0].copy_(values[0])
+                    place[1].copy_(values[1])
+            self.graph.replay()
+
+        return graphed
+
+    def _beside(self, step: Step, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The step as it is, on the stream on which it will be recorded."""
+        here = torch.cuda.current_stream(self.world.device)
+        self._stream = self._stream or torch.cuda.Stream(self.world.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream), self._rates_on_device():
+            step(iter(batch))
+        here.wait_stream(self._stream)
+
+    def _recorded(self, step: Step, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.CUDAGraph:
+        self._inputs = [(images.clone(), labels.clone()) for images, labels in batch]
+        graph = torch.cuda.CUDAGraph()
+        capturable = [group["capturable"] for group in self._optimizer.param_groups if "capturable" in group]
+        self._set_capturable([True] * len(capturable))
+        try:
+            # Thread-local: a thread that reads ahead may allocate pinned memory meanwhile.
+            with (
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+                self._rates_on_device(),
+            ):
+                step(iter(self._inputs))
+        except RuntimeError as error:
+            raise PipelineError(
+                f"variants.{self.plan.name}.cuda_graph: found true, but a step cannot be recorded: "
+                f"{str(error).partition(chr(10))[0]}. Take cuda_graph out, or change what in the model waits for the "
+                "device (a value that Python looks at, say)."
+            ) from error
+        finally:
+            self._set_capturable(capturable)
+        return graph
+
+    def _set_capturable(self, values: list[bool]) -> None:
+        """AdamW's word that its state is on the device, which it is, fused. It complains outside of a recording."""
+        groups = [group for group in self._optimizer.param_groups if "capturable" in group]
+        for group, value in zip(groups, values, strict=True):
+            group["capturable"] = value
+
+    def _copy_rates(self) -> None:
+        """The schedule's learning rates into the tensors that the graph reads, without waiting."""
+        groups = self._optimizer.param_groups
+        self._rates = self._rates or [torch.zeros((), device=self.world.device) for _ in groups]
+        for rate, group in zip(self._rates, groups, strict=True):
+            rate.fill_(group["lr"])
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """While the block runs, the optimizer finds its learning rates in the tensors."""
+        groups = self._optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, number in zip(groups, numbers, strict=True):
+                group["lr"] = number

@@ -1,0 +1,38 @@
+"""Where batches come from: a variant's own choice, over ``train.placement``. See ``pipeline.data.batches``.
+
+The samples, their order and their augmentation are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from pipeline.techniques.base import Technique
+
+
+class ResidentData(Technique):
+    """The training images lie on the device."""
+
+    name = "resident_data"
+    placement = "resident"
+
+
+class StreamedData(Technique):
+    """A thread reads the images from the memory map and copies them to the device ahead of the step."""
+
+    name = "streamed_data"
+    placement = "streamed"
+
+
+class DataLoaderData(Technique):
+    """PyTorch's DataLoader with worker processes (``pipeline.data.loader``).
+
+    On a CPU the peak memory of the trainer does not hold the workers', and no rehearsal foresees the queue of batches
+    that the trainer has taken from them.
+    """
+
+    name = "dataloader"
+    placement = "dataloader"
+    foreseen = False
+
+    @classmethod
+    def prepare_process(cls) -> None:
+        import pipeline.data.loader  # noqa: F401

@@ -1,0 +1,54 @@
+"""Other kernels, and other states, for the job's optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from pipeline.optimizers import OptimizerChoice
+from pipeline.techniques.base import Technique, ZeroGrad
+
+
+class ForeachOptimizer(Technique):
+    """One kernel an operation of the update, for all parameters."""
+
+    name = "foreach_optimizer"
+    kernel: ClassVar[dict[str, bool]] = {"fused": False, "foreach": True}
+
+    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
+        return replace(choice, options=choice.options | self.kernel)
+
+
+class ForLoopOptimizer(ForeachOptimizer):
+    """One kernel an operation and parameter."""
+
+    name = "for_loop_optimizer"
+    kernel: ClassVar[dict[str, bool]] = {"fused": False, "foreach": False}
+
+
+class FactoredOptimizer(Technique):
+    """Adafactor in place of AdamW, with the job's learning rate and weight decay.
+
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018, as
+    ``torch.optim.Adafactor`` has it: the learning rate is the most by which a step changes a tensor, relative to the
+    root mean square of its values.
+    """
+
+    name = "factored_optimizer"
+    foreseen = False  # it looks at a value in each step: the count of steps
+
+    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
+        options = {key: choice.options[key] for key in ("lr", "weight_decay")}
+        return OptimizerChoice(torch.optim.Adafactor, options)
+
+
+class ZeroedGradients(Technique):
+    """Gradients stay where they are and are filled with zeros, instead of being freed."""
+
+    name = "zeroed_gradients"
+
+    def wrap_zero_grad(self, zero_grad: ZeroGrad, optimizer: torch.optim.Optimizer) -> ZeroGrad:  # noqa: ARG002
+        return partial(optimizer.zero_grad, set_to_none=False)

@@ -1,0 +1,11 @@
+"""Weak scaling: every process as many samples as a single device takes, and the learning rate to match."""
+
+from __future__ import annotations
+
+from pipeline.techniques.base import Technique
+
+
+class WeakScaling(Technique):
+    """Changes the job and no part of the step: see ``Plan.job``, which derives batch and learning rate."""
+
+    name = "weak_scaling"

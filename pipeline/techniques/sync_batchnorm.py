@@ -1,0 +1,28 @@
+"""SyncBatchNorm: mean and variance over the micro-batches of all ranks, as one device would take them."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.config import ConfigError
+from pipeline.techniques.base import Technique
+
+
+class SyncBatchNorm(Technique):
+    """``torch.nn.SyncBatchNorm`` in place of every BatchNorm; names in the state dict stay as they are.
+
+    torch has kernels for it on GPUs alone. Each rank's running statistics are then those of all.
+    """
+
+    name = "sync_batchnorm"
+    foreseen = False
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise ConfigError(
+                f"variants.{self.plan.name}.sync_batchnorm: found true, but {type(model).__name__} has no BatchNorm; "
+                "allowed: false, or a model with nn.BatchNorm layers."
+            )
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted

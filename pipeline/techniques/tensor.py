@@ -1,0 +1,179 @@
+"""Tensor parallelism: ranks hold pairs of linear layers together, cut along the width between the two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pipeline.config import ConfigError
+from pipeline.techniques.base import HoldSync, Stored, Technique
+from pipeline.techniques.ddp import replicated
+from pipeline.techniques.parts import Layout, whole_model, whole_optimizer, without_random_warning
+
+_ELEMENT_BY_ELEMENT = (
+    *(nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
+    *(nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh),
+)
+
+
+class Tensor(Technique):
+    """``parallelize_module`` on every pair of linear layers with nothing but element-wise functions between them.
+
+    Each rank computes its columns of the first layer and, from these, its rows' part of the second; the parts of all
+    ranks are added up. The rest of the model is on every rank, which therefore takes the same samples and, outside the
+    pairs, draws the same random numbers. With ``replicas``, groups of ranks hold a model each, share the batch and
+    average their gradients as under DDP.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+    """
+
+    name = "tensor"
+    shards_model = True
+    draws_alike = True
+    foreseen = False
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        replicas, ranks = self.plan.data_processes, self.plan.model_processes
+        mesh = self.world.mesh(data=replicas, model=ranks)
+        rank = mesh["model"].get_local_rank()
+        self.model = model
+        self.layouts: dict[nn.Parameter, Layout] = {}
+        for pair in self._fitting(model, ranks):
+            for linear, style in ((pair.first, ColwiseParallel()), (pair.second, RowwiseParallel())):
+                with without_random_warning():
+                    parallelize_module(linear, mesh["model"], style, src_data_rank=None)  # all have the same weights
+                self.layouts |= _with_plain_parameters(linear)
+            for module in pair.between:
+                if getattr(module, "inplace", False):
+                    vars(module)["inplace"] = False  # a layer returns a view, which autograd lets nobody change
+                if isinstance(module, nn.Dropout):
+                    vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
+            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # for the same reason
+        self.wrapped = (
+            None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
+        )
+        return self.wrapped or model
+
+    def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:
+        return self.wrapped.no_sync if self.wrapped else hold_sync
+
+    def wrap_model_state(self, stored: Stored) -> Stored:
+        return whole_model(stored, self.model, self.layouts)
+
+    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:
+        return whole_optimizer(stored, optimizer, self.layouts)
+
+    def _fitting(self, model: nn.Module, ranks: int) -> list[Pair]:
+        """The pairs that can be cut. Raises ConfigError if there is none."""
+        found = list(pairs(model))
+        fitting = [pair for pair in found if pair.first.out_features % ranks == 0]
+        if fitting:
+            return fitting
+        where = f"variants.{self.plan.name}.parallelism: found 'tensor', but {type(model).__name__}"
+        if found:
+            widths = ", ".join(map(str, sorted({pair.first.out_features for pair in found})))
+            raise ConfigError(
+                f"{where} has {widths} values between its linear layers, which {ranks} processes cannot share evenly; "
+                "allowed: a number of processes (a replica) that divides one of them."
+            )
+        raise ConfigError(
+            f"{where} has no two linear layers with nothing but element-wise functions between them; allowed: a model "
+            "with such a pair in an nn.Sequential or an nn.TransformerEncoderLayer, or another parallelism."
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two linear layers, and what runs between them, element by element."""
+
+    first: nn.Linear
+    between: tuple[nn.Module, ...]
+    second: nn.Linear
+
+
+def pairs(model: nn.Module) -> Iterator[Pair]:
+    """The pairs of linear layers that can be cut along the width between them, none of which shares a layer.
+
+    Both must be used in one place alone, and so must dropouts between them: elsewhere the width would be whole.
+    """
+    uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
+    uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    for chain in _chains(model):
+        for pair in _pairs_of(chain):
+            dropouts = [module for module in pair.between if isinstance(module, nn.Dropout)]
+            parts = (pair.first, pair.second, *dropouts)
+            if all(uses[id(each)] == 1 for part in parts for each in (part, *part.parameters())):
+                yield pair
+
+
+def _chains(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
+    """Modules that run one after the other, each on what the one before returned."""
+    for module in model.modules():
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            yield list(module)
+        elif type(module) is nn.TransformerEncoderLayer:  # its activation is a function, and element-wise
+            yield [module.linear1, module.dropout, module.linear2]
+
+
+def _pairs_of(chain: Iterable[nn.Module]) -> Iterator[Pair]:
+    first: nn.Linear | None = None
+    between: list[nn.Module] = []
+    for module in chain:
+        if type(module) is nn.Linear and first is not None:
+            yield Pair(first, tuple(between), module)
+            first = None
+        elif type(module) is nn.Linear:
+            first, between = module, []
+        elif type(module) in _ELEMENT_BY_ELEMENT:
+            between.append(module)
+        else:
+            first = None
+
+
+def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
+    """Put plain tensors, this rank's parts, in the place of ``linear``'s DTensors; returns how they make up the whole.
+
+    Plain parameters are what optimizers, their fused kernels and DistributedDataParallel take together with the rest of
+    the model's. The forward pass sees DTensors again, over the same memory.
+    """
+    layouts: dict[str, Layout] = {}
+    for name, parameter in list(linear.named_parameters()):
+        assert isinstance(parameter, DTensor)
+        layouts[name] = Layout.of(parameter)
+        part = parameter.to_local().detach().clone()  # the part may be a view of the whole
+        linear.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+    def as_dtensor(name: str) -> torch.Tensor | None:
+        part, layout = getattr(linear, name), layouts.get(name)
+        return DTensor.from_local(part, layout.mesh, layout.placements, run_check=False) if layout else part
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        weight = as_dtensor("weight")
+        assert weight is not None
+        return F.linear(hidden, weight, as_dtensor("bias"))
+
+    vars(linear)["forward"] = forward  # the instance's own
+    return {linear.get_parameter(name): layout for name, layout in layouts.items()}
+
+
+def _part_of_whole_dropout(dropout: nn.Dropout, rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Dropout of this rank's part [..., width / ranks] of the hidden values.
+
+    Every rank draws the mask of the whole width and takes its part, so that the parts are independent of each other,
+    and all ranks' generators go on alike: the whole is what a single device draws.
+    """
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not dropout.training or dropout.p == 0:
+            return hidden
+        kept = F.dropout(hidden.new_ones(*hidden.shape[:-1], hidden.shape[-1] * ranks), dropout.p)
+        return hidden * kept.chunk(ranks, -1)[rank]
+
+    return forward

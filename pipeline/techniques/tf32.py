@@ -1,0 +1,36 @@
+"""TF32: float32 products that Tensor Cores read with 10 bits of mantissa and add up in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pipeline.techniques.base import MicroBatches, Step, Technique
+
+
+class TF32(Technique):
+    """TF32 for cuBLAS and cuDNN inside a step. Evaluation, between steps, has the whole of float32 again."""
+
+    name = "tf32"
+
+    def wrap_step(self, step: Step) -> Step:
+        def allowed(micro_batches: MicroBatches) -> None:
+            with _tf32():
+                step(micro_batches)
+
+        return allowed
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    # These two switches and not torch's newer ``fp32_precision``: a process must not mix the two, and these are the
+    # ones with which ``job`` switches TF32 off.
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before

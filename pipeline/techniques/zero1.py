@@ -1,0 +1,87 @@
+"""ZeRO, stage 1: DistributedDataParallel whose ranks share out the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from pipeline.optimizers import OptimizerChoice
+from pipeline.techniques.base import Stored
+from pipeline.techniques.ddp import DDP
+
+
+class Zero1(DDP):
+    """Every rank updates its share of the parameters, keeps the optimizer state of these alone, and sends them on.
+
+    Whole parameters are shared out, the largest first, so that the shares are even where no parameter is a large part
+    of the model. Source: Rajbhandari et al., "ZeRO", 2020.
+    """
+
+    name = "zero1"
+    foreseen = False
+
+    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
+        def make(parameters: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
+            return _SharedOut(parameters, choice.cls, **options)
+
+        return OptimizerChoice(make, choice.options)
+
+    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:  # noqa: ARG002
+        assert isinstance(optimizer, _SharedOut)
+
+        def read() -> dict[str, Any]:
+            own = optimizer.own_state()
+            parts = self.world.gather(
+                {
+                    index: {name: _on_host(value) for name, value in values.items()}
+                    for index, values in own["state"].items()
+                }
+            )
+            return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
+
+        return Stored(read, optimizer.load_own_state)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _passed_on(name: str) -> property:
+    return property(
+        lambda self: getattr(self.optim, name),
+        lambda self, value: setattr(self.optim, name, value),
+        lambda self: delattr(self.optim, name),
+    )
+
+
+class _SharedOut(ZeroRedundancyOptimizer):
+    """``ZeroRedundancyOptimizer`` that shows what this rank's own optimizer, ``optim``, holds.
+
+    ``state`` is that of the rank's share of the parameters; ``param_groups`` are those of all. The tensors by which a
+    fused optimizer learns of overflows and of a loss scale are passed on to it.
+    """
+
+    found_inf = _passed_on("found_inf")
+    grad_scale = _passed_on("grad_scale")
+    _step_supports_amp_scaling = _passed_on("_step_supports_amp_scaling")
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], make: Callable[..., torch.optim.Optimizer], **options: Any
+    ) -> None:
+        super().__init__(parameters, make, **options)  # type: ignore[arg-type]
+        self.state = self.optim.state
+
+    def own_state(self) -> dict[str, Any]:
+        """The state dict with the indices of the whole model's parameters, and the state of this rank's share."""
+        return torch.optim.Optimizer.state_dict(self)
+
+    def load_own_state(self, whole: dict[str, Any]) -> None:
+        """This rank's share of a whole state dict."""
+        share = {id(parameter) for group in self.optim.param_groups for parameter in group["params"]}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        own = {index: values for index, values in whole["state"].items() if id(parameters[index]) in share}
+        torch.optim.Optimizer.load_state_dict(self, whole | {"state": own})
+        self.optim.state = self.state

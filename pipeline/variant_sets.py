@@ -1,0 +1,91 @@
+"""Ready-made variants: files under ``variants/`` that params.yaml can take in, so that it stays short."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pipeline import results
+from pipeline.config import PARAMS_FILE, Config, ConfigError, Machine, load, parse, plan
+
+FOLDER = Path("variants")
+NULL_TAG = "tag:yaml.org,2002:null"
+
+
+def show(machine: Machine, name: str | None, *, add: bool) -> None:
+    """Print all sets; or one set's variants and whether they can run here, and ``add`` those to params.yaml that can.
+
+    Raises ConfigError if there is no such set, or a variant of its name stands in params.yaml already and differs.
+    """
+    if name is None:
+        for path in sorted(FOLDER.glob("*.yaml")):
+            print(f"{path.stem:12} {_about(path)}\n{'':12} {', '.join(_read(path))}")
+        return
+    path = FOLDER / f"{name}.yaml"
+    known = sorted(each.stem for each in FOLDER.glob("*.yaml"))
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"variants: found {name!r}; there are: {', '.join(known)}.{hint}")
+    config, chosen = load(), _read(path)
+    reasons = {variant: _why_not(config, variant, values, machine) for variant, values in chosen.items()}
+    for variant, reason in reasons.items():
+        print(f"{variant:28} {reason or 'can run here'}")
+    if add:
+        added = _add({variant: values for variant, values in chosen.items() if not reasons[variant]})
+        print(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: all that can run here is there already'}")
+
+
+def _about(path: Path) -> str:
+    """The comment at the top of the file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return " ".join(line.lstrip("# ") for line in lines[:end])
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    import yaml
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # names what is wrong in it
+    return dict(values)
+
+
+def _why_not(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> str | None:
+    asked = parse({"compare": {"baseline": name}, "variants": {name: values}}).variants[name]
+    try:
+        plan(config.model_copy(update={"variants": {name: asked}}), name, machine)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _add(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Write ``variants`` at the end of params.yaml's, comments and order kept; the names of the new ones."""
+    from ruamel.yaml import YAML
+
+    text = YAML()  # round trip: keeps comments
+    text.preserve_quotes = True
+    text.width = 120
+    text.representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(NULL_TAG, "null"))
+    params = text.load(PARAMS_FILE.read_text(encoding="utf-8"))
+    there = params["variants"]
+    added = []
+    for name, values in variants.items():
+        if name not in there:
+            there[name] = dict(values)
+            added.append(name)
+        elif dict(there[name]) != dict(values):
+            raise ConfigError(
+                f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, the set {dict(values)}; "
+                "rename yours."
+            )
+    written = StringIO()
+    text.dump(params, written)
+    if added:
+        results.write_text(PARAMS_FILE, written.getvalue())
+        load()
+    return added

@@ -1,0 +1,174 @@
+"""PyTorch's DataLoader with worker processes, against the other ways to read the same data."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from pipeline.config import parse
+from pipeline.data import loader, packing, sources
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from tests.data.test_batches import EVERYTHING, make
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+_OTHERS: set[int] = set()
+"""Children that were there before, such as a server that forks ranks for other tests."""
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_left() -> Iterator[None]:
+    _OTHERS.clear()
+    multiprocessing.Event()  # starts the process that tracks semaphores
+    _OTHERS.update(worker.pid for worker in workers())
+    yield
+    assert workers() == []
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.pid not in _OTHERS]
+
+
+def loaded(dataset: Dataset, count: int = 2, **changes: Any) -> TrainBatches:
+    return make(dataset, placement="dataloader", workers=count, augment=EVERYTHING, **changes)
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return held
+
+
+def same(made: Iterator[Any], expected: Iterator[Any]) -> None:
+    for (images, labels), (others, other_labels) in zip(made, expected, strict=True):
+        assert torch.equal(images, others)
+        assert torch.equal(labels, other_labels)
+        assert images.is_contiguous()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_every_rank_gets_the_tensors_of_the_resident_data_to_the_last_bit(digits: Dataset, count: int) -> None:
+    for rank in (0, 1):
+        share: dict[str, Any] = {"world_size": 2, "rank": rank, "micro_batches": 2, "seed": 3}
+        resident = make(digits, augment=EVERYTHING, **share)
+        with loaded(digits, count, **share) as made:
+            same(made.epoch(0), resident.epoch(0))
+            same(made.epoch(1, start_step=9), resident.epoch(1, start_step=9))
+            assert list(made.epoch(2, start_step=14)) == []
+
+
+def test_the_workers_stay_for_all_epochs_and_end_with_the_batches(digits: Dataset) -> None:
+    with loaded(digits) as made:
+        assert workers() == []
+        seen = []
+        for epoch in (0, 1):
+            next(made.epoch(epoch))
+            seen.append({worker.pid for worker in workers()})
+        assert len(seen[0]) == 2
+        assert seen[0] == seen[1]
+    assert workers() == []
+    same(itertools.islice(made.epoch(0), 1), itertools.islice(make(digits, augment=EVERYTHING).epoch(0), 1))
+    assert len(workers()) == 2  # closed batches can be read anew
+    made.close()
+
+
+def test_the_model_s_generator_is_not_drawn_from(digits: Dataset) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with loaded(digits) as made:
+        for epoch in (0, 1):
+            list(made.epoch(epoch))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_the_latest_epoch_can_be_read(digits: Dataset) -> None:
+    with loaded(digits) as made:
+        first, second = made.epoch(0), made.epoch(1)
+        next(first)
+        next(second)
+        with pytest.raises(RuntimeError, match="a later epoch has begun"):
+            next(first)
+        next(second)
+    with pytest.raises(RuntimeError, match="were closed"):
+        next(second)
+
+
+def test_workers_outlive_the_signals_that_end_a_training_after_its_step(digits: Dataset) -> None:
+    with loaded(digits) as made:
+        batches = made.epoch(0)
+        next(batches)
+        for worker in workers():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(worker.pid, number)
+        assert len(list(batches)) == 13
+
+
+def test_held_workers_do_nothing_until_a_batch_is_asked_for(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = multiprocessing.Value("i", 0)
+    real = loader._Samples.__getitem__
+
+    def counted(self: Any, draw: Any) -> Any:
+        sample = real(self, draw)
+        time.sleep(0.002)
+        with done.get_lock():
+            done.value += 1
+        return sample
+
+    monkeypatch.setattr(loader._Samples, "__getitem__", counted)
+    with loaded(digits) as made:
+        batches = made.epoch(0)
+        next(batches)
+        made.hold()
+        time.sleep(0.1)  # each worker may end the sample it has at hand
+        held = done.value
+        time.sleep(0.3)  # they would make a hundred samples and more
+        assert done.value == held < 5 * 96
+        same(batches, itertools.islice(make(digits, augment=EVERYTHING).epoch(0), 1, None))
+        made.hold()  # close, and the next epoch, let them go as well
+        next(made.epoch(1))
+        made.hold()
+
+
+def test_held_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
+    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
+    sources.fetch(config.fetch, tmp_path / "raw")
+    packing.prepare(config, tmp_path / "raw", tmp_path / "prepared")
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from pipeline.data import prepared\n"
+        "from tests.data.test_loader import loaded, workers\n"
+        "made = loaded(prepared.read(Path(sys.argv[1])))\n"
+        "next(made.epoch(0))\n"
+        "made.hold()\n"
+        "print(*(worker.pid for worker in workers()), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "prepared")]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    assert eventually(lambda: not any(map(_runs, pids)))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,45 @@
+"""Packages that bring techniques, installed without pip and without a network: their metadata, and where they lie."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import catalogue, outside
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_technique"
+
+
+def write_metadata(target: Path, name: str, version: str, points: Mapping[str, Mapping[str, str]]) -> None:
+    """What an installation leaves of a package: ``points`` are its entry points, group -> name -> value."""
+    metadata = target / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    groups = [
+        f"[{group}]\n" + "".join(f"{point} = {value}\n" for point, value in values.items())
+        for group, values in points.items()
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(groups))
+
+
+def write_example_metadata(target: Path, version: str | None = None) -> None:
+    """Those of the example package, as its pyproject.toml declares them."""
+    about = tomllib.loads((EXAMPLE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    write_metadata(target, about["name"], version or about["version"], about["entry-points"])
+
+
+def put_on_path(patch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """For this process and those that it starts; forget what was found before."""
+    for folder in folders:
+        patch.syspath_prepend(folder)
+    forget()
+
+
+def forget() -> None:
+    importlib.invalidate_caches()
+    outside._points.cache_clear()
+    catalogue._from_outside.cache_clear()

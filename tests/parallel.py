@@ -1,0 +1,183 @@
+"""One short training, on one rank or many, and what can be seen of it: for comparing a parallelism with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.checkpoints import state_sha256
+from pipeline.config import Config, Machine, Train, Variant, plan
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import ALONE, World, own_part
+from pipeline.training import Training
+from tests.ranks import run_ranks
+
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+TRAIN = Train(epochs=1, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=4)
+STEPS = 16
+"""Of a run; it is stopped once, in the middle, and goes on from there in another process's place."""
+
+
+@dataclass
+class Observed:
+    """On one rank. Tensors by name, whole."""
+
+    gradients: dict[str, torch.Tensor]
+    """After one step."""
+    weights: dict[str, torch.Tensor]
+    """After all of them, as the state dict says."""
+    losses: list[float]
+    optimizer_state: dict[int, dict[str, Any]]
+    parameter_bytes: int
+    """What the rank holds."""
+    optimizer_bytes: int
+    resumed_sha256: str
+    straight_sha256: str
+    resumed_optimizer_state: dict[int, dict[str, Any]]
+    accuracy: float
+    """On the test split."""
+
+
+def make_training(
+    dataset: Dataset, joined: World, net: Callable[[], nn.Module], train: Train = TRAIN, **applied: Any
+) -> Training:
+    """The training that the planned variant would be given."""
+    if joined.size == 1:
+        applied = {key: value for key, value in applied.items() if key not in ("parallelism", "replicas")}
+    else:
+        applied |= {"processes": joined.size}
+    machine = CPU if joined.device.type == "cpu" else CPU.model_copy(update={"gpus": joined.size})
+    made = plan(Config(train=train, variants={"tried": Variant(**applied)}), "tried", machine)
+    batches = TrainBatches(
+        dataset,
+        batch_size=train.batch_size,
+        micro_batches=made.micro_batches,
+        rank=joined.rank // made.model_processes,
+        world_size=made.data_processes,
+        seed=0,
+        augment=train.augment,
+        placement="resident",
+        device=joined.device,
+    )
+    return Training(made, train, net(), dataset, batches, joined, 0)
+
+
+def observe(
+    joined: World, dataset: Dataset, net: Callable[[], nn.Module], train: Train, applied: dict[str, Any]
+) -> Observed:
+    """A run of ``STEPS`` steps, and the same run stopped and resumed in the middle."""
+    training = make_training(dataset, joined, net, train, **applied)
+    straight = training.run()
+    next(straight)
+    gradients = whole_gradients(training)
+    losses = [row.train_loss for _ in range(STEPS - 1) if (row := next(straight))]
+    weights = copied(training.model_state.read())
+
+    stopped = make_training(dataset, joined, net, train, **applied)
+    steps = stopped.run()
+    for _ in range(STEPS // 2):
+        next(steps)
+    with stopped.paused():
+        state = joined.broadcast(stopped.state())  # as a job does it, which saves the main rank's
+    state["model"] = copied(state["model"])
+    resumed = make_training(dataset, joined, net, train, **applied)
+    torch.manual_seed(12345)
+    resumed.restore(state)
+    steps = resumed.run()
+    for _ in range(STEPS - STEPS // 2):
+        next(steps)
+
+    straight_state = copied_state(training)
+    for _ in straight:
+        pass
+    assert training.score is not None
+    return Observed(
+        gradients=gradients,
+        weights=weights,
+        losses=losses,
+        optimizer_state=straight_state,
+        parameter_bytes=held_bytes(training.model.parameters()),
+        optimizer_bytes=held_bytes(
+            value
+            for values in training.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        ),
+        resumed_sha256=state_sha256(resumed.model_state.read()),
+        straight_sha256=state_sha256(weights),
+        resumed_optimizer_state=copied_state(resumed),
+        accuracy=training.score.accuracy,
+    )
+
+
+def alone_and_on_ranks(
+    dataset: Dataset,
+    net: Callable[[], nn.Module],
+    cases: list[dict[str, Any]],
+    *,
+    size: int,
+    train: Train = TRAIN,
+) -> tuple[Observed, list[list[Observed]]]:
+    """What one device shows, and each case on each of ``size`` ranks: a list a case, an entry a rank."""
+    by_rank = run_ranks(observe_all, dataset, net, train, cases, size=size)
+    return observe(ALONE, dataset, net, train, {}), [list(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def observe_all(
+    joined: World, dataset: Dataset, net: Callable[[], nn.Module], train: Train, cases: list[dict[str, Any]]
+) -> list[Observed]:
+    return [observe(joined, dataset, net, train, applied) for applied in cases]
+
+
+def assert_same_training(ranks: list[Observed], alone: Observed, *, held_whole: bool = False) -> None:
+    """The gradients of one device within 1e-4, its weights after all steps within 1e-3, and an exact resume."""
+    for rank in ranks:
+        torch.testing.assert_close(rank.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
+        assert list(rank.weights) == list(alone.weights)
+        torch.testing.assert_close(rank.weights, alone.weights, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(rank.losses, alone.losses, rtol=1e-3, atol=0)
+        torch.testing.assert_close(rank.optimizer_state, alone.optimizer_state, rtol=1e-2, atol=1e-4)
+        assert abs(rank.accuracy - alone.accuracy) <= 0.01
+        assert_exact_resume(rank)
+        assert rank.straight_sha256 == ranks[0].straight_sha256
+        if held_whole:
+            assert rank.parameter_bytes == alone.parameter_bytes
+
+
+def assert_exact_resume(rank: Observed) -> None:
+    assert rank.resumed_sha256 == rank.straight_sha256
+    torch.testing.assert_close(rank.resumed_optimizer_state, rank.optimizer_state, rtol=0, atol=0)
+
+
+def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
+    layouts: dict[nn.Parameter, Any] = {}
+    for technique in training.techniques:
+        layouts |= getattr(technique, "layouts", {})
+    found = {}
+    for name, parameter in training.model.named_parameters():
+        gradient: Any = parameter.grad
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+        elif parameter in layouts:
+            gradient = layouts[parameter].whole(gradient)
+        found[name] = gradient.detach().clone()
+    return found
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(own_part(tensor).untyped_storage().nbytes() for tensor in tensors)
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def copied_state(training: Training) -> dict[int, dict[str, Any]]:
+    """Of the optimizer, whole."""
+    state: dict[int, dict[str, Any]] = training.optimizer_state.read()["state"]
+    return {index: {name: value.clone() for name, value in values.items()} for index, values in state.items()}

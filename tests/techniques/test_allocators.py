@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import ConfigError, Machine, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.techniques import allocators
+from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
+from tests.nets import ALONE, make_plan
+from tests.test_training import make_training, weights
+
+LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+MIB = 2**20
+
+
+def test_memory_that_no_tensor_uses_goes_back_to_the_system() -> None:
+    """In a process of its own: free pages between live ones, which free() alone does not give back."""
+    program = f"""
+import torch
+from pipeline.distributed import keep_freed_memory
+from pipeline.techniques.allocators import ReleaseCache
+from tests.nets import ALONE, make_plan
+keep_freed_memory()
+blocks = [torch.ones({MIB} // 4) for _ in range(64)]
+del blocks[::2]
+technique = ReleaseCache(make_plan(release_cache=True), ALONE)
+technique.between_phases()
+technique.between_phases()
+first, second = technique.given_back
+assert first > 24 * {MIB}, first
+assert second < 8 * {MIB}, second
+assert technique.findings()["release_cache_most_bytes"] == first
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_it_happens_between_phases_is_told_and_changes_no_bit(digits: Dataset) -> None:
+    plain, releasing = (make_training(digits, release_cache=release) for release in (False, True))
+    for training in (plain, releasing):
+        training.advance(2 * training.batches.steps_per_epoch)
+    assert weights(releasing) == weights(plain)
+    (technique,) = releasing.techniques
+    assert technique.findings()["release_cache_phases"] == 4  # two epochs, after training and after evaluation
+    resumed = ReleaseCache(make_plan(release_cache=True), ALONE)
+    resumed.restore(technique.state())
+    assert resumed.findings() == technique.findings()
+
+
+def test_without_malloc_trim_it_is_refused_on_a_cpu() -> None:
+    config = parse({"variants": {"baseline": {}, "small": {"release_cache": True}}})
+    with pytest.raises(ConfigError, match=r"variants\.small\.release_cache: .*C library has no malloc_trim; take it"):
+        plan(config, "small", LAPTOP.model_copy(update={"trims_memory": False}))
+    assert hasattr(ctypes.CDLL(None), "malloc_trim") is plan(config, "small", LAPTOP).applied.release_cache
+
+
+def test_expandable_segments_need_a_gpu() -> None:
+    config = parse({"variants": {"baseline": {}, "growing": {"expandable_segments": True}}})
+    with pytest.raises(ConfigError, match=r"variants\.growing\.expandable_segments: .*it needs a GPU"):
+        plan(config, "growing", LAPTOP)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        (
+            {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8", "PYTORCH_CUDA_ALLOC_CONF": "ignored:1"},
+            "garbage_collection_threshold:0.8,expandable_segments:True",
+        ),
+    ],
+)
+def test_what_the_user_told_the_allocator_stays(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(allocators, "_tell_cuda_allocator", told.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ExpandableSegments.prepare_process()
+    assert told == [expected]
+
+
+def test_the_allocator_takes_the_setting() -> None:
+    """Also where there is no GPU to use it on; in a process of its own, because it stays."""
+    program = "from pipeline.techniques.allocators import ExpandableSegments as E; E.prepare_process()"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.gpu
+def test_segments_are_expandable_in_a_fresh_process() -> None:
+    program = """
+import torch
+from pipeline.techniques.allocators import ExpandableSegments
+ExpandableSegments.prepare_process()
+kept = torch.ones(2**20, device="cuda")
+assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.gpu
+def test_cuda_s_cache_is_released() -> None:
+    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+    technique = ReleaseCache(make_plan(release_cache=True), world)
+    block: Any = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
+    del block
+    technique.between_phases()
+    assert technique.given_back[0] >= 64 * MIB

@@ -1,0 +1,184 @@
+"""As many micro-batches as the memory asks for: with a model that runs out of it above so many samples, on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+
+from pipeline import benchmark, checkpoints, environment, job, results
+from pipeline.checkpoints import checkpoint_file
+from pipeline.config import Config, PipelineError, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.results import Result
+from pipeline.training import Training
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
+from tests.test_job import CPU_ONLY, PARAMS, PREPARED, workspace  # noqa: F401
+from tests.test_training import weights
+
+
+class Greedy(nn.Module):
+    """Runs out of memory in training: with more than ``most`` samples, on rank 1 alone; and in the call ``calls``."""
+
+    def __init__(self, channels: int, pixels: int, classes: int, most: int, where: str, calls: int) -> None:
+        super().__init__()
+        linear = nn.Linear(channels * pixels, classes)
+        self.net = nn.Sequential(nn.BatchNorm2d(channels), nn.Flatten(), nn.Dropout(0.1), linear)
+        self.most, self.where, self.calls = most, where, calls
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else 1
+        greedy = self.training and rank == 1 and len(images) > self.most
+        self.calls -= self.training
+        if (greedy and self.where == "forward") or self.calls == 0:
+            _fail()
+        logits: torch.Tensor = self.net(images)
+        if greedy and logits.requires_grad:
+            logits.register_hook(_fail)
+        return logits
+
+
+def _fail(_: torch.Tensor | None = None) -> None:
+    raise torch.OutOfMemoryError("tried to allocate too much")
+
+
+def net(
+    *, channels: int, height: int, width: int, classes: int, most: int = 8, where: str = "forward", calls: int = -1
+) -> nn.Module:
+    return Greedy(channels, height * width, classes, most, where, calls)
+
+
+def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> Config:
+    settings = PARAMS["train"] | {"model": f"{__name__}:net", "model_options": model, "seeds": [0], "epochs": 1}
+    return parse(PARAMS | {"train": settings | train, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
+
+
+Try = tuple[dict[str, Any], Any, int]
+"""Options of the model, gradient_accumulation, global batch."""
+Outcome = tuple[str, int, dict[str, str]] | str
+"""Weights at the end, micro-batches, what was decided; or the message of what went wrong."""
+
+
+def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for model, accumulation, batch_size in tries:
+        variant = {"parallelism": "ddp", "gradient_accumulation": accumulation}
+        config = configure(model, variant, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
+        made = plan(config, "tried", CPU_ONLY)
+        try:
+            with job.training_of(config, made, dataset, joined, "resident", 0, ()) as training:
+                list(training.run())
+                outcomes.append((weights(training), training.plan.micro_batches, training.plan.decided))
+        except PipelineError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(digits: Dataset) -> None:
+    fits = "micro-batch(es) of {} samples a process, as {} did not fit into a process's memory"
+    cases: list[tuple[dict[str, Any], int, int, str]] = [
+        ({"most": 64}, 128, 1, "1 micro-batch(es) of 64 samples a process, which is all of its share"),
+        ({"most": 16}, 128, 4, f"4 {fits.format(16, 32)}"),
+        ({"most": 16, "where": "backward"}, 128, 4, f"4 {fits.format(16, 32)}"),
+        ({"most": 30}, 144, 3, f"3 {fits.format(24, 36)}"),
+    ]
+    tries: list[Try] = []
+    for model, batch_size, micro_batches, _ in cases:
+        tries += [(model, "auto", batch_size), (model, micro_batches, batch_size)]
+    main, other = run_ranks(
+        _train, digits, [*tries, ({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 12}, 2, 128)]
+    )
+    *outcomes, too_large, later = main
+    for (_, _, micro_batches, said), found, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
+        assert found[1:] == (micro_batches, {"auto_micro_batch": said})
+        assert asked == (found[0], micro_batches, {})
+    assert other[:-2] == outcomes
+    assert too_large.startswith("variants.tried: a process runs out of memory with a single sample a micro-batch; ")
+    assert later.startswith(
+        "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples a process "
+        "(tried to allocate too much). Set variants.tried.gradient_accumulation to 'auto', "
+    )
+
+
+def test_a_job_that_goes_on_does_not_decide_anew(
+    workspace: Path,  # noqa: ARG001, F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configure({"most": 4}, {"gradient_accumulation": "auto"}, seeds=[0, 1], epochs=2)
+    job.run(config, "tried", CPU_ONLY, PREPARED)
+    whole = results.read(results.result_file("tried"))
+    assert (whole.micro_batches, whole.batch_size, whole.learning_rate) == (8, 32, 0.05)
+    assert whole.applied["gradient_accumulation"] == "auto"
+    save, saved = checkpoints.save, []
+
+    def killed(state: dict[str, Any], path: Path) -> None:
+        save(state, path)
+        saved.append(path)
+        if len(saved) == 4:  # an epoch, the end and the model of seed 0; an epoch of seed 1
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(checkpoints, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            job.run(config, "tried", CPU_ONLY, PREPARED)
+    monkeypatch.setattr(Training, "fits", None)
+    job.run(config, "tried", CPU_ONLY, PREPARED)
+    resumed = results.read(results.result_file("tried"))
+    assert saved[-1] == checkpoint_file("tried", 1)
+    assert (resumed.micro_batches, resumed.decided) == (8, whole.decided)
+    assert [run.model_sha256 for run in resumed.runs] == [run.model_sha256 for run in whole.runs]
+
+
+def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001, F811
+    config = configure({"most": 8}, {"gradient_accumulation": "auto"})
+    Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with benchmark.Server() as server:
+        answer = server.measure("tried", config.variants["tried"].model_dump(mode="json"), 5)
+    assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
+    assert answer["decided"] == {
+        "auto_micro_batch": "4 micro-batch(es) of 8 samples a process, as 16 did not fit into a process's memory"
+    }
+
+
+def test_it_is_planned_as_one_micro_batch_and_excludes_what_waits_in_the_forward_pass() -> None:
+    values = {"gradient_accumulation": "auto", "parallelism": "ddp"}
+    made = plan(parse({"variants": {"baseline": values}}), "baseline", CPU_ONLY)
+    assert (made.micro_batches, made.micro_batch_size, made.decided) == (1, 128, {})
+    assert list(made.applied.techniques()) == ["ddp", "auto_micro_batch"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_with_little_memory_takes_more_micro_batches(
+    workspace: Path,  # noqa: ARG001, F811
+) -> None:
+    train = {
+        "device": "cuda",
+        "seeds": [0],
+        "epochs": 1,
+        "batch_size": 1024,
+        "model": "resnet18",
+        "warmup_fraction": 0.0,
+    }
+    params = PARAMS | {"train": PARAMS["train"] | train, "compare": {"baseline": "asked"}}
+    found: dict[Any, Result] = {}
+    torch.cuda.set_per_process_memory_fraction(2**29 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        for accumulation in ("auto", None):
+            values = {"gradient_accumulation": accumulation or found["auto"].micro_batches}
+            config = parse(params | {"variants": {"asked": values}})
+            Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+            job.run(config, "asked", environment.machine(), PREPARED)
+            found[accumulation] = results.read(results.result_file("asked"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found["auto"].micro_batches > 1
+    assert [run.model_sha256 for run in found["auto"].runs] == [run.model_sha256 for run in found[None].runs]
+    assert all(run.allocator_retries == 0 for run in found["auto"].runs)

@@ -1,0 +1,181 @@
+"""A model as a chain of units, and where to cut it."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipeline import models
+from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
+from pipeline.techniques.chain import NotAChain, balanced, chain, joined
+from tests.nets import ALONE, conv_net, make_plan
+
+
+def parts_of(costs: list[float], ends: list[int]) -> list[float]:
+    return [sum(costs[begin:end]) for begin, end in pairwise((0, *ends))]
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "ends"),
+    [
+        ([1, 1, 1, 1], 2, [2, 4]),
+        ([5, 1, 1, 1], 2, [1, 4]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 3, [5, 7, 9]),  # Skiena's example: 15, 13, 17
+        ([1, 1, 1, 1, 1, 1, 1, 1, 1], 3, [3, 6, 9]),
+        ([0, 0, 9, 0], 3, [1, 2, 4]),
+        ([7], 1, [1]),
+        ([2, 8, 3], 3, [1, 2, 3]),
+    ],
+)
+def test_known_best_cuts(costs: list[float], parts: int, ends: list[int]) -> None:
+    assert balanced(costs, parts) == ends
+
+
+@settings(max_examples=200, deadline=None)
+@given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
+def test_no_other_cut_has_a_cheaper_costliest_part(costs: list[float], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(costs)))
+    found = balanced(costs, parts)
+    assert len(found) == parts
+    assert found[-1] == len(costs)
+    assert all(begin < end for begin, end in pairwise((0, *found)))
+    cuts = combinations(range(1, len(costs)), parts - 1)
+    assert max(parts_of(costs, found)) == min(max(parts_of(costs, [*inner, len(costs)])) for inner in cuts)
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_more_parts_than_costs_are_refused(parts: int) -> None:
+    with pytest.raises(ValueError, match="3 costs cannot be divided"):
+        balanced([1.0, 1.0, 1.0], parts)
+
+
+class _TwoBranches(nn.Module):
+    """A sequence of blocks beside which another value passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        start = passing = self.first(images)
+        for block in self.blocks:
+            passing = block(passing)
+        logits: torch.Tensor = self.last(passing + start)
+        return logits
+
+
+def built(name: str, side: int = 8, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = models.build(name, options, channels=1, height=side, width=side, classes=10)
+    return model, torch.randn(4, 1, side, side)
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    """Of two encoder blocks, and a hook that resizes its images."""
+    from torchvision.models import VisionTransformer
+
+    torch.manual_seed(0)
+    model = VisionTransformer(32, 16, num_layers=2, num_heads=2, hidden_dim=12, mlp_dim=8, dropout=0.1)
+    model.register_forward_pre_hook(lambda _, inputs: F.interpolate(inputs[0], (32, 32)))
+    return model, torch.randn(4, 3, 16, 16)
+
+
+CHAINS = {
+    "small_cnn": (lambda: built("small_cnn"), 4),
+    "resnet9": (lambda: built("resnet9", base_width=4), 11),
+    "conv_net with BatchNorm": (lambda: (conv_net(norm=True, dropout=True), torch.randn(4, 1, 8, 8)), 5),
+    # A stem of two, eight residual blocks, the last linear layer.
+    "resnet18": (lambda: built("resnet18", 16), 11),
+    # Patches, the class token, positions, two encoder blocks, a LayerNorm, the last linear layer.
+    "vision transformer": (lambda: transformer(), 7),
+    "mobilenet_v3_small": (lambda: built("mobilenet_v3_small", 16), None),
+    "densenet121": (lambda: built("densenet121", 16), None),
+    "vgg11": (lambda: built("vgg11", 16), 11),
+    "convnext_tiny": (lambda: built("convnext_tiny", 16), None),
+    "a model of branches": (lambda: (_TwoBranches(), torch.randn(4, 8)), 3),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_computes_what_its_model_computes_with_the_same_parameters(name: str) -> None:
+    make, count = CHAINS[name]
+    model, images = make()  # type: ignore[no-untyped-call]
+    units = chain(model)
+    assert len(units) == count if count else len(units) > 4
+    assert all(any(True for _ in unit.parameters()) for unit in units)
+    own = [id(parameter) for unit in units for parameter in unit.parameters()]
+    assert sorted(own) == sorted(id(parameter) for parameter in model.parameters())
+    torch.manual_seed(1)
+    expected = model(images)
+    torch.manual_seed(1)
+    assert torch.equal(nn.Sequential(*units)(images), expected)
+
+
+def test_units_are_joined_to_the_one_before() -> None:
+    model = conv_net(norm=True)
+    units = joined(chain(model), (1, 3, 4))
+    assert len(units) == 2
+    images = torch.randn(4, 1, 8, 8)
+    assert torch.equal(units[1](units[0](images)), model(images))
+
+
+def test_a_checkpointed_block_stays_whole() -> None:
+    model = ActivationCheckpointing(make_plan(activation_checkpointing=True), ALONE).wrap_model(conv_net(norm=True))
+    units = chain(model)
+    assert len(units) == 3
+    assert any(module is model.get_submodule("1") for module in units[1].modules())
+
+
+class _LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        passing = self.first(images)
+        logits: torch.Tensor = self.second(passing if passing.sum() > 0 else -passing)
+        return logits
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layer(self.other(self.layer(images)))
+        return logits
+
+
+class _TwoInputs(nn.Module):
+    def forward(self, images: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return images * scale
+
+
+def _hooked() -> nn.Module:
+    model = conv_net()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_LooksAtValues, "torch.fx cannot record _LooksAtValues"),
+        (_Tied, "weight is used in more than one place"),
+        (_TwoInputs, "_TwoInputs takes or returns more than one tensor"),
+        (_hooked, "Sequential as a whole has hooks"),
+    ],
+)
+def test_a_model_that_is_no_chain_says_why(make: Any, reason: str) -> None:
+    with pytest.raises(NotAChain, match=reason):
+        chain(make())

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline import environment
+from pipeline.config import ConfigError, Machine, PipelineError, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.detectors import Recompilation
+from pipeline.distributed import World
+from pipeline.ledger import measured
+from pipeline.techniques import ORDER, chosen
+from pipeline.techniques.compile import Compile
+from pipeline.training import HostLosses, TrainingStep
+from tests.nets import ALONE, batch, conv_net, make_plan
+from tests.ranks import run_ranks
+from tests.test_training import TRAIN, make_training, rows_of
+
+ROOT = Path(__file__).parent.parent.parent
+HERE = environment.machine()
+GPU = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
+
+builds = pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_cpu_kernels))
+
+
+def planned(machine: Machine, device: str = "auto", **values: Any) -> Any:
+    params = {"train": {"device": device}, "compare": {"baseline": "a"}, "variants": {"a": values}}
+    return plan(parse(params), "a", machine)
+
+
+@builds
+def test_the_model_runs_as_one_generated_graph_and_learns_the_same(digits: Dataset) -> None:
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    plain, compiled = make_training(digits), make_training(digits, compile="default")
+    losses = [[row.train_loss for row in rows_of(each.run())] for each in (plain, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1  # training's; the evaluations ran the bare model
+    assert not counters["graph_break"]
+    assert list(compiled.model_state.read()) == list(plain.model_state.read())
+
+
+@builds
+def test_the_gradient_comes_from_generated_code() -> None:
+    technique = Compile(make_plan(compile="default"), ALONE)
+    model = conv_net()
+    wrapped = technique.wrap_model(model)
+    assert "CompiledFunction" in type(wrapped(batch()[0]).grad_fn).__name__
+    assert "CompiledFunction" not in type(model(batch()[0]).grad_fn).__name__
+
+
+@builds
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"channels_last": True},
+        {"gradient_accumulation": 2},
+        {"activation_checkpointing": True},
+        {"precision": "bf16", "gradient_accumulation": 2, "channels_last": True, "activation_checkpointing": 0.5},
+    ],
+)
+def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any]) -> None:
+    nets = [conv_net(norm=True) for _ in range(2)]
+    plain, compiled = (
+        make_training(digits, model=nets[0], **more),
+        make_training(digits, model=nets[1], compile="default", **more),
+    )
+    for training in (plain, compiled):
+        training.advance(8)
+    found, expected = (training.losses.take() for training in (compiled, plain))
+    assert found == pytest.approx(expected, rel=0.02 if "precision" in more else 1e-3)
+    for name, buffer in nets[0].named_buffers():  # BatchNorm counts a batch once, also where a block runs again
+        torch.testing.assert_close(nets[1].get_buffer(name), buffer, rtol=1e-2, atol=1e-3)
+
+
+def _steps(joined: World, applied: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
+    """Of each: the sum of the losses of three steps, and how many graphs the compiler saw and made of them."""
+    found = []
+    images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
+    for each in applied:
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        plan = make_plan(parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, **each)
+        techniques, net = chosen(plan, joined), conv_net()
+        wrapped: Any = net
+        for technique in techniques:
+            wrapped = technique.wrap_model(wrapped)
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), HostLosses(joined)
+        step = TrainingStep(wrapped, F.cross_entropy, optimizer, losses, techniques, plan.micro_batches)
+        for _ in range(3):
+            step(zip(images.chunk(plan.micro_batches), labels.chunk(plan.micro_batches), strict=True))
+        made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
+        found.append((losses.take(), int(counters["stats"]["unique_graphs"]), made))
+    return found
+
+
+@builds
+def test_two_ranks_compile_under_ddp_and_have_the_losses_of_one_device() -> None:
+    applied = [{"compile": "default"}, {"compile": "default", "gradient_accumulation": 2, "channels_last": True}]
+    [(loss, _, _)] = _steps(ALONE, [{}])
+    for rank in run_ranks(_steps, applied):
+        for rank_loss, graphs, made in rank:
+            assert rank_loss == pytest.approx(loss, rel=1e-4)
+            assert (graphs, made) == (1, 2)  # one for the forward and one for the backward pass
+
+
+class _Changes(nn.Module):
+    """Takes another path when told to, which the compiler cannot know beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.doubles = conv_net(), False
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        return 2 * logits if self.doubles else logits
+
+
+@builds
+def test_compiling_is_the_first_step_s_and_after_the_warm_up_it_is_refused(digits: Dataset) -> None:
+    model = _Changes()
+    training = make_training(digits, model=model, compile="default")
+    detector = Recompilation()
+    training.detectors = (detector,)
+    training.advance(TRAIN.warmup_steps + 10)
+    assert training.clock.first_step_seconds is not None
+    assert training.clock.first_step_seconds > 10 * max(training.clock.step_seconds)
+    assert detector.refusals() == []
+    model.doubles = True
+    training.advance(5)
+    [refusal] = detector.refusals()
+    assert "torch.compile compiled for" in refusal.reason
+
+
+class _Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = conv_net()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        return logits if logits.sum().item() > 0 else -logits
+
+
+@builds
+def test_a_model_that_is_not_one_graph_is_refused(digits: Dataset) -> None:
+    training = make_training(digits, model=_Breaks(), compile="default")
+    with pytest.raises(
+        PipelineError, match=r"variants\.tried\.compile: found 'default', but the model does not compile"
+    ):
+        training.advance(1)
+
+
+@builds
+def test_the_measured_ledger_knows_what_generated_code_takes(digits: Dataset) -> None:
+    plain, compiled = (make_training(digits, compile=mode) for mode in ("none", "default"))
+    found = []
+    for training in (plain, compiled):
+        training.advance(5)
+        ledger = measured(training, 100 * 2**20)
+        assert ledger is not None
+        found.append(ledger)
+    assert found[1].gradients_bytes == pytest.approx(found[0].gradients_bytes, rel=0.1)  # those there at the peak
+    assert found[1].parameters_bytes == found[0].parameters_bytes
+    assert 0.2 * found[0].activations_bytes < found[1].activations_bytes < 2 * found[0].activations_bytes
+
+
+def test_what_it_takes_cannot_be_foreseen() -> None:
+    assert not Compile.foreseen
+
+
+@builds
+def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Path) -> None:
+    program = (
+        "import json, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch\n"
+        "from pipeline.techniques.compile import Compile\n"
+        "from tests.nets import ALONE, make_plan\n"
+        "Compile.prepare_process()\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())\n"
+        "Compile(make_plan(compile='default'), ALONE).wrap_model(net)(torch.ones(4, 8)).sum().backward()\n"
+        "print(json.dumps(torch._dynamo.utils.counters['inductor']))\n"
+    )
+    places = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    clean = {name: value for name, value in os.environ.items() if name not in places}
+    counts = []
+    for _ in range(2):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=tmp_path, env=clean, check=True, capture_output=True, text=True)
+        counts.append(json.loads(done.stdout.splitlines()[-1]))
+    assert "fxgraph_cache_hit" not in counts[0]
+    assert counts[0]["fxgraph_cache_miss"] == 2  # forward and backward
+    assert counts[1]["fxgraph_cache_hit"] == 2
+    assert "fxgraph_cache_miss" not in counts[1]
+    assert (tmp_path / ".cache" / "inductor" / "fxgraph").is_dir()
+
+
+def test_it_comes_after_the_parallelism() -> None:
+    techniques = chosen(make_plan(compile="default", channels_last=True, activation_checkpointing=True), ALONE)
+    assert [technique.name for technique in techniques][-1] == "compile"
+    names = list(ORDER)
+    assert names.index("ddp") < names.index("compile") < names.index("bf16")
+
+
+def test_a_mode_that_records_cuda_graphs_needs_a_gpu() -> None:
+    cpu = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+    with pytest.raises(
+        ConfigError, match=r"variants\.a\.compile: found 'reduce-overhead', but it is default and CUDA gr"
+    ):
+        planned(cpu, compile="reduce-overhead")
+    assert planned(cpu, compile="default").applied.compile == "default"
+    assert planned(GPU, compile="reduce-overhead").applied.compile == "reduce-overhead"
+
+
+def test_without_a_compiler_it_is_refused_with_the_remedy() -> None:
+    lacks = {"no_cpu_kernels": "there is no compiler 'g++'", "no_gpu_kernels": "no triton"}
+    lacking = GPU.model_copy(update=lacks)
+    with pytest.raises(
+        ConfigError, match=r"variants\.a\.compile: found 'default', but there is no compiler 'g\+\+'; take"
+    ):
+        planned(lacking, "cpu", compile="default")
+    with pytest.raises(ConfigError, match="found 'max-autotune', but no triton"):
+        planned(lacking, compile="max-autotune")
+
+
+def test_what_the_machine_lacks_to_build_kernels_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    monkeypatch.delenv("CC", raising=False)
+    found = environment.machine()
+    assert found.no_cpu_kernels is not None
+    assert "there is no compiler 'no-such-compiler -O2'" in found.no_cpu_kernels
+    assert "apt-get install g++" in found.no_cpu_kernels
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    found = environment.machine()
+    assert found.no_cpu_kernels is not None
+    assert "apt-get install python3-dev" in found.no_cpu_kernels
+    assert found.no_gpu_kernels is not None
+    (tmp_path / "Python.h").touch()
+    assert environment.machine().no_cpu_kernels is None

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import GRAPH_WARMUP_STEPS, ConfigError, Machine, Train, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.ledger import measured
+from pipeline.measurement import graphs_bytes
+from pipeline.techniques import chosen
+from pipeline.techniques.cuda_graph import CudaGraph
+from pipeline.training import NonFiniteLoss, Training
+from tests.nets import ALONE, conv_net, make_plan
+from tests.test_training import TRAIN, make_training, rows_of, weights
+
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+GPU = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
+
+
+def planned(machine: Machine, train: dict[str, Any] | None = None, **values: Any) -> Any:
+    params = {"train": train or {}, "compare": {"baseline": "a"}, "variants": {"a": values}}
+    return plan(parse(params), "a", machine)
+
+
+def test_it_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"variants\.a\.cuda_graph: found true, but it needs a GPU|found True"):
+        planned(CPU, cuda_graph=True)
+    assert planned(GPU, cuda_graph=True).applied.cuda_graph
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"parallelism": "ddp"},
+        {"compile": "default"},
+        {"compile": "reduce-overhead"},
+        {"precision": "fp16"},
+        {"activation_checkpointing": True},
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"variants\.a: found cuda_graph True .*exclude each other|exclude each other"
+    ):
+        planned(GPU, cuda_graph=True, **other)
+
+
+def test_the_recording_is_a_part_of_the_warm_up() -> None:
+    with pytest.raises(
+        ConfigError, match=r"variants\.a\.cuda_graph: found True, but it records its step after 3 others"
+    ):
+        planned(GPU, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True)
+    planned(GPU, {"warmup_steps": GRAPH_WARMUP_STEPS + 1}, cuda_graph=True)
+
+
+def test_it_wraps_all_of_a_step() -> None:
+    techniques = chosen(make_plan(cuda_graph=True, cudnn_benchmark=True, gradient_accumulation=2), ALONE)
+    assert [technique.name for technique in techniques][-2:] == ["cuda_graph", "cudnn_benchmark"]
+    assert not CudaGraph.foreseen
+
+
+# On a GPU.
+
+
+def make(dataset: Dataset, train: Train = TRAIN, **applied: Any) -> Training:
+    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+    return make_training(dataset, world, train=train, model=conv_net(norm=True), **applied)
+
+
+def technique_of(training: Training) -> CudaGraph:
+    (found,) = (technique for technique in training.techniques if isinstance(technique, CudaGraph))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "more", [{}, {"gradient_accumulation": 2}, {"precision": "bf16", "channels_last": True}, {"cudnn_benchmark": True}]
+)
+def test_replays_train_as_steps_do_with_a_rate_that_changes(
+    digits: Dataset, optimizer: str, more: dict[str, Any]
+) -> None:
+    train = TRAIN.model_copy(update={"optimizer": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.003})
+    plain, graphed = make(digits, train, **more), make(digits, train, cuda_graph=True, **more)
+    calls = []
+    graphed.model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    rows = [rows_of(training.run()) for training in (plain, graphed)]
+    tolerance = 0.05 if "precision" in more else 0.01
+    assert [row.train_loss for row in rows[1]] == pytest.approx([row.train_loss for row in rows[0]], rel=tolerance)
+    assert [row.learning_rate for row in rows[1]] == [row.learning_rate for row in rows[0]]
+    # Python ran the model for the first steps and the recording, and then for evaluation alone.
+    assert calls.count(True) == (GRAPH_WARMUP_STEPS + 1) * more.get("gradient_accumulation", 1)
+    assert technique_of(graphed).graph is not None
+    assert all(isinstance(group["lr"], float) for group in graphed.optimizer.param_groups)
+
+
+@pytest.mark.gpu
+def test_dropout_is_drawn_anew_in_each_replay_and_a_resumed_run_goes_on(digits: Dataset) -> None:
+    def made() -> Training:
+        world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+        return make_training(digits, world, model=conv_net(dropout=True), cuda_graph=True)
+
+    first, again, parted, resumed = (made() for _ in range(4))
+    first.advance(60)
+    again.advance(60)
+    assert weights(first) == weights(again)
+    plain = make_training(digits, first.world, model=conv_net(dropout=True))
+    plain.advance(60)
+    assert first.losses.take() == pytest.approx(plain.losses.take(), rel=0.05)
+    parted.advance(30)
+    resumed.restore(parted.state())
+    resumed.advance(30)
+    for name, value in first.model.state_dict().items():
+        torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_from_a_bad_loss_on_replays_leave_the_weights_as_they_are(digits: Dataset) -> None:
+    training = make(digits, cuda_graph=True)
+    training.advance(8)
+    before = weights(training)
+    training.losses.total.fill_(torch.nan)  # type: ignore[union-attr]
+    with pytest.raises(NonFiniteLoss, match="the loss became nan"):
+        training.advance(8)
+    parameters = [name for name, _ in training.model.named_parameters()]
+    assert before != ""
+    assert all(torch.isfinite(training.model.state_dict()[name]).all() for name in parameters)
+
+
+@pytest.mark.gpu
+def test_the_peak_holds_what_replays_work_in_and_the_ledger_is_unknown(digits: Dataset) -> None:
+    train = TRAIN.model_copy(update={"batch_size": 512, "epochs": 12})
+    plain, graphed = make(digits, train), make(digits, train, cuda_graph=True)
+    for training in (plain, graphed):
+        training.advance(20)
+    assert graphs_bytes(torch.device("cuda", 0)) > 0
+    assert plain.memory.peak_bytes
+    assert graphed.memory.peak_bytes
+    assert graphed.memory.peak_bytes > 0.9 * plain.memory.peak_bytes
+    assert measured(graphed, graphed.memory.peak_bytes) is None
+    assert measured(plain, plain.memory.peak_bytes) is not None
+
+
+@pytest.mark.gpu
+def test_a_model_that_asks_for_a_value_is_refused(digits: Dataset) -> None:
+    from pipeline.config import PipelineError
+    from tests.techniques.test_compile import _Breaks
+
+    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+    training = make_training(digits, world, model=_Breaks(), cuda_graph=True)
+    with pytest.raises(PipelineError, match=r"variants\.tried\.cuda_graph: found true, but a step cannot be recorded"):
+        training.advance(GRAPH_WARMUP_STEPS + 1)

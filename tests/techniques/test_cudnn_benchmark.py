@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import ConfigError, Machine, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
+from tests.nets import ALONE, conv_net, make_plan
+from tests.test_training import make_training, rows_of
+
+
+class _Asks(nn.Module):
+    """Notes whether cuDNN searches, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = conv_net()
+        self.found: dict[bool, set[bool]] = {True: set(), False: set()}
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.found[self.training].add(torch.backends.cudnn.benchmark)
+        logits: torch.Tensor = self.net(images)
+        return logits
+
+
+def test_the_search_is_on_in_steps_alone(digits: Dataset) -> None:
+    model, plain = _Asks(), _Asks()
+    list(make_training(digits, model=model, cudnn_benchmark=True).run())
+    assert model.found == {True: {True}, False: {False}}
+    assert torch.backends.cudnn.benchmark is False
+    list(make_training(digits, model=plain).run())
+    assert plain.found == {True: {False}, False: {False}}
+
+
+def test_it_is_put_back_when_a_step_fails() -> None:
+    def fails(_: object) -> None:
+        assert torch.backends.cudnn.benchmark is True
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        CudnnBenchmark(make_plan(cudnn_benchmark=True), ALONE).wrap_step(fails)(iter([]))
+    assert torch.backends.cudnn.benchmark is False
+
+
+def test_it_needs_a_gpu() -> None:
+    config = parse({"compare": {"baseline": "a"}, "variants": {"a": {"cudnn_benchmark": True}}})
+    with pytest.raises(ConfigError, match=r"variants\.a\.cudnn_benchmark: found True, but it needs a GPU"):
+        plan(config, "a", Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False))
+
+
+@pytest.mark.gpu
+def test_what_is_learned_is_the_same_within_rounding(digits: Dataset) -> None:
+    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+    losses = [
+        [row.train_loss for row in rows_of(make_training(digits, world, cudnn_benchmark=on).run())]
+        for on in (False, True)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

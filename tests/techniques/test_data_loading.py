@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from pipeline import job, results
+from pipeline.checkpoints import checkpoint_file
+from pipeline.config import Augment, Machine, Train, parse, plan
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.techniques import chosen
+from pipeline.techniques.data_loading import DataLoaderData
+from pipeline.training import Training
+from tests import test_job
+from tests.nets import ALONE, conv_net, make_plan
+from tests.ranks import run_ranks
+from tests.test_job import workspace  # noqa: F401
+from tests.test_training import weights
+
+TRAIN = Train(epochs=2, batch_size=32, learning_rate=0.05, augment=Augment(crop_padding=1, flip=True, cutout=2))
+CHOICES: list[dict[str, Any]] = [
+    {"data_loading": "resident"},
+    {"data_loading": "streamed"},
+    {"data_loading": "dataloader"},
+    {"data_loading": "dataloader", "loader_workers": 0},
+]
+
+
+def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
+    processes: dict[str, Any] = {"parallelism": "ddp" if joined.size > 1 else "none", "processes": joined.size}
+    made = make_plan(**processes, **applied)
+    (placement,) = (technique.placement for technique in chosen(made, joined) if technique.placement)
+    batches = TrainBatches(
+        dataset,
+        batch_size=TRAIN.batch_size,
+        micro_batches=made.micro_batches,
+        rank=joined.rank,
+        world_size=joined.size,
+        seed=0,
+        augment=TRAIN.augment,
+        placement=placement,
+        device=joined.device,
+        workers=made.applied.loader_workers,
+    )
+    return Training(made, TRAIN, conv_net(dropout=True), dataset, batches, joined, seed=0)
+
+
+def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], steps: int) -> list[str]:
+    """The weights after so many steps, whichever way the data are read."""
+    found = []
+    for choice in applied:
+        training = make(dataset, joined, **choice)
+        training.advance(steps)
+        training.batches.close()
+        found.append(weights(training))
+    return found
+
+
+def test_the_weights_are_the_same_to_the_last_bit(digits: Dataset) -> None:
+    assert len(set(trained(ALONE, digits, CHOICES, 50))) == 1  # 44 steps an epoch
+    applied = [choice | {"gradient_accumulation": 2} for choice in CHOICES]
+    first, second = run_ranks(trained, digits, applied, 50)
+    assert len({*first, *second}) == 1
+
+
+def test_a_training_goes_on_in_the_middle_of_an_epoch(digits: Dataset) -> None:
+    whole = make(digits, ALONE, data_loading="dataloader")  # which starts the generators that all three share
+    whole.advance(60)
+    parted = make(digits, ALONE, data_loading="dataloader")
+    parted.advance(50)
+    state = parted.state()
+    resumed = make(digits, ALONE, data_loading="dataloader")
+    resumed.restore(state)
+    resumed.advance(10)
+    assert weights(resumed) == weights(whole)
+    for training in (whole, parted, resumed):
+        training.batches.close()
+
+
+def test_a_choice_goes_before_train_placement_and_is_what_the_result_says(workspace: Path) -> None:  # noqa: ARG001, F811
+    config = parse(
+        test_job.PARAMS
+        | {"train": test_job.PARAMS["train"] | {"placement": "resident", "seeds": [0], "epochs": 1}}
+        | {
+            "variants": {
+                "baseline": {},
+                "streamed": {"data_loading": "streamed"},
+                "loader": {"data_loading": "dataloader", "parallelism": "ddp"},
+                "ddp": {"parallelism": "ddp"},
+            }
+        }
+    )
+    made = {name: _run(config, name) for name in config.variants}
+    assert {name: result.placement for name, result in made.items()} == {
+        "baseline": "resident", "streamed": "streamed", "loader": "dataloader", "ddp": "resident",
+    }  # fmt: skip
+    sha256 = {name: result.runs[0].model_sha256 for name, result in made.items()}
+    assert sha256["baseline"] == sha256["streamed"]
+    assert sha256["ddp"] == sha256["loader"]
+
+
+def _run(config: Any, name: str) -> Any:
+    job.run(config, name, test_job.CPU_ONLY, test_job.PREPARED)
+    return results.read(results.result_file(name))
+
+
+def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> None:  # noqa: F811
+    params = test_job.PARAMS | {
+        "train": test_job.PARAMS["train"] | {"seeds": [0], "epochs": 200},
+        "variants": {"loader": {"data_loading": "dataloader"}},
+        "compare": {"baseline": "loader"},
+    }
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    training = test_job.command("loader", start_new_session=True)
+    history = workspace / "results" / "loader" / "history.csv"
+    end = time.monotonic() + 60
+    while not (history.exists() and len(history.read_text().splitlines()) > 2) and time.monotonic() < end:
+        time.sleep(0.05)
+    os.killpg(training.pid, signal.SIGINT)  # as a terminal does it: the workers hear it too
+    output, _ = training.communicate(timeout=60)
+    assert training.returncode == 130, output
+    assert "interrupted after step" in output
+    assert "DataLoader" not in output
+    assert checkpoint_file("loader", 0).exists()
+
+
+def test_the_workers_load_is_the_job_s_own(digits: Dataset) -> None:
+    from pipeline.detectors import _job
+
+    training = make(digits, ALONE, data_loading="dataloader")
+    before = {child.pid for child in psutil.Process().children()}
+    training.advance(1)
+    own = _job(psutil.Process().pid)
+    workers = {child.pid for child in psutil.Process().children()} - before
+    assert len(workers) >= 2
+    assert workers <= own.keys()
+    training.batches.close()
+
+
+def test_what_no_figure_counts_is_not_foreseen() -> None:
+    assert not DataLoaderData.foreseen
+
+
+def test_workers_without_a_dataloader_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"variants\.a\.loader_workers: found 4 with data_loading 'auto'; set data_loa"
+    ):
+        parse({"compare": {"baseline": "a"}, "variants": {"a": {"loader_workers": 4}}})
+
+
+def test_the_techniques_are_told_apart() -> None:
+    config = parse(
+        {"compare": {"baseline": "a"}, "variants": {"a": {"data_loading": "dataloader", "loader_workers": 3}}}
+    )
+    here = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+    assert [technique.name for technique in chosen(plan(config, "a", here), ALONE)] == ["dataloader"]
+    assert config.variants["a"].techniques() == {"dataloader": ("data_loading", "loader_workers")}

@@ -1,0 +1,127 @@
+"""nn.DataParallel: a GPU's own. Without several of them only its plans can be tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
+
+from pipeline import environment
+from pipeline.config import ConfigError, Machine, Plan, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.techniques.data_parallel import DataParallel
+from pipeline.training import Training
+from tests.nets import batch, conv_net, gradients, make_plan
+from tests.test_training import make_training
+
+ROOT = Path(__file__).parent.parent.parent
+GPUS = Machine(gpus=4, gpu_native_bf16=True, cpu_native_bf16=True)
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+
+
+def planned(machine: Machine, **variant: Any) -> Plan:
+    values = {"compare": {"baseline": "tried"}, "variants": {"tried": {"parallelism": "data_parallel"} | variant}}
+    return plan(parse(values), "tried", machine)
+
+
+def test_one_process_drives_all_gpus() -> None:
+    made = planned(GPUS, gradient_accumulation=2)
+    assert (made.processes, made.devices_per_process, made.micro_batch_size) == (1, 4, 128)
+    assert (made.applied.parallelism, made.left_out) == ("data_parallel", {})
+
+
+def test_with_one_gpu_it_is_left_out() -> None:
+    made = planned(GPUS.model_copy(update={"gpus": 1}))
+    assert (made.devices_per_process, made.applied.parallelism) == (1, "none")
+    assert made.left_out == {"data_parallel": "there is one GPU"}
+
+
+def test_it_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"parallelism: found 'data_parallel', but it needs a GPU, .*; take it out"):
+        planned(CPU)
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ({"processes": 2}, r"processes: found 2 with parallelism 'data_parallel', which is one process for all GPUs"),
+        ({"precision": "bf16"}, "'data_parallel' with precision 'bf16', which exclude each other: its threads"),
+        ({"activation_checkpointing": True}, "which exclude each other: its copies of a block"),
+    ],
+)
+def test_what_it_cannot_be_with_is_refused(variant: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(GPUS, **variant)
+
+
+def test_a_launcher_s_processes_are_not_for_it() -> None:
+    values = {"compare": {"baseline": "tried"}, "variants": {"tried": {"parallelism": "data_parallel"}}}
+    with pytest.raises(ConfigError, match=r"launcher started 4 process\(es\)"):
+        plan(parse(values), "tried", GPUS, launched=4)
+
+
+def test_the_ready_made_set_can_be_planned() -> None:
+    variants = yaml.safe_load((ROOT / "variants" / "data_parallel.yaml").read_text(encoding="utf-8"))
+    config = parse({"compare": {"baseline": "data-parallel"}, "variants": variants})
+    assert plan(config, "data-parallel", GPUS).devices_per_process == 4
+
+
+# On several GPUs
+
+several_gpus = pytest.mark.skipif(environment.machine().gpus < 2, reason="needs two GPUs")
+
+
+def on_gpus() -> tuple[World, int]:
+    torch.cuda.set_device(0)
+    return World(rank=0, size=1, device=torch.device("cuda", 0), backend=None), torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+@several_gpus
+def test_every_gpu_computes_its_part_and_the_gradients_are_the_whole_batch_s() -> None:
+    world, count = on_gpus()
+    images, labels = (part.to(world.device) for part in batch(32))
+    plain, parallel = conv_net().to(world.device), conv_net().to(world.device)
+    made = make_plan(parallelism="data_parallel", devices_per_process=count)
+    wrapped = DataParallel(made, world).wrap_model(parallel)
+    assert isinstance(wrapped, nn.DataParallel)
+    seen: list[tuple[int, int]] = []
+    parallel[0][0].register_forward_hook(lambda _, inputs, __: seen.append((inputs[0].get_device(), len(inputs[0]))))  # type: ignore[index]
+    F.cross_entropy(plain(images), labels).backward()
+    F.cross_entropy(wrapped(images), labels).backward()
+    assert sorted(device for device, _ in seen) == list(range(min(count, 32)))
+    assert sum(samples for _, samples in seen) == 32
+    torch.testing.assert_close(gradients(parallel), gradients(plain), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@several_gpus
+def test_a_resumed_run_draws_on_every_gpu_as_before_and_the_largest_gpu_s_memory_counts(digits: Dataset) -> None:
+    world, count = on_gpus()
+
+    def made(seed: int) -> Training:
+        model = conv_net(dropout=True, seed=seed)
+        return make_training(digits, world, model=model, parallelism="data_parallel", devices_per_process=count)
+
+    whole = made(0)
+    steps = whole.run()
+    for _ in range(7):
+        next(steps)
+    with whole.paused():
+        state = whole.state()
+    state["model"] = {name: tensor.clone() for name, tensor in state["model"].items()}
+    list(steps)
+    again = made(5)
+    torch.cuda.manual_seed_all(12345)
+    again.restore(state)
+    list(again.run())
+    one, other = whole.model_state.read(), again.model_state.read()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert whole.memory.peak_bytes is not None
+    assert whole.memory.peak_bytes >= max(torch.cuda.max_memory_allocated(index) for index in range(count))

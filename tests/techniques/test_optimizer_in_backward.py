@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import ConfigError, parse
+from pipeline.data.prepared import Dataset
+from pipeline.training import Training
+from tests.nets import ALONE, conv_net
+from tests.test_training import TRAIN, _until_broken, make_training, weights
+
+ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
+
+
+def _after(dataset: Dataset, steps: int, **how: Any) -> Training:
+    training = make_training(dataset, model=conv_net(norm=True, dropout=True), **how)
+    training.advance(steps)
+    return training
+
+
+@pytest.mark.parametrize("train", [TRAIN, ADAMW])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective", 0.5])
+def test_the_weights_are_the_plain_optimizer_s_to_the_last_bit(digits: Dataset, train: Any, checkpointing: Any) -> None:
+    plain = _after(digits, 30, train=train)
+    ours = _after(digits, 30, train=train, optimizer_in_backward=True, activation_checkpointing=checkpointing)
+    assert weights(ours) == weights(plain)
+
+
+def test_parameters_change_in_the_backward_pass_and_gradients_are_gone(digits: Dataset) -> None:
+    training = make_training(digits, optimizer_in_backward=True)
+    first, last = training.model[0][0].weight, training.model[2][1].weight  # type: ignore[index]
+    before = [tensor.detach().clone() for tensor in (first, last)]
+    seen = []
+
+    def when_the_first_layer_s_gradient_is_due(*_: Any) -> None:
+        seen.append((torch.equal(first, before[0]), torch.equal(last, before[1]), last.grad))
+
+    def note(_: object, __: object, output: torch.Tensor) -> None:
+        output.register_hook(when_the_first_layer_s_gradient_is_due)
+
+    training.model[0][0].register_forward_hook(note)  # type: ignore[index]
+    training.advance(1)
+    assert seen == [(True, False, None)]  # the last layer is updated by then, and its gradient freed
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("state", ["fp32", "factored"])
+def test_a_loss_that_is_not_finite_changes_no_parameter(digits: Dataset, on_device: bool, state: str) -> None:
+    message, before, after = _until_broken(
+        ALONE, digits, 0, on_device, optimizer_in_backward=True, optimizer_state=state
+    )
+    assert "epoch 1, step 8: the loss became nan" in message
+    assert after == before[7]
+
+
+@pytest.mark.parametrize("train", [TRAIN, ADAMW])
+def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(digits: Dataset, train: Any) -> None:
+    whole = _after(digits, 40, train=train, optimizer_in_backward=True)
+    half = _after(digits, 17, train=train, optimizer_in_backward=True)
+    state = half.state()
+    state = {**state, "model": {name: value.clone() for name, value in state["model"].items()}}
+    resumed = make_training(
+        digits, model=conv_net(norm=True, dropout=True, seed=5), train=train, optimizer_in_backward=True
+    )
+    resumed.restore(state)
+    resumed.advance(23)
+    assert weights(resumed) == weights(whole)
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ({"gradient_accumulation": 4}, "gradient_accumulation"),
+        ({"precision": "fp16"}, "precision"),
+        ({"parallelism": "ddp"}, "parallelism"),
+        ({"set_to_none": False}, "set_to_none"),
+        ({"optimizer_kernel": "foreach"}, "optimizer_kernel"),
+    ],
+)
+def test_what_needs_all_gradients_together_is_refused(other: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"variants\.x: .*{key} .* exclude each other: ") as refused:
+        parse({"compare": {"baseline": "x"}, "variants": {"x": {"optimizer_in_backward": True, **other}}})
+    assert "optimizer_in_backward True" in str(refused.value)

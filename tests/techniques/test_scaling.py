@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.config import ConfigError, Machine, parse, plan
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.training import Training
+from tests.nets import ALONE, conv_net
+from tests.ranks import run_ranks
+from tests.test_training import TRAIN
+
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+GPUS = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=True)
+WEAK = {"parallelism": "ddp", "scaling": "weak"}
+
+
+def made(machine: Machine, *, train: dict[str, Any] | None = None, **values: Any) -> Any:
+    config = parse({"train": train or {}, "variants": {"baseline": {}, "weak": WEAK | values}})
+    found = plan(config, "weak", machine)
+    return found, found.job(config.train)
+
+
+def test_each_process_takes_the_batch_and_the_rate_grows_with_them() -> None:
+    found, job = made(GPUS, train={"batch_size": 100, "learning_rate": 0.1}, gradient_accumulation=4)
+    assert (found.processes, found.scale, found.micro_batches, found.micro_batch_size) == (8, 8, 4, 25)
+    assert (job.batch_size, job.learning_rate) == (800, pytest.approx(0.8))
+    assert found.left_out == {}, "no GPU is left out for a batch that does not divide among them"
+
+
+def test_strong_scaling_leaves_the_job_as_it_is() -> None:
+    found, job = made(GPUS, train={"batch_size": 256}, scaling="strong")
+    assert (found.scale, found.micro_batch_size, job.batch_size, job.learning_rate) == (1, 32, 256, 0.1)
+
+
+def test_a_batch_that_the_micro_batches_do_not_divide() -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot divide into 1 process\(es\) x 3 micro-batch.*a multiple of 3, such as 99"
+    ):
+        made(GPUS, train={"batch_size": 100}, gradient_accumulation=3)
+
+
+def test_without_a_warm_up_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"variants\.weak\.scaling: found 'weak' with train\.warmup_fraction 0\.0; "):
+        made(CPU, train={"warmup_fraction": 0.0})
+
+
+def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], list[float], int]:
+    """Losses and learning rates of a run, and its steps."""
+    size = 32 if weak else 64
+    config = parse({
+        "train": TRAIN.model_dump() | {"batch_size": size, "learning_rate": 0.05 if weak else 0.1},
+        "variants": {"baseline": WEAK if weak else {}},
+    })  # fmt: skip
+    found = plan(config, "baseline", CPU)
+    job = found.job(config.train)
+    batches = TrainBatches(
+        dataset, batch_size=job.batch_size, micro_batches=1, rank=joined.rank, world_size=joined.size, seed=0,
+        augment=job.augment, placement="resident", device=joined.device,
+    )  # fmt: skip
+    training = Training(found, job, conv_net(), dataset, batches, joined, 0)
+    rows = [row for row in training.run() if row]
+    return [row.train_loss for row in rows], [row.learning_rate for row in rows], training.steps
+
+
+def test_two_ranks_train_as_one_device_with_twice_the_batch_and_rate(digits: Dataset) -> None:
+    losses, rates, steps = _train(ALONE, digits, False)
+    assert steps == 2 * (len(digits.train) // 64)
+    for rank_losses, rank_rates, rank_steps in run_ranks(_train, digits, True):
+        assert rank_losses == pytest.approx(losses, rel=1e-3)
+        assert rank_rates == pytest.approx(rates)
+        assert rank_steps == steps

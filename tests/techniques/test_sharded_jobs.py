@@ -1,0 +1,44 @@
+"""Each form of sharding through a whole job: its files are those of a single device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipeline import job, models, results
+from pipeline.checkpoints import state_sha256
+from pipeline.config import Machine, parse
+from pipeline.results import Result
+from tests.test_job import PARAMS, PREPARED, workspace  # noqa: F401
+
+ROOT = Path(__file__).parent.parent.parent
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "variants" / "sharded.yaml").read_text(encoding="utf-8"))
+
+
+def train(name: str) -> Result:
+    config = parse(PARAMS | {"train": PARAMS["train"] | {"seeds": [3]}, "variants": {"baseline": {}} | VARIANTS})
+    job.run(config, name, CPU, PREPARED)
+    return results.read(results.result_file(name))
+
+
+@pytest.mark.parametrize("name", [name for name, values in VARIANTS.items() if "cpu_offload" not in values])
+@pytest.mark.usefixtures("workspace")
+def test_a_job_of_each_ready_made_variant_trains_what_the_baseline_trains(name: str) -> None:
+    baseline, result = train("baseline"), train(name)
+    assert (result.backend, result.world_size) == ("gloo", 4 if name.endswith("replicas") else 2)
+    assert result.left_out == {}
+    assert result.applied["parallelism"] == name.partition("-")[0]
+    assert result.parameter_count == baseline.parameter_count
+    (run,), (plain,) = result.runs, baseline.runs
+    assert run.steps == plain.steps
+    assert run.train_loss == pytest.approx(plain.train_loss, rel=0.05 if "bf16" in name else 0.02)
+    assert abs(run.test_correct - plain.test_correct) <= (8 if "bf16" in name else 3)
+    assert len(run.peak_memory_rank_bytes) == result.world_size
+    model = models.build("small_cnn", {}, channels=1, height=8, width=8, classes=10)
+    model.load_state_dict(torch.load(results.model_file(name, 3), weights_only=True))
+    assert state_sha256(model.state_dict()) == run.model_sha256

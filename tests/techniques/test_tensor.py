@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import VisionTransformer, convnext_tiny, resnet18, vgg11, vit_b_16
+
+from pipeline import models
+from pipeline.config import ConfigError
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.techniques import chosen
+from pipeline.techniques.tensor import pairs
+from tests.nets import conv_net, make_plan
+from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
+from tests.ranks import run_ranks
+
+TENSOR: dict[str, Any] = {"parallelism": "tensor"}
+
+
+def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:
+    """``conv_net`` with a head of two linear layers, 48 wide between them."""
+    net = conv_net(norm=norm, dropout=dropout)
+    drops: list[nn.Module] = [nn.Dropout(0.3)] * dropout
+    wide, narrow = nn.Linear(64, 48), nn.Linear(48, 10)
+    net[2] = nn.Sequential(nn.Flatten(), wide, nn.ReLU(inplace=True), *drops, narrow, nn.Hardtanh(-9, 9, inplace=True))
+    return net
+
+
+def plain_headed_net() -> nn.Sequential:
+    return headed_net(norm=False, dropout=False)
+
+
+class SmallTransformer(nn.Module):
+    """A vision transformer for [N, 1, 8, 8] images, with dropout in its MLPs and around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = VisionTransformer(
+            image_size=8,
+            patch_size=4,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=16,
+            mlp_dim=64,
+            dropout=0.1,
+            num_classes=10,
+        )
+        nn.init.normal_(self.net.heads.head.weight, std=0.1)  # torchvision starts it at zero
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images.expand(-1, 3, -1, -1))
+        return logits
+
+
+def test_two_ranks_train_as_one_device_dropout_and_batchnorm_included(digits: Dataset) -> None:
+    cases = [TENSOR, TENSOR | {"activation_checkpointing": True}]
+    alone, found = alone_and_on_ranks(digits, headed_net, cases, size=2)
+    cut = 64 * 48 + 48 + 48 * 10
+    for ranks in found:
+        assert_same_training(ranks, alone)
+        for rank in ranks:
+            assert rank.parameter_bytes == alone.parameter_bytes - 4 * cut / 2
+            assert rank.optimizer_bytes == alone.optimizer_bytes - 4 * cut / 2
+
+
+def test_a_transformer_s_mlps_are_cut(digits: Dataset) -> None:
+    cases = [TENSOR, TENSOR | {"gradient_accumulation": 2}]
+    alone, (ranks, accumulated) = alone_and_on_ranks(digits, SmallTransformer, cases, size=2)
+    assert_same_training(ranks, alone)
+    cut = 2 * (16 * 64 + 64 + 64 * 16)
+    for rank in ranks:
+        assert rank.parameter_bytes == alone.parameter_bytes - 4 * cut / 2
+    for rank in accumulated:  # its masks are drawn for other batches
+        assert rank.resumed_sha256 == rank.straight_sha256 == accumulated[0].straight_sha256
+
+
+def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None:
+    cases = [TENSOR | {"replicas": 2}, TENSOR | {"replicas": 2, "gradient_accumulation": 2, "channels_last": True}]
+    alone, found = alone_and_on_ranks(digits, plain_headed_net, cases, size=4)
+    for ranks in found:
+        assert_same_training(ranks, alone)
+        assert all(rank.parameter_bytes < 0.7 * alone.parameter_bytes for rank in ranks)
+
+
+def test_pairs_are_found_where_the_width_between_is_only_looked_at_element_by_element() -> None:
+    with torch.device("meta"):
+        transformer, convolutional, classifier = vit_b_16(), convnext_tiny(), vgg11()
+        encoder = nn.TransformerEncoderLayer(8, 2, 32)
+        small = models.small_cnn(channels=1, height=28, width=28, classes=10)
+        others = [resnet18(), conv_net()]
+    assert [pair.first.out_features for pair in pairs(transformer)] == [3072] * 12
+    assert [list(map(type, pair.between)) for pair in pairs(transformer)] == [[nn.GELU, nn.Dropout]] * 12
+    assert len(list(pairs(convolutional))) == 18
+    assert [(pair.first.in_features, pair.second.out_features) for pair in pairs(classifier)] == [(25088, 4096)]
+    assert [pair.first.out_features for pair in pairs(encoder)] == [32]
+    assert [(pair.first.out_features, pair.second.out_features) for pair in pairs(small)] == [(50, 10)]
+    assert [list(pairs(other)) for other in others] == [[], []]
+
+
+def test_layers_that_are_used_twice_or_normalised_between_are_left_alone() -> None:
+    shared, dropout = nn.Linear(8, 8), nn.Dropout()
+    assert not list(pairs(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))))
+    assert not list(pairs(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))))
+    assert not list(pairs(nn.Sequential(shared, nn.ReLU(), shared)))
+    assert not list(pairs(nn.Sequential(nn.Linear(8, 8), dropout, nn.Linear(8, 8), dropout)))
+    tied = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    tied[2].weight = tied[0].weight
+    assert not list(pairs(tied))
+
+
+def _complaint(joined: World, net: nn.Module) -> str:
+    (technique,) = chosen(make_plan(**TENSOR, processes=joined.size), joined)
+    with pytest.raises(ConfigError) as caught:
+        technique.wrap_model(net)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (conv_net(), "Sequential has no two linear layers with nothing but element-wise functions between them; "),
+        (
+            nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)),
+            "Sequential has 15 values between its linear layers, which 2 processes cannot share evenly; ",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(net: nn.Module, message: str) -> None:
+    for complaint in run_ranks(_complaint, net):
+        assert complaint.startswith(f"variants.tried.parallelism: found 'tensor', but {message}allowed: ")
+
+
+def _random(joined: World, dataset: Dataset) -> tuple[list[float], torch.Tensor]:
+    """The next random numbers of a rank, and the hidden values of one sample that dropout leaves of ones."""
+    training = make_training(dataset, joined, headed_net, **TENSOR, replicas=joined.size // 2)
+    head: Any = training.model.get_submodule("2")
+    return torch.rand(2).tolist(), head[3](torch.ones(1, 24))
+
+
+def test_ranks_of_one_model_draw_alike_and_their_parts_of_a_mask_differ(digits: Dataset) -> None:
+    (first, one), (second, other), (third, _), (fourth, _) = run_ranks(_random, digits, size=4)
+    assert first == second != third == fourth
+    assert not torch.equal(one, other)
+    assert {round(value, 4) for mask in (one, other) for value in mask.flatten().tolist()} == {0.0, round(1 / 0.7, 4)}
+
+
+def _measured(joined: World, dataset: Dataset) -> tuple[int, int, int]:
+    from pipeline import ledger
+
+    training = make_training(dataset, joined, headed_net, **TENSOR)
+    training.advance(4)
+    found = ledger.measured(training, 10**9)
+    assert found is not None
+    held = sum(parameter.nbytes for parameter in training.model.parameters())
+    held += sum(buffer.nbytes for buffer in training.model.buffers())
+    return found.parameters_bytes, held, found.gradients_bytes
+
+
+def test_the_measured_ledger_counts_a_rank_s_own_parts(digits: Dataset) -> None:
+    for parameters, held, gradients in run_ranks(_measured, digits):
+        assert parameters == held
+        assert 0.5 * held < gradients < held

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pipeline.config import ConfigError, Machine, parse, plan
+from pipeline.data.prepared import Dataset
+from pipeline.techniques.tf32 import TF32
+from tests.nets import ALONE, conv_net, make_plan
+from tests.test_training import make_training
+
+OLD = Machine(gpus=1, gpu_native_bf16=False, cpu_native_bf16=True)
+NEW = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True)
+
+
+def allowed() -> tuple[bool, bool]:
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as the job does
+    assert allowed() == (False, False)
+
+
+def test_it_is_on_in_a_training_step_and_off_in_evaluation(digits: Dataset) -> None:
+    seen: dict[bool, set[tuple[bool, bool]]] = {True: set(), False: set()}
+    model = conv_net()
+
+    def note(module: torch.nn.Module, _: object, logits: torch.Tensor) -> None:
+        seen[module.training].add(allowed())
+        if logits.requires_grad:
+            logits.register_hook(lambda _: seen[True].add(allowed()))  # in the backward pass
+
+    model.register_forward_hook(note)
+    training = make_training(digits, model=model, precision="tf32")
+    training.advance(training.batches.steps_per_epoch)
+    assert seen == {True: {(True, True)}, False: {(False, False)}}
+    assert allowed() == (False, False)
+
+
+def test_it_is_off_again_after_a_step_that_fails() -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        TF32(make_plan(precision="tf32"), ALONE).wrap_step(fails)(iter(()))
+    assert allowed() == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "reason"),
+    [
+        (OLD, "cuda", "this GPU has no TF32 (compute capability below 8.0)"),
+        (NEW, "cpu", "it needs a GPU, and this run is on the CPU"),
+    ],
+)
+def test_where_there_is_none_it_is_refused(machine: Machine, device: str, reason: str) -> None:
+    config = parse({"train": {"device": device}, "variants": {"baseline": {}, "fast": {"precision": "tf32"}}})
+    with pytest.raises(ConfigError) as refused:
+        plan(config, "fast", machine)
+    assert str(refused.value) == f"variants.fast.precision: found 'tf32', but {reason}; take it out."
+
+
+def test_a_gpu_that_has_it_is_given_it() -> None:
+    config = parse({"variants": {"baseline": {}, "fast": {"precision": "tf32"}}})
+    assert plan(config, "fast", NEW).applied.precision == "tf32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda left, right: left @ right,
+        lambda left, right: torch.conv2d(left[None, :, :, None], right.T[:, :, None, None])[0, :, :, 0].T,
+    ],
+)
+def test_products_are_rounded_to_ten_bits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    left, right = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(2))
+    truth = product(left.double(), right.double())
+    errors = []
+
+    def step(_: object) -> None:
+        errors.append(float((product(left, right) - truth).abs().max()))
+
+    step(None)
+    TF32(make_plan(precision="tf32"), ALONE).wrap_step(step)(iter(()))
+    assert errors[0] < 1e-3 < errors[1] < 1.0

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import optimizers
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.optimizers import OptimizerChoice
+from pipeline.techniques import chosen
+from tests.nets import conv_net, make_plan
+from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(("optimizer", "values"), [("sgd", 1), ("adamw", 2)])
+def test_two_ranks_train_as_one_device_and_share_out_the_optimizer_state(
+    digits: Dataset, optimizer: Any, values: int
+) -> None:
+    train = TRAIN.model_copy(update={"optimizer": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.005})
+    cases: list[dict[str, Any]] = [{"parallelism": "zero1"}, {"parallelism": "zero1", "gradient_accumulation": 2}]
+    alone, found = alone_and_on_ranks(digits, conv_net, cases, size=2, train=train)
+    assert alone.optimizer_bytes >= values * alone.parameter_bytes
+    for ranks in found:
+        assert_same_training(ranks, alone, held_whole=True)
+        # Whole parameters are shared out: the largest two of conv_net's six are 1152 and 640 of 1898 values.
+        assert sum(rank.optimizer_bytes for rank in ranks) == alone.optimizer_bytes
+        assert max(rank.optimizer_bytes for rank in ranks) < 0.62 * alone.optimizer_bytes
+
+
+def _left_out(joined: World) -> tuple[bool, bool, bool]:
+    """Whether a step with ``found_inf`` changes nothing, one without does, and a loss scale is taken up."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
+    choice = technique.change_optimizer(optimizers.of_job(TRAIN.model_copy(update={"weight_decay": 0.0})))
+    optimizer: Any = choice.make(technique.wrap_model(net).parameters())
+
+    def step() -> float:
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        for parameter in net.parameters():  # a kernel with a loss scale divides them in place
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return max((a - b).abs().max().item() for a, b in zip(before, net.parameters(), strict=True))
+
+    assert optimizer._step_supports_amp_scaling
+    optimizer.found_inf = torch.ones(())
+    left_out = step() == 0
+    optimizer.found_inf = torch.zeros(())
+    optimizer.grad_scale = torch.full((), 2.0)
+    halved = step()
+    del optimizer.grad_scale, optimizer.found_inf
+    for values in optimizer.state.values():
+        values["momentum_buffer"].zero_()
+    return left_out, halved > 0, step() == pytest.approx(2 * halved)
+
+
+def _left_out_unfused(joined: World) -> tuple[bool, bool]:
+    """The first two of the above for an optimizer without a fused kernel."""
+    net = nn.Linear(8, 8)
+    (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
+    choice = OptimizerChoice(torch.optim.SGD, {"lr": 0.1, "foreach": True})
+    optimizer: Any = technique.change_optimizer(choice).make(technique.wrap_model(net).parameters())
+    changes = []
+    for flag in (1.0, 0.0):
+        before = net.weight.detach().clone()
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer.found_inf = torch.full((), flag)
+        optimizer.step()
+        changes.append(not torch.equal(before, net.weight))
+    return changes[0], changes[1]
+
+
+def test_an_overflow_reaches_an_optimizer_that_is_not_fused() -> None:
+    assert run_ranks(_left_out_unfused) == [(False, True)] * 2
+
+
+def test_an_overflow_and_a_loss_scale_reach_the_rank_s_own_optimizer() -> None:
+    assert run_ranks(_left_out) == [(True, True, True)] * 2

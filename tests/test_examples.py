@@ -1,0 +1,106 @@
+"""The examples' own READMEs, executed: every command, on jobs made small."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config import load
+from tests.conftest import ROOT, Clone
+from tests.outside import write_example_metadata
+
+SMALL: dict[str, Any] = {
+    "train.seeds": [0],
+    "train.epochs": 2,
+    "train.device": "cpu",
+    "bench": {"max_rounds": 1, "window_seconds": 0.05},
+}
+
+
+def commands(readme: Path) -> list[list[str]]:
+    """Those of its console blocks, in order, without their comments."""
+    blocks = re.findall(r"```console\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    return [shlex.split(line[2:], comments=True) for block in blocks for line in block.splitlines() if line[:2] == "$ "]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_vision_transformer_from_images_to_report(clone: Callable[..., Clone]) -> None:
+    checkout = clone()
+    asked = commands(ROOT / "examples" / "vit" / "README.md")
+    assert [command[0] for command in asked] == ["cp", "python", "dvc", "python", "dvc"]
+    output = ""
+    for command in asked:
+        output = checkout.run(*command)
+        if command[0] == "cp":
+            checkout.edit(SMALL | {"train.epochs": 1, "train.model_options.depth": 1, "variants.accumulated": None})
+        if "verify" in command:
+            assert "The model draws random numbers." in output
+            assert "with dropout off" in output
+    variants = ["baseline", "ddp", "checkpointed"]
+    results = {name: json.loads((checkout.path / "results" / f"{name}.json").read_text()) for name in variants}
+    for result in results.values():
+        (run,) = result["runs"]
+        assert run["test_accuracy"] == run["test_correct"] / run["test_count"]
+        assert isinstance(run["test_correct"], int), "top two: right or wrong"
+    hashes = {name: result["runs"][0]["model_sha256"] for name, result in results.items()}
+    assert hashes["checkpointed"] == hashes["baseline"]
+    assert results["baseline"]["runs"][0]["test_accuracy"] > 0.3, "of two guesses, chance gets 0.2"
+    for report in ("comparison.md", "comparison.html"):
+        text = (checkout.path / "reports" / report).read_text(encoding="utf-8").replace("\\_", "_")
+        assert "accuracy is the mean of examples.vit.nets:top_two" in text
+    models = checkout.run("python", "-c", LOADED)
+    assert models.splitlines()[-1] == "[3, 10]"
+
+
+LOADED = """
+import mlflow, numpy as np
+mlflow.set_tracking_uri("sqlite:///mlflow.db")
+found = mlflow.search_logged_models(experiment_ids=["1"], output_format="list", filter_string="tags.variant = 'ddp'")
+model = mlflow.pyfunc.load_model(f"models:/{found[0].model_id}")
+print(list(model.predict(np.zeros((3, 3, 8, 8), dtype=np.uint8)).shape))
+"""
+
+
+def test_the_transformer_s_params_are_valid_and_name_what_is_there() -> None:
+    config = load(ROOT / "examples" / "vit" / "params.yaml")
+    nets = (ROOT / "examples" / "vit" / "nets.py").read_text(encoding="utf-8")
+    for name in (config.train.model, config.train.loss, config.train.metric):
+        module, _, function = name.partition(":")
+        assert module == "examples.vit.nets"
+        assert f"def {function}(" in nets
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_technique_s_commands_train_verify_and_compare_it(clone: Callable[..., Clone]) -> None:
+    readme = (ROOT / "examples" / "own_technique" / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    variants = yaml.safe_load(shown)["variants"]
+    assert list(variants) == ["baseline", "clipped"]
+    checkout = clone(SMALL | {"variants": variants, "fetch.dataset": "digits", "train.batch_size": 32})
+    example = checkout.path / "examples" / "own_technique"
+    write_example_metadata(checkout.path / "site")  # instead of pip, which would need the network or change this Python
+    path = os.pathsep.join(map(str, (checkout.path / "site", example)))
+    install, *rest = commands(example / "README.md")
+    assert install == ["pip", "install", "--no-deps", "--no-build-isolation", "examples/own_technique"]
+    checkout.run("dvc", "repro", "environment", "prepare", PYTHONPATH=path)
+    for command in rest:
+        output = checkout.run(*command, PYTHONPATH=path)
+        if "verify" in command:
+            assert "claims hold" in output
+    result = json.loads((checkout.path / "results" / "clipped.json").read_text())
+    assert result["applied"]["extra"] == {"gradient_clipping": {"max_norm": 1.0}}
+    compared = json.loads((checkout.path / "reports" / "comparison.json").read_text())
+    assert [each["techniques"] for each in compared["variants"]] == [[], ["gradient_clipping"]]
+    assert compared["environment"]["software"]["techniques"] == {"gradient-clipping": "0.1.0"}
+    output = checkout.run("dvc", "repro", fails=True)  # the package is gone
+    assert "variants.clipped.extra.gradient_clipping: no technique 'gradient_clipping' is installed" in output

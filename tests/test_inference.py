@@ -1,0 +1,335 @@
+"""Inference with a trained model: forms that agree, forms that cannot be and say why, and honest rounds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import environment, inference, job, results
+from pipeline.config import Config, Machine, PipelineError, parse
+from pipeline.data import packing, sources
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import ALONE
+from pipeline.inference import measuring
+from pipeline.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
+from pipeline.inference.records import Form
+from pipeline.models import Classifier
+from tests.nets import conv_net
+
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+RAW, PREPARED = Path("data/raw"), Path("data/prepared")
+PARAMETERS = 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 10
+"""Of small_cnn for digits."""
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A net that tells digits apart."""
+    model = conv_net(norm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pixels = (digits.train.images / 255.0 - digits.mean[0]) / digits.std[0]
+    for step in range(120):
+        rows = slice(step * 64 % 1344, step * 64 % 1344 + 64)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(pixels[rows]), digits.train.labels[rows]).backward()
+        optimizer.step()
+    return Trained(
+        model=model.eval(),
+        mean=digits.mean,
+        std=digits.std,
+        device=torch.device("cpu"),
+        samples=digits.train.images[:128],
+        batch_sizes=[1, 8],
+        native=frozenset({"bf16", "fp16"}),
+        scratch=tmp_path_factory.mktemp("forms"),
+    )
+
+
+def measure(trained: Trained, dataset: Dataset, kinds: Mapping[str, Kind]) -> dict[str, Form]:
+    kinds = {"eager": FORMS["eager"], **kinds}
+    found, noise = inference.forms_on(trained, kinds, dataset, ALONE, "a CPU", rounds=2, seconds=0.001, max_spread=0.15)
+    assert [each.batch_size for each in noise] == [1, 8]
+    assert all(each.refused and "at least 6 are needed" in each.refused for each in noise)
+    return {form.name: form for form in found}
+
+
+def test_forms_that_need_no_compiler_agree_with_the_plain_one(trained: Trained, digits: Dataset) -> None:
+    found = measure(trained, digits, {name: FORMS[name] for name in ("bf16", "fp16", "exported")})
+    plain = found["eager"].measured
+    assert plain
+    assert plain.agreement.equal_count == plain.agreement.test_count == len(digits.test)
+    assert plain.agreement.largest_logit_difference == 0
+    assert plain.agreement.accuracy > 0.9
+    exported, half = found["exported"].measured, found["bf16"].measured
+    assert exported
+    assert half
+    assert exported.agreement.equal_count == len(digits.test)
+    assert exported.agreement.largest_logit_difference < 1e-4
+    assert exported.file_bytes
+    assert exported.file_bytes > exported.model_bytes == plain.model_bytes
+    assert half.agreement.equal_fraction > 0.98
+    assert 0 < half.agreement.largest_logit_difference < 1
+    assert half.model_bytes < 0.6 * plain.model_bytes
+    fp16 = found["fp16"].measured
+    assert fp16
+    assert 0 < fp16.agreement.largest_logit_difference < half.agreement.largest_logit_difference
+    for form in found.values():
+        assert form.measured
+        assert form.measured.latency.p50_low_ms <= form.measured.latency.p50_high_ms
+        assert [each.batch_size for each in form.measured.throughput] == [1, 8]
+        for each in form.measured.throughput:
+            assert each.low_samples_per_second <= each.samples_per_second <= each.high_samples_per_second
+
+
+@pytest.mark.slow
+def test_the_compiled_form_agrees(trained: Trained, digits: Dataset) -> None:
+    found = measure(trained, digits, {"compiled": FORMS["compiled"]})["compiled"]
+    if found.why_not and "C++ compiler" in found.why_not:
+        pytest.skip(found.why_not)
+    assert found.measured, found.why_not
+    assert found.measured.agreement.equal_count == len(digits.test)
+    assert 0 <= found.measured.agreement.largest_logit_difference < 1e-4
+    assert found.measured.remarks == ()
+    assert found.measured.prepare_seconds > found.measured.latency.p50_ms / 1e3
+
+
+@pytest.mark.slow
+def test_the_quantised_form_agrees_and_is_a_quarter_in_size(trained: Trained, digits: Dataset) -> None:
+    found = measure(trained, digits, {"int8": FORMS["int8"]})
+    quantised, plain = found["int8"], found["eager"].measured
+    if quantised.why_not and ("torchao" in quantised.why_not or "compiler" in quantised.why_not):
+        pytest.skip(quantised.why_not)
+    assert quantised.measured, quantised.why_not
+    assert plain
+    assert quantised.measured.agreement.equal_fraction > 0.97
+    assert quantised.measured.agreement.largest_logit_difference > 0
+    assert quantised.measured.model_bytes < 0.5 * plain.model_bytes
+
+
+def test_without_a_compiler_the_compiled_forms_are_refused_with_the_remedy(
+    trained: Trained, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.config as inductor
+    from torch._inductor import cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/nowhere/g++",))
+    found = measure(trained, digits, {"compiled": FORMS["compiled"]})["compiled"]
+    cpp_builder.cpp_compiler_search.cache_clear()
+    assert found.measured is None
+    assert found.why_not
+    assert "needs a C++ compiler on a CPU, and there is none: install g++" in found.why_not
+
+
+def test_without_torchao_the_quantised_form_says_so(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(Unavailable, match="pip install torchao"):
+        FORMS["int8"].make(trained)
+
+
+def test_what_would_be_emulated_is_no_form(trained: Trained, digits: Dataset) -> None:
+    plain = Trained(**{**vars(trained), "native": frozenset()})
+    found = measure(plain, digits, {name: FORMS[name] for name in ("bf16", "fp16")})
+    assert found["bf16"].why_not == "this CPU has no native bf16 and would emulate it, several times slower"
+    assert found["fp16"].why_not == "this CPU has no native fp16 and would emulate it, several times slower"
+
+
+def test_a_broken_form_is_reported_and_the_others_are_measured(trained: Trained, digits: Dataset) -> None:
+    def raising(_: Trained) -> Made:
+        raise RuntimeError("no kernel image\nand much more")
+
+    def only_one_size(trained: Trained) -> Made:
+        def predict(images: torch.Tensor) -> torch.Tensor:
+            assert len(images) == 1, "one image at a time"
+            return trained.classifier()(images)  # type: ignore[no-any-return]
+
+        return Made(predict, 0)
+
+    def not_finite(trained: Trained) -> Made:
+        return Made(lambda images: trained.classifier()(images) * torch.nan, 0)
+
+    def wrong(trained: Trained) -> Made:
+        return Made(lambda images: -trained.classifier()(images), 0)
+
+    broken = {
+        "raising": Kind("raises", raising),
+        "one": Kind("takes one", only_one_size),
+        "nan": Kind("is not finite", not_finite),
+        "wrong": Kind("is wrong", wrong),
+    }
+    found = measure(trained, digits, {**broken, "exported": FORMS["exported"]})
+    assert found["raising"].why_not == "RuntimeError: no kernel image"
+    assert found["one"].why_not == "AssertionError: one image at a time"
+    assert found["nan"].why_not == "its logits are not finite"
+    assert found["exported"].measured
+    assert found["wrong"].measured
+    assert found["wrong"].measured.agreement.equal_count < 0.1 * len(digits.test)
+    assert found["wrong"].measured.agreement.largest_logit_difference > 1
+
+
+def test_a_plain_form_that_fails_is_no_result(trained: Trained, digits: Dataset) -> None:
+    def raising(_: Trained) -> Made:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        measure(trained, digits, {"eager": Kind("raises", raising)})
+
+
+def test_every_image_counts_once_whatever_the_batch(trained: Trained, digits: Dataset) -> None:
+    whole = trained.classifier()(digits.test.images)
+    seen: set[int] = set()
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        seen.add(len(images))
+        logits: torch.Tensor = trained.classifier()(images)
+        return logits
+
+    batches = inference._Batches(digits, torch.device("cpu"), 7)
+    with torch.no_grad():
+        logits = batches.logits(predict)
+    assert torch.allclose(logits, whole, atol=1e-5)
+    assert seen == {7}, "a compiled form meets no other size"
+    assert len(inference._Batches(digits, torch.device("cpu"), 1000).images) == 1000, "more than there are"
+
+
+def test_bytes_are_those_of_the_weights() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(3, 2, bias=False))
+    model[2].weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    assert bytes_of(model) == 4 * (4 * 9 + 4 + 4 * 4) + 8 + 2 * 6
+    tied = nn.Linear(4, 4, bias=False)
+    twice = nn.Sequential(tied, nn.Linear(4, 4, bias=False))
+    twice[1].weight = tied.weight
+    assert bytes_of(twice) == 64
+    assert bytes_of(Classifier(tied, [0.5], [0.5])) == 64 + 12
+
+
+# Rounds.
+
+
+class _Clockwork:
+    """A clock that only calls move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clockwork:
+    clock = _Clockwork()
+    monkeypatch.setattr(measuring, "time", clock)
+    return clock
+
+
+def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
+    order: list[str] = []
+
+    def form(name: str, cost: float) -> Any:
+        def predict(images: torch.Tensor) -> torch.Tensor:
+            if not order or order[-1] != name:
+                order.append(name)
+            clock.now += cost * len(images)
+            return images
+
+        return predict
+
+    images = torch.zeros(8, 1)
+    called = {"slow": form("slow", 1 / 64), "fast": form("fast", 1 / 128)}
+    found = measuring.in_rounds(called, images, [1, 8], rounds=6, seconds=0.5, synchronise=lambda: None)
+    assert order[:4] == ["slow", "fast", "slow", "fast"]
+    assert order.count("slow") >= 9
+    latency = measuring.latency_of(found["slow"])
+    assert latency.p50_ms == 15.625
+    assert latency.calls == 6 * 32
+    assert latency.p99_ms == 15.625
+    few = measuring.latency_of(measuring.Slices(latencies=[[0.02] * 50]))
+    assert few.p99_ms is None, "of 50 calls the slowest hundredth is none"
+    quiet = measuring.noise_of(found["slow"], found["slow"], 0.15, "cpu")
+    assert [each.refused for each in quiet.values()] == [None, None]
+    single, batch = measuring.throughput_of(found["fast"], found["slow"], quiet)
+    assert (single.batch_size, batch.batch_size) == (1, 8)
+    assert batch.samples_per_second == 128
+    assert batch.ratio == pytest.approx(2)
+    assert batch.ratio_high == pytest.approx(2)
+    noisy = measuring.Slices(rates={size: [100.0, 140.0, 70.0, 130.0, 90.0, 60.0] for size in (1, 8)})
+    loud = measuring.noise_of(noisy, measuring.Slices(rates={size: [100.0] * 6 for size in (1, 8)}), 0.15, "cpu")
+    assert loud[8].refused
+    assert "a spread of" in loud[8].refused
+    assert measuring.throughput_of(found["fast"], found["slow"], loud)[1].ratio is None, "refused, not reported"
+
+
+# The stage.
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A directory in which the baseline has been trained; the current one."""
+    monkeypatch.chdir(tmp_path)
+    config = parse(
+        {
+            "fetch": {"dataset": "digits"},
+            "train": {"device": "cpu", "seeds": [3], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},
+            "infer": {"forms": ["bf16", "exported"], "batch_sizes": [1, 32], "rounds": 2, "window_seconds": 0.001},
+            "publish": {"live": False},
+            "variants": {"baseline": {}},
+        }
+    )
+    environment.write()
+    sources.fetch(config.fetch, RAW)
+    packing.prepare(config, RAW, PREPARED)
+    return config
+
+
+def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PipelineError, match=r"models/baseline/seed-3\.pt is missing; run `dvc repro train@baseline`"):
+        inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
+    job.run(workspace, "baseline", CPU_ONLY, PREPARED)
+    inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
+    values = json.loads(results.inference_file("baseline", "json").read_text())
+    [run] = results.read(results.result_file("baseline")).runs
+    assert (values["schema"], values["variant"], values["seed"]) == (1, "baseline", 3)
+    assert values["model_sha256"] == run.model_sha256
+    plain, half, exported = values["forms"]
+    assert [form["name"] for form in values["forms"]] == ["eager", "bf16", "exported"], "the plain form always is"
+    assert plain["measured"]["agreement"]["correct_count"] == run.test_correct, "the accuracy that training saw"
+    assert plain["measured"]["model_bytes"] == 4 * PARAMETERS + 4 * 3
+    assert half["measured"] is None
+    assert exported["measured"]["agreement"]["equal_count"] == run.test_count
+    text = results.inference_file("baseline", "md").read_text()
+    assert f"{run.test_correct} of {run.test_count}" in text
+    assert "**bf16** is not available: this CPU has no native bf16" in text
+    assert "bf16 on cpu is not available" in capsys.readouterr().out
+
+
+def test_weights_of_another_model_are_refused(workspace: Config) -> None:
+    path = results.model_file("baseline", 3)
+    path.parent.mkdir(parents=True)
+    torch.save(conv_net().state_dict(), path)
+    with pytest.raises(PipelineError, match=r"seed-3\.pt does not fit train\.model"):
+        inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_both_devices_are_measured(workspace: Config) -> None:
+    values = workspace.model_dump(mode="json")
+    values["train"]["device"] = "cuda"
+    values["infer"]["forms"] = ["compiled", "bf16", "fp16", "int8", "exported"]
+    config, machine = parse(values), environment.machine()
+    job.run(config, "baseline", machine, PREPARED)
+    inference.run(config, "baseline", machine, PREPARED)
+    forms = json.loads(results.inference_file("baseline", "json").read_text())["forms"]
+    on_gpu = {form["name"]: form for form in forms if form["device_type"] == "cuda"}
+    assert {form["name"] for form in forms if form["device_type"] == "cpu"} == set(on_gpu)
+    for name in ("eager", "compiled", "fp16", "exported"):
+        assert on_gpu[name]["measured"], on_gpu[name]["why_not"]
+        assert on_gpu[name]["measured"]["agreement"]["equal_count"] > 350
+    assert "TensorRT" in on_gpu["int8"]["why_not"]

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline import objectives
+from pipeline.config import ConfigError, Train, parse
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.evaluation import Score, evaluate
+from pipeline.objectives import ObjectiveError
+from tests.nets import ALONE, batch, conv_net
+from tests.ranks import run_ranks
+from tests.test_training import make_training, rows_of
+
+CODE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def smoothed(*, classes, amount=0.1):
+    return lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=amount)
+
+def summed(*, classes):
+    return lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum")
+
+def weighted_by_the_batch(*, classes):
+    weights = torch.arange(1.0, classes + 1)
+    return lambda logits, labels: F.cross_entropy(logits, labels, weights)
+
+class Weighted(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.register_buffer("weights", torch.ones(classes))
+
+    def forward(self, logits, labels):
+        return (F.cross_entropy(logits, labels, reduction="none") * self.weights[labels]).mean()
+
+class Learned(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+def number(*, classes):
+    return 3
+
+def not_reduced(*, classes):
+    return lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")
+
+def without_gradient(*, classes):
+    return lambda logits, labels: F.cross_entropy(logits, labels).detach()
+
+def top_two(logits, labels):
+    return (logits.topk(2).indices == labels.unsqueeze(1)).any(1)
+
+def probability(logits, labels):
+    return logits.softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+def percentage(logits, labels):
+    return 100 * probability(logits, labels)
+
+def mean(logits, labels):
+    return probability(logits, labels).mean()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_code.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_job_s_own_is_cross_entropy_and_accuracy() -> None:
+    objective = objectives.of_job(Train(label_smoothing=0.1), 10, CPU)
+    images, labels = batch()
+    logits = conv_net()(images)
+    assert torch.equal(objective.loss(logits, labels), F.cross_entropy(logits, labels, label_smoothing=0.1))
+    assert objective.test_losses(logits, labels).item() == pytest.approx(32 * F.cross_entropy(logits, labels).item())
+    assert torch.equal(objective.scores(logits, labels), logits.argmax(1) == labels)
+
+
+def test_a_loss_of_one_s_own_trains_and_is_the_test_loss_too(digits: Dataset) -> None:
+    own = Train(epochs=1, batch_size=32, loss="own_code:smoothed", loss_options={"amount": 0.2})
+    built_in = Train(epochs=1, batch_size=32, label_smoothing=0.2)
+    ours, theirs = make_training(digits, train=own), make_training(digits, train=built_in)
+    assert [row.train_loss for row in rows_of(ours.run())] == [row.train_loss for row in rows_of(theirs.run())]
+    assert ours.score is not None
+    assert theirs.score is not None
+    assert ours.score.correct == theirs.score.correct
+    assert ours.score.loss > theirs.score.loss, "smoothed too, which cross_entropy's test loss is not"
+
+
+def test_options_reach_the_loss_and_buffers_its_device() -> None:
+    train = Train(loss="own_code:Weighted")
+    objectives.check(train, 10)
+    loss = objectives.of_job(train, 10, torch.device("meta")).loss
+    assert loss.weights.device.type == "meta"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "own_code:smothed",
+            r"train\.loss: found 'own_code:smothed', but .*own_code\.py has no 'smothed'\. Did you mean",
+        ),
+        ("no_code:loss", r"train\.loss: found 'no_code:loss', but there is no module 'no_code'"),
+        ("own_code:top_two", r"train\.loss: own_code:top_two is called with classes and train\.loss_options \(none\)"),
+        ("own_code:number", r"own_code:number returned 3; expected a function of logits and labels"),
+        ("own_code:Learned", r"own_code:Learned has parameters of its own \(temperature\), which nothing would train"),
+        ("own_code:not_reduced", r"gave a tensor of shape \[6\]; expected a scalar tensor with a gradient"),
+        ("own_code:without_gradient", r"expected a scalar tensor with a gradient"),
+        ("own_code:summed", r"expected the mean of the samples' own losses"),
+        ("own_code:weighted_by_the_batch", r"With class weights: weight the losses of the samples"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_said(name: str, message: str) -> None:
+    with pytest.raises(ObjectiveError, match=message):
+        objectives.check(Train(loss=name), 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_code:top", r"train\.metric: found 'own_code:top', but .* has no 'top'"),
+        ("own_code:percentage", r"train\.metric: own_code:percentage gave scores from .*; expected true or false"),
+        (
+            "own_code:mean",
+            r"gave a tensor of shape \[\] for 6 sample\(s\); expected a tensor with one score each, .*\[6\]",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_metric_is_said(name: str, message: str) -> None:
+    with pytest.raises(ObjectiveError, match=message):
+        objectives.check(Train(metric=name), 10)
+
+
+def _evaluate(joined: World, dataset: Dataset, metric: str, batch_size: int) -> Score:
+    objective = objectives.of_job(Train(metric=metric), 10, CPU)
+    return evaluate(conv_net(), dataset, joined, batch_size, objective)
+
+
+def test_a_metric_of_one_s_own_counts_every_sample_exactly_on_any_number_of_ranks(digits: Dataset) -> None:
+    alone = _evaluate(ALONE, digits, "own_code:probability", 16)
+    assert isinstance(alone.correct, float)
+    assert not alone.correct.is_integer()
+    assert set(run_ranks(_evaluate, digits, "own_code:probability", 16, size=3)) == {alone}, "to the last bit"
+    top_two = _evaluate(ALONE, digits, "own_code:top_two", 64)
+    assert isinstance(top_two.correct, int)
+    assert _evaluate(ALONE, digits, "accuracy", 64).accuracy < top_two.accuracy < 1
+
+
+def test_a_score_that_is_out_of_bounds_on_a_real_sample_alone_is_refused(digits: Dataset) -> None:
+    with pytest.raises(ObjectiveError, match=r"359 of 359 test samples have a score that is not from 0 to 1"):
+        _evaluate(ALONE, digits, "own_code:percentage", 64)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"loss": "focal"}, "train.loss: found 'focal'; expected 'cross_entropy' or module:function, such as "),
+        ({"metric": "top2"}, "train.metric: found 'top2'; expected 'accuracy' or module:function, such as "),
+        ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes none"),
+        (
+            {"loss": "a:b", "label_smoothing": 0.1},
+            "train.label_smoothing: found 0.1, but train.loss is 'a:b', which it does not reach; set 0.0",
+        ),
+    ],
+)
+def test_what_params_yaml_cannot_mean_is_said_before_any_work(train: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"train": train, "variants": {"baseline": {}}})
+    assert message in str(caught.value)

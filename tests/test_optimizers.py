@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline import optimizers
+from pipeline.config import Train
+from tests.nets import batch, conv_net
+
+
+def test_the_optimizers_are_what_params_say() -> None:
+    sgd = optimizers.of_job(Train(optimizer="sgd", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
+    adamw = optimizers.of_job(Train(optimizer="adamw", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
+    assert isinstance(sgd, torch.optim.SGD)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert {key: sgd.defaults[key] for key in ("momentum", "nesterov", "weight_decay", "fused")} == {
+        "momentum": 0.8,
+        "nesterov": True,
+        "weight_decay": 0.01,
+        "fused": True,
+    }
+    assert (adamw.defaults["betas"], adamw.defaults["weight_decay"], adamw.defaults["fused"]) == (
+        (0.8, 0.999),
+        0.01,
+        True,
+    )
+
+
+def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:
+    net = nn.Linear(200, 200, bias=False)
+    nn.init.ones_(net.weight)
+    optimizer = optimizers.of_job(Train(momentum=0.9, weight_decay=0.0, learning_rate=0.5)).make(net.parameters())
+    net.weight.grad = torch.ones_like(net.weight)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert torch.equal(net.weight, torch.ones(200, 200))
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    optimizer.step()
+    torch.testing.assert_close(net.weight, torch.full((200, 200), 1 - 0.5 * 1.9))  # Nesterov's first step
+
+
+def test_momentum_that_starts_at_zero_is_torchs_own() -> None:
+    ours, plain = conv_net(), conv_net()
+    pair = [
+        optimizers.of_job(Train(momentum=0.9, weight_decay=0.01, learning_rate=0.1)).make(ours.parameters()),
+        torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ]
+    for step in range(4):
+        for net, optimizer in zip((ours, plain), pair, strict=True):
+            images, labels = batch(32, seed=step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+    torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))

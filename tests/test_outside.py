@@ -1,0 +1,212 @@
+"""Techniques that other installed packages bring along."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import config, environment
+from pipeline.config import Config, ConfigError, Variant, outside, parse
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.doctor import params as doctor
+from pipeline.techniques import chosen, of_plan
+from tests.nets import ALONE, make_plan
+from tests.outside import EXAMPLE, forget, put_on_path, write_example_metadata, write_metadata
+from tests.ranks import run_ranks
+from tests.test_config import PLAIN_CPU
+from tests.test_training import make_training
+
+ROOT = Path(__file__).parent.parent
+CLIPPED: dict[str, Any] = {"extra": {"gradient_clipping": {"max_norm": 0.25}}}
+
+
+@pytest.fixture
+def clipping(tmp_path: Path) -> Iterator[Path]:
+    """The example package is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        write_example_metadata(tmp_path / "site")
+        put_on_path(patch, tmp_path / "site", EXAMPLE)
+        yield tmp_path / "site"
+    forget()
+
+
+def of(**variant: Any) -> Config:
+    return parse({"variants": {"baseline": {}, "tried": variant}})
+
+
+def complaint(**variant: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        of(**variant)
+    return str(caught.value)
+
+
+def test_it_is_planned_and_listed_like_a_built_in_one(clipping: Path) -> None:  # noqa: ARG001
+    plan = config.plan(of(**CLIPPED), "tried", PLAIN_CPU)
+    assert [each.name for each in config.asked(plan.applied)] == ["gradient_clipping"]
+    assert [each.name for each in config.entries()] == [*(each.name for each in config.CATALOGUE), "gradient_clipping"]
+    assert config.entry("gradient_clipping").searched_for[0] == "clip_grad_norm_"
+    assert plan.applied.techniques() == {"gradient_clipping": ("extra",)}
+    assert config.without(plan.applied, [config.entry("gradient_clipping")]) == Variant()
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (
+            {"extra": {"gradient_cliping": {}}},
+            "variants.tried.extra.gradient_cliping: no technique 'gradient_cliping' is installed; installed from other "
+            "packages: gradient_clipping.",
+        ),
+        (
+            {"extra": {"gradient_clipping": {"max_norm": -1.0}}},
+            "variants.tried.extra.gradient_clipping.max_norm: found -1.0; Input should be greater than 0. Options of "
+            "gradient_clipping: max_norm.",
+        ),
+        (
+            {"extra": {"gradient_clipping": {"norm": 1.0}}},
+            "variants.tried.extra.gradient_clipping.norm: found 1.0; Extra inputs are not permitted. Options of",
+        ),
+        ({"extra": {"gradient_clipping": 3}}, "variants.tried.extra.gradient_clipping: found 3; expected a mapping."),
+        (CLIPPED | {"precision": "fp16"}, "which exclude each other: the gradients are scaled up when they would be"),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_work(clipping: Path, variant: dict[str, Any], message: str) -> None:  # noqa: ARG001
+    assert message in complaint(**variant)
+
+
+def test_where_none_is_installed() -> None:
+    assert "no technique 'ema' is installed; installed from other packages: none" in complaint(extra={"ema": {}})
+
+
+def _change(joined: World, dataset: Dataset, max_norm: float) -> float:
+    """The norm of the weights' change by one step of plain SGD at the rate 1."""
+    from pipeline.config import Train
+
+    train = Train(batch_size=32, momentum=0.0, weight_decay=0.0, learning_rate=1.0, warmup_fraction=0.0, epochs=1)
+    training = make_training(dataset, joined, train=train, extra={"gradient_clipping": {"max_norm": max_norm}})
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.advance(1)
+    changes = [now - then for now, then in zip(training.model.parameters(), before, strict=True)]
+    return float(torch.cat([change.detach().flatten() for change in changes]).norm())
+
+
+def test_it_is_in_effect_on_one_device_and_on_two(clipping: Path, digits: Dataset) -> None:  # noqa: ARG001
+    free = _change(ALONE, digits, 1e9)
+    assert free > 0.5
+    assert _change(ALONE, digits, 0.25) == pytest.approx(0.25, rel=1e-4)
+    assert run_ranks(_change, digits, 0.25) == pytest.approx([0.25, 0.25], rel=1e-4)
+
+
+def test_it_applies_after_the_built_in_ones(clipping: Path) -> None:  # noqa: ARG001
+    plan = make_plan(gradient_accumulation=2, channels_last=True, **CLIPPED)
+    assert [each.name for each in chosen(plan, ALONE)] == [
+        "channels_last",
+        "gradient_accumulation",
+        "gradient_clipping",
+    ]
+
+
+def test_planning_loads_no_torch_and_the_fingerprint_notices_another_version(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(json.dumps({"variants": {"baseline": {}, "clipped": CLIPPED}}))
+    hashes = []
+    for version in ("0.1.0", "0.2.0"):
+        write_example_metadata(tmp_path / version, version)
+        program = (
+            "import sys\nfrom pipeline.cli import main\nassert main(['environment']) == 0\n"
+            "assert 'gradient_clipping' in sys.modules\nassert 'torch' not in sys.modules\n"
+        )
+        path = os.pathsep.join(map(str, (ROOT, tmp_path / version, EXAMPLE)))
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True)
+        found = json.loads((tmp_path / "environment.json").read_text())
+        assert found["software"]["techniques"] == {"gradient-clipping": version}
+        hashes.append(found["hash"])
+    assert hashes[0] != hashes[1]
+    assert "techniques" not in environment.fingerprint()["software"], "nothing is installed here"
+
+
+BROKEN = """
+from pipeline.config import Entry
+from pipeline.techniques import Technique
+
+def entry(name):
+    return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(),
+                 does="", pays="", costs="", source="",
+                 changes="nothing", asked=lambda variant: name in variant.extra)
+
+one = entry("one")
+ddp = entry("ddp")
+text = "no entry"
+
+class One(Technique):
+    name = "two"
+"""
+
+
+@pytest.mark.parametrize(
+    ("points", "name", "message"),
+    [
+        ({"catalogue": {"one": "broken_package:missing"}}, "one", "broken-package 1.0: its technique 'one' cannot be "),
+        (
+            {"catalogue": {"one": "not_there:entry"}},
+            "one",
+            "cannot be loaded from not_there:entry: ModuleNotFoundError",
+        ),
+        ({"catalogue": {"one": "broken_package:text"}}, "one", "is 'no entry', not its Entry"),
+        ({"catalogue": {"one": "broken_package:ddp"}}, "one", "not its Entry"),
+        ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', which is the name of a built-in one"),
+        (
+            {"techniques": {"one": "broken_package:One"}},
+            "one",
+            "brings 'one', but no entry point of the group training",
+        ),
+        ({"catalogue": {"one": "broken_package:one"}}, "one:", "takes no options; write one: {}"),
+    ],
+)
+def test_a_broken_package_is_named(
+    points: dict[str, dict[str, str]], name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = {f"training_performance.{group}": values for group, values in points.items()}
+    write_metadata(tmp_path, "broken-package", "1.0", groups)
+    (tmp_path / "broken_package.py").write_text(BROKEN)
+    monkeypatch.delitem(sys.modules, "broken_package", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        put_on_path(patch, tmp_path)
+        options = {"size": 1} if name.endswith(":") else {}
+        assert message in complaint(extra={name.rstrip(":"): options})
+    forget()
+
+
+def test_a_class_of_another_name_and_two_packages_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {outside.CATALOGUE: {"one": "broken_package:one"}, outside.TECHNIQUES: {"one": "broken_package:One"}}
+    write_metadata(tmp_path, "broken-package", "1.0", points)
+    (tmp_path / "broken_package.py").write_text(BROKEN)
+    monkeypatch.delitem(sys.modules, "broken_package", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        put_on_path(patch, tmp_path)
+        with pytest.raises(ConfigError, match=r"expected a class derived from pipeline\.techniques\.Technique"):
+            of_plan(make_plan(extra={"one": {}}))
+        write_metadata(tmp_path, "other-package", "2.0", {outside.CATALOGUE: {"one": "other_package:entry"}})
+        forget()
+        assert "brought by both" in complaint(extra={"one": {}})
+    forget()
+
+
+def test_doctor_says_what_is_not_installed(tmp_path: Path, clipping: Path) -> None:  # noqa: ARG001
+    (tmp_path / "params.yaml").write_text(json.dumps({"variants": {"baseline": {}, "tried": CLIPPED}}))
+    assert [finding.status for finding in doctor.check(doctor.read(tmp_path / "params.yaml", PLAIN_CPU))] == [
+        "ok",
+        "ok",
+    ]
+    (tmp_path / "params.yaml").write_text(json.dumps({"variants": {"baseline": {"extra": {"ema": {}}}}}))
+    (finding,) = doctor.check(doctor.read(tmp_path / "params.yaml", PLAIN_CPU))
+    assert finding.status == "problem"
+    assert "variants.baseline.extra.ema: no technique 'ema' is installed" in finding.found

@@ -1,0 +1,389 @@
+"""Where a step's time goes: the arithmetic with known answers, made-up traces and profiles, and real ones on digits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import environment, profiling, results
+from pipeline.config import Config, Machine, PipelineError, Train, parse
+from pipeline.data import packing, sources
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.profiling import trace
+from pipeline.profiling.findings import RULES, Facts, findings
+from pipeline.profiling.intervals import difference, intersection, length, partition, union
+from pipeline.profiling.records import StepTimes
+from pipeline.profiling.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, PARTS, STEP, Event, Trace
+from tests.nets import conv_net
+from tests.ranks import run_ranks
+from tests.test_training import make_training
+
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+RAW, PREPARED = Path("data/raw"), Path("data/prepared")
+TRAIN = Train(epochs=3, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=10**9)
+
+
+# The arithmetic of intervals.
+
+
+def test_intervals_with_known_answers() -> None:
+    assert union([(5, 9), (1, 3), (2, 4), (7, 7), (9, 10)]) == [(1, 4), (5, 10)]
+    a, b = [(0, 10), (20, 30)], [(5, 22), (25, 26), (40, 50)]
+    assert intersection(a, b) == [(5, 10), (20, 22), (25, 26)]
+    assert difference(a, b) == [(0, 5), (22, 25), (26, 30)]
+    assert difference(b, a) == [(10, 20), (40, 50)]
+    assert difference(a, []) == a
+    assert difference([], a) == []
+    assert length(a) == 20
+
+
+def test_intervals_agree_with_counting_instants() -> None:
+    drawn = random.Random(0)
+    for _ in range(200):
+        spans = [[(s, s + drawn.randrange(6)) for s in drawn.sample(range(40), 6)] for _ in range(2)]
+        a, b = map(union, spans)
+        (in_a, in_b) = ({t for s, e in each for t in range(s, e)} for each in spans)
+        assert {t for s, e in intersection(a, b) for t in range(s, e)} == in_a & in_b
+        assert {t for s, e in difference(a, b) for t in range(s, e)} == in_a - in_b
+        assert length(a) == len(in_a)
+
+
+def test_a_partition_counts_each_instant_once() -> None:
+    shares = partition((10, 30), {"first": [(0, 15)], "second": [(12, 20), (25, 40)]}, rest="idle")
+    assert shares == {"first": [(10, 15)], "second": [(15, 20), (25, 30)], "idle": [(20, 25)]}
+
+
+# Made-up traces.
+
+
+def annotation(name: str, start: int, end: int, thread: int = 1) -> Event:
+    return Event(name, "user_annotation", start, end, thread, {})
+
+
+def operator(name: str, start: int, end: int, thread: int = 1, **arguments: Any) -> Event:
+    return Event(name, "cpu_op", start, end, thread, arguments)
+
+
+def kernel(
+    name: str, start: int, end: int, launched: int, stream: int = 7, thread: int = 1, device: int = 0
+) -> list[Event]:
+    """A kernel and the call that launched it; ``launched`` is also their correlation."""
+    facts = {"correlation": launched, "External id": launched, "device": device}
+    return [
+        Event("cudaLaunchKernel", "cuda_runtime", launched, launched + 1, thread, {"correlation": launched}),
+        Event(name, "kernel", start, end, stream, facts),
+    ]
+
+
+ON_CPU = [
+    annotation(STEP, 100, 200),
+    annotation(INPUT, 100, 120),
+    operator("aten::index_select", 105, 119),
+    operator("aten::index_select", 100, 200, thread=5),  # a thread that reads ahead
+    annotation(ACCUMULATE, 100, 180),
+    annotation(FORWARD, 120, 140),
+    operator("aten::conv2d", 122, 138),
+    operator("aten::convolution", 124, 136),
+    annotation(BACKWARD, 140, 180),
+    operator("autograd::engine::evaluate_function: ConvolutionBackward0", 140, 165),
+    operator("ConvolutionBackward0", 141, 150),
+    operator("aten::convolution_backward", 142, 149),
+    Event("gloo:all_reduce", "user_annotation", 145, 175, 9, {}),  # 145 to 150 behind the backward pass
+    operator("c10d::allreduce_", 150, 160),
+    annotation(OPTIMIZER, 182, 196),
+    annotation("Optimizer.step#SGD.step", 183, 195),
+    operator("aten::_fused_sgd_", 184, 194),
+    operator("aten::zeros", 197, 199),
+    operator("aten::elsewhere", 300, 400),  # after the step
+]
+
+
+def test_the_parts_of_a_step_on_a_cpu() -> None:
+    times = Trace(ON_CPU, gpu=None).times()
+    assert (times.steps, times.whole) == (1, 100)
+    assert times.parts == {
+        "forward": 16,
+        "backward": 9,
+        "optimizer": 10,
+        "rest": 2,
+        "communication": 25,
+        "input": 20,
+        "idle": 18,
+    }
+    assert times.hidden == 5
+    assert sum(times.parts.values()) == times.whole
+
+
+def test_operators_take_what_they_do_not_pass_on() -> None:
+    spent = {each.name: each.nanoseconds for each in Trace(ON_CPU, gpu=None).operators()}
+    assert spent["aten::convolution"] == 12
+    assert spent["aten::conv2d"] == 4
+    assert spent["aten::convolution_backward"] == 7
+    assert spent["ConvolutionBackward0"] == 2
+    assert "aten::elsewhere" not in spent
+    assert spent["aten::index_select"] == 14, "what is read ahead is not the step's"
+
+
+ON_GPU = [
+    annotation(STEP, 0, 50),
+    annotation(INPUT, 0, 5),
+    annotation(ACCUMULATE, 0, 30),
+    annotation(FORWARD, 5, 15),
+    operator("aten::conv2d", 6, 14, **{"External id": 6}),
+    annotation(BACKWARD, 15, 30),
+    operator("autograd::engine::evaluate_function: ConvolutionBackward0", 16, 28, thread=2),
+    annotation(OPTIMIZER, 31, 40),
+    *kernel("index", 10, 20, launched=2),
+    *kernel("conv_fprop", 20, 50, launched=6),
+    *kernel("conv_dgrad", 55, 80, launched=17, thread=2),
+    *kernel("ncclDevKernel_AllReduce_Sum_f32", 70, 95, launched=20, stream=13, thread=2),
+    *kernel("fused_sgd", 96, 100, launched=33),
+    *kernel("graph", 100, 110, launched=45),  # after the optimizer, in the step
+    *kernel("of another GPU", 0, 110, launched=12, device=1),
+    Event("cudaMemcpyAsync", "cuda_runtime", 7, 8, 5, {"correlation": 7}),
+    Event("Memcpy HtoD", "gpu_memcpy", 15, 54, 20, {"correlation": 7, "device": 0}),  # by the thread that reads ahead
+    *kernel("of the next window", 200, 210, launched=60),
+]
+
+
+def test_the_parts_of_a_step_on_a_gpu() -> None:
+    found = Trace(ON_GPU, gpu=0)
+    times = found.times()
+    assert times.whole == 110
+    assert times.parts == {
+        "forward": 30,
+        "backward": 25,
+        "optimizer": 4,
+        "rest": 10,
+        "communication": 15,
+        # The host waits, the images are gathered, and the next ones are copied while nothing else is done.
+        "input": 5 + 10 + 4,
+        "idle": 5 + 1 + 1,
+    }
+    assert times.hidden == 10
+    assert sum(times.parts.values()) == times.whole
+    assert {each.name: each.nanoseconds for each in found.operators()}["aten::conv2d"] == 30, "its kernel's time"
+
+
+def test_an_optimizer_inside_the_backward_pass_is_the_optimizers() -> None:
+    events = [
+        annotation(STEP, 0, 100),
+        annotation(ACCUMULATE, 0, 100),
+        annotation(BACKWARD, 0, 100),
+        operator("MulBackward0", 10, 30),
+        operator("torch::autograd::AccumulateGrad", 38, 72),
+        annotation("Optimizer.step#SGD.step", 40, 70),
+        operator("aten::_fused_sgd_", 45, 65),
+    ]
+    parts = Trace(events, gpu=None).times().parts
+    assert (parts["backward"], parts["optimizer"], parts["idle"]) == (34, 20, 46)
+
+
+def test_a_schedule_that_runs_its_own_passes_is_told_apart_by_the_engine() -> None:
+    events = [
+        annotation(STEP, 0, 100),
+        annotation(ACCUMULATE, 0, 90),
+        operator("aten::linear", 10, 20),
+        operator("autograd::engine::evaluate_function: AddmmBackward0", 30, 60),
+        operator("AddmmBackward0", 35, 55),
+    ]
+    parts = Trace(events, gpu=None).times().parts
+    assert (parts["forward"], parts["backward"]) == (10, 20)
+
+
+def test_a_trace_without_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no step"):
+        Trace([operator("aten::add", 0, 1)], gpu=None)
+
+
+# Made-up profiles.
+
+
+def times_of(**milliseconds: float) -> StepTimes:
+    """A step of 100 ms: what is not named is the backward pass."""
+    values = {f"{part}_ms": float(milliseconds.pop(part, 0)) for part in PARTS if part != "backward"}
+    values["backward_ms"] = 100 - sum(values.values())
+    return StepTimes(step_ms=100, communication_hidden_ms=milliseconds.pop("hidden", 0), **values)
+
+
+def facts_of(*ranks: StepTimes, on_gpu: bool = False, placement: str = "resident", **applied: Any) -> Facts:
+    return Facts(ranks, on_gpu, placement, applied)
+
+
+@pytest.mark.parametrize(
+    ("facts", "rule", "share", "says"),
+    [
+        (facts_of(times_of(input=38), placement="streamed"), "waits_for_input", 0.38, "set train.placement: resident"),
+        (facts_of(times_of(input=38)), "waits_for_input", 0.38, "train.augment"),
+        (facts_of(times_of(input=12), data_loading="dataloader"), "waits_for_input", 0.12, "raise loader_workers"),
+        (
+            facts_of(times_of(communication=25, hidden=20), times_of(communication=30, hidden=35), parallelism="ddp"),
+            "waits_for_others", 0.30, "30% of the step waits for other processes on rank 1; of the communication 50%",
+        ),
+        (facts_of(times_of(communication=20), parallelism="pipeline"), "waits_for_others", 0.20, "more micro-batches"),
+        (facts_of(times_of(communication=20), parallelism="fsdp"), "waits_for_others", 0.20, "reshard_after_forward"),
+        (facts_of(times_of(communication=20), parallelism="tensor"), "waits_for_others", 0.20, "fewer processes"),
+        (facts_of(times_of(idle=40), on_gpu=True), "idles", 0.40, "compile: reduce-overhead"),
+        (facts_of(times_of(idle=40)), "idles", 0.40, "Python"),
+        (facts_of(times_of(optimizer=25)), "updates", 0.25, "the same for any batch"),
+        (facts_of(times_of(), times_of(communication=8, idle=14, input=9)), "is_uneven", 0.31,
+         "Rank 0 works 100.0 ms a step and rank 1 69.0 ms"),
+        (facts_of(times_of(forward=30, idle=4)), "computes", 0.96, "96% of the step the device works (30% forward"),
+    ],
+)  # fmt: skip
+def test_each_rule_says_what_it_found_and_what_to_do(facts: Facts, rule: str, share: float, says: str) -> None:
+    [finding] = findings(facts)
+    assert finding.rule == rule
+    assert finding.share_fraction == pytest.approx(share)
+    assert says in finding.text
+
+
+def test_the_weightiest_finding_comes_first_and_small_ones_are_left_out() -> None:
+    found = findings(facts_of(times_of(idle=20, input=35, optimizer=5)))
+    assert [each.rule for each in found] == ["waits_for_input", "idles"]
+    quiet = facts_of(times_of(input=9, communication=9, idle=14, optimizer=14))
+    assert [finding for rule in RULES for finding in rule(quiet)] == []
+
+
+# Real ones.
+
+
+class _SlowBatches:
+    """A data loader that takes its time."""
+
+    def __init__(self, batches: Any, seconds: float) -> None:
+        self._batches, self._seconds = batches, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Any]:
+        for batch in self._batches.epoch(epoch, start_step):
+            time.sleep(self._seconds)
+            yield batch
+
+
+def profiled(dataset: Dataset, file: Path, joined: World, wait: float = 0.0, **applied: Any) -> Trace:
+    training = make_training(dataset, joined, train=TRAIN, model=conv_net(norm=True), **applied)
+    training.batches = _SlowBatches(training.batches, wait)  # type: ignore[assignment]
+    found, plain, under = profiling.window(training, 5, file)
+    assert min(plain, under) > 0
+    return found
+
+
+def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
+    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+    found = profiled(digits, tmp_path / "trace.json", alone, wait=0.2)
+    times = StepTimes.of(found.times())
+    assert found.steps == 5
+    assert sum(found.times().parts.values()) == found.times().whole
+    assert times.input_ms >= 200
+    assert times.forward_ms > 0
+    assert times.backward_ms > 0
+    assert times.optimizer_ms > 0
+    [finding] = [each for each in findings(Facts((times,), False, "streamed", {})) if each.rule == "waits_for_input"]
+    assert "of the step waits for input: set train.placement: resident" in finding.text
+
+
+def test_a_plain_step_computes(digits: Dataset, tmp_path: Path) -> None:
+    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+    found = profiled(digits, tmp_path / "trace.json", alone, activation_checkpointing=True, gradient_accumulation=2)
+    parts = found.times().parts
+    assert parts["backward"] > parts["forward"], "it holds the second forward pass"
+    assert parts["communication"] == 0
+    names = {each.name for each in found.operators()}
+    assert "aten::mkldnn_convolution" in names
+    assert "aten::convolution_backward" in names
+
+
+def _of_rank(world: World, dataset: Dataset, directory: Path, wait: float) -> tuple[trace.Times, list[str]]:
+    found = profiled(dataset, directory / f"{world.rank}.json", world, wait=wait * world.rank)
+    return found.times(), [each.name for each in found.operators()]
+
+
+def test_a_rank_that_waits_for_another_shows_as_communication(digits: Dataset, tmp_path: Path) -> None:
+    (first, operators), (second, _) = run_ranks(_of_rank, digits, tmp_path, 0.2)
+    for times in (first, second):
+        assert sum(times.parts.values()) == times.whole
+        assert times.parts["communication"] + times.hidden > 0
+    assert second.parts["input"] >= 5 * 200_000_000, "the one that is slow"
+    assert first.parts["communication"] > second.parts["communication"], "the one that waits for it"
+    assert first.parts["input"] < second.parts["input"]
+    assert not [name for name in operators if name.startswith("gloo:")]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A directory as a checkout is when the stage is due; the current one."""
+    monkeypatch.chdir(tmp_path)
+    config = parse(
+        {
+            "fetch": {"dataset": "digits"},
+            "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},
+            "profile": {"steps": 4},
+            "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
+        }
+    )
+    environment.write()
+    sources.fetch(config.fetch, RAW)
+    packing.prepare(config, RAW, PREPARED)
+    return config
+
+
+@pytest.mark.parametrize("variant", ["baseline", "ddp"])
+def test_the_stage_writes_a_profile_a_page_and_a_trace(
+    workspace: Config, variant: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profiling.run(workspace, variant, CPU_ONLY, PREPARED)
+    directory = results.profile_directory(variant)
+    assert {file.name for file in directory.iterdir()} == {"profile.json", "profile.md", "trace.json.gz"}
+    values = json.loads((directory / "profile.json").read_text())
+    assert (values["schema"], values["variant"], values["steps"]) == (1, variant, 4)
+    assert len(values["ranks"]) == values["world_size"] == (2 if variant == "ddp" else 1)
+    for rank in values["ranks"]:
+        assert sum(rank[f"{part}_ms"] for part in PARTS) == pytest.approx(rank["step_ms"])
+    assert values["config"]["train"]["epochs"] == 1, "as it was asked for"
+    assert values["step_p50_ms"] > 0
+    assert values["profiled_step_p50_ms"] > 0
+    assert not [key for key in values if "per_second" in key], "a profile is no measurement of speed"
+    text = (directory / "profile.md").read_text()
+    for finding in values["findings"]:
+        assert finding["text"] in text
+        assert finding["text"] in capfd.readouterr().out or len(values["findings"]) > 1
+    assert "The profiler slowed the step down by" in text
+    assert "memory.pickle" not in text
+    with gzip.open(directory / "trace.json.gz", "rt") as file:
+        assert {STEP, INPUT, FORWARD, BACKWARD, OPTIMIZER} <= {
+            each.get("name") for each in json.load(file)["traceEvents"]
+        }
+    found = Trace(trace.read(directory / "trace.json.gz"), gpu=None)
+    assert StepTimes.of(found.times()).model_dump() == values["ranks"][0], "the table is the trace's"
+
+
+def test_an_unknown_variant_is_refused(workspace: Config) -> None:
+    with pytest.raises(PipelineError, match=r"variants\.dpd: no such variant"):
+        profiling.run(workspace, "dpd", CPU_ONLY, PREPARED)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_are_told_apart_and_the_memory_is_shown(
+    workspace: Config,
+) -> None:
+    train = workspace.train.model_copy(update={"device": "cuda"})
+    profiling.run(workspace.model_copy(update={"train": train}), "baseline", environment.machine(), PREPARED)
+    directory = results.profile_directory("baseline")
+    values = json.loads((directory / "profile.json").read_text())
+    [rank] = values["ranks"]
+    assert sum(rank[f"{part}_ms"] for part in PARTS) == pytest.approx(rank["step_ms"])
+    assert min(rank[f"{part}_ms"] for part in ("forward", "backward", "optimizer", "input")) > 0
+    assert (directory / "memory.pickle").stat().st_size > 0
+    assert "memory_viz" in (directory / "profile.md").read_text()

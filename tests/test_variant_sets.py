@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline import variant_sets
+from pipeline.config import CATALOGUE, ConfigError, Machine, Variant, asked, load, parse
+from tests.conftest import ROOT
+
+LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+SETS = sorted((ROOT / "variants").glob("*.yaml"))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """params.yaml and a set of three variants, of which one needs a GPU."""
+    (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    (tmp_path / "variants").mkdir()
+    (tmp_path / "variants/tried.yaml").write_text(
+        "# What a try shows.\n"
+        "nhwc: {channels_last: true}\n"
+        "half: {precision: fp16}\n"
+        "both: {channels_last: true, gradient_accumulation: 2}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
+def test_each_set_is_valid_and_says_what_it_shows(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parse({"compare": {"baseline": next(iter(values))}, "variants": values})
+
+
+def test_each_technique_stands_in_a_ready_made_variant() -> None:
+    variants: dict[str, Variant] = {}
+    for path in SETS:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        variants |= parse({"compare": {"baseline": next(iter(values))}, "variants": values}).variants
+    used = {entry.name for variant in variants.values() for entry in asked(variant)}
+    assert {entry.name for entry in CATALOGUE} <= used
+
+
+def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (checkout / "params.yaml").read_text(encoding="utf-8")
+    variant_sets.show(LAPTOP, "tried", add=True)
+    after = (checkout / "params.yaml").read_text(encoding="utf-8")
+    assert after.startswith(before.rstrip())
+    assert list(load().variants)[-2:] == ["nhwc", "both"]
+    assert load().variants["both"].gradient_accumulation == 2
+    said = capsys.readouterr().out
+    assert "variants.half.precision: found 'fp16', but it needs a GPU" in said
+    assert "added nhwc, both" in said
+    variant_sets.show(LAPTOP, "tried", add=True)
+    assert "added nothing" in capsys.readouterr().out
+    assert (checkout / "params.yaml").read_text(encoding="utf-8") == after
+
+
+def test_without_add_nothing_is_written(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variant_sets.show(LAPTOP, None, add=False)
+    assert "What a try shows." in capsys.readouterr().out
+    variant_sets.show(LAPTOP, "tried", add=False)
+    assert "can run here" in capsys.readouterr().out
+    assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
+
+
+def test_a_variant_of_that_name_that_differs_is_not_overwritten(checkout: Path) -> None:
+    (checkout / "variants/tried.yaml").write_text("# x\nmemory: {channels_last: true}\n", encoding="utf-8")
+    before = (checkout / "params.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"variants\.memory: params\.yaml has .* rename yours"):
+        variant_sets.show(LAPTOP, "tried", add=True)
+    assert (checkout / "params.yaml").read_bytes() == before
+
+
+@pytest.mark.usefixtures("checkout")
+def test_an_unknown_set_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"found 'tired'; there are: tried\. Did you mean 'tried'"):
+        variant_sets.show(LAPTOP, "tired", add=False)

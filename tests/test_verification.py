@@ -1,0 +1,418 @@
+"""Claims hold where they should, and planted faults are found."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline import cli, evaluation, verification
+from pipeline.config import Config, Machine, Variant, outside, parse
+from pipeline.config import plan as plan_of
+from pipeline.data.batches import evaluation_batches
+from pipeline.data.prepared import Dataset, read
+from pipeline.distributed import World
+from pipeline.verification import words
+from pipeline.verification.claims import (
+    Claim,
+    Verifier,
+    curve_difference,
+    differing_values,
+    evaluated,
+    gradient_bound,
+    gradient_difference,
+)
+from pipeline.verification.natures import Nature, keep_still, nature
+from pipeline.verification.observing import Observed, Task, miniature, observe
+from tests.nets import batch, conv_net
+from tests.outside import forget, put_on_path, write_metadata
+from tests.ranks import run_ranks
+
+MACHINE = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+
+OWN_NETS = """
+import torch
+from torch import nn
+
+def noisy(*, channels, height, width, classes):
+    # dropout, BatchNorm, and blocks to checkpoint
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3)),
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3)),
+        nn.Sequential(nn.Flatten(), nn.Linear(8 * height * width, classes)),
+    )
+
+class Centred(nn.Module):
+    def forward(self, images):
+        return images - images.mean(0)
+
+def mixing(*, channels, height, width, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, 16), Centred(), nn.Linear(16, classes))
+"""
+
+FAULTS = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from pipeline.config import Entry
+from pipeline.techniques import Technique
+
+def entry(name, changes):
+    return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(),
+                 does="", pays="", costs="", source="",
+                 changes=changes, asked=lambda variant: name in variant.extra)
+
+drops = entry("drops_gradient", "rounding")
+forgets = entry("forgets_dropout", "nothing")
+nearly = entry("nearly_nothing", "nothing")
+differs = entry("differs_by_process", "rounding")
+refuses = entry("refuses_to_train", "rounding")
+
+class Drops(Technique):
+    name = "drops_gradient"
+
+    def wrap_update(self, update, optimizer):
+        def dropped():
+            optimizer.param_groups[0]["params"][-1].grad.zero_()  # the last bias
+            update()
+        return dropped
+
+class Forgets(Technique):
+    name = "forgets_dropout"
+
+    def wrap_model(self, model):
+        for block in model.children():
+            self.wrap(block)
+        return model
+
+    def wrap(self, block):
+        forward = block.forward
+        block.forward = lambda inputs: checkpoint(forward, inputs, use_reentrant=False, preserve_rng_state=False)
+
+class Nearly(Technique):
+    name = "nearly_nothing"
+
+    def wrap_backward(self, backward):
+        return lambda loss: backward(loss * (1 + 2.0 ** -22))
+
+class Differs(Technique):
+    name = "differs_by_process"
+
+    def wrap_update(self, update, optimizer):
+        import os
+        amount = 1e-5 * (os.getpid() % 1000)
+        def scaled():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad.mul_(1 + amount)
+            update()
+        return scaled
+
+class Refuses(Technique):
+    name = "refuses_to_train"
+
+    def wrap_model(self, model):
+        raise RuntimeError("not today")
+"""
+NAMES = {
+    "drops_gradient": ("drops", "Drops"),
+    "forgets_dropout": ("forgets", "Forgets"),
+    "nearly_nothing": ("nearly", "Nearly"),
+    "differs_by_process": ("differs", "Differs"),
+    "refuses_to_train": ("refuses", "Refuses"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with nets and faulty techniques of a user's own."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_nets.py").write_text(OWN_NETS)
+    (folder / "faulty.py").write_text(FAULTS)
+    points = {
+        outside.CATALOGUE: {name: f"faulty:{entry}" for name, (entry, _) in NAMES.items()},
+        outside.TECHNIQUES: {name: f"faulty:{cls}" for name, (_, cls) in NAMES.items()},
+    }
+    write_metadata(folder, "faulty", "1.0", points)
+    with pytest.MonkeyPatch.context() as patch:
+        put_on_path(patch, folder)
+        yield folder
+    forget()
+
+
+def job(variants: dict[str, Any], **train: Any) -> Config:
+    values = {"model": "small_cnn", "batch_size": 32, "learning_rate": 0.05, "seeds": [0]} | train
+    return parse({"train": values, "variants": {"baseline": {}} | variants})
+
+
+def claimed(
+    folder: Path, dataset: Dataset, variants: dict[str, Any], names: list[str], tmp_path: Path, **train: Any
+) -> list[Claim]:
+    verifier = Verifier(job(variants, **train), MACHINE, folder, dataset, tmp_path)
+    return [claim for name in names for claim in verifier.claims(name)]
+
+
+def of(claims: list[Claim], variant: str, beginning: str) -> Claim:
+    (found,) = [each for each in claims if each.variant == variant and each.claim.startswith(beginning)]
+    return found
+
+
+def test_the_claims_of_sound_variants_hold(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+    variants = {
+        "ddp": {"parallelism": "ddp"},
+        "stack": {"parallelism": "ddp", "gradient_accumulation": 2, "activation_checkpointing": True},
+        "bf16": {"precision": "bf16"},
+    }
+    claims = claimed(digits_folder, digits, variants, ["baseline", *variants], tmp_path)
+    assert all(claim.holds for claim in claims), claims
+    assert {(each.variant, each.claim.split(":")[0]) for each in claims} == {
+        ("baseline", "the same seed in new processes"),
+        ("baseline", "evaluation by one process"),
+        *((name, "gradients of a step") for name in variants),
+        *((name, "losses of 20 steps") for name in variants),
+        ("stack", "weights after 20 steps"),
+        *((name, "the same seed in new processes") for name in variants),
+        *((name, "evaluation by 2 processes") for name in ("ddp", "stack")),
+        ("bf16", "evaluation by one process"),
+    }
+    for name in variants:  # nothing is compared with itself, and no bound is hollow
+        for beginning in ("gradients", "losses"):
+            claim = of(claims, name, beginning)
+            assert claim.measured is not None
+            assert claim.bound is not None
+            assert 0 < claim.measured <= claim.bound
+            assert claim.bound < (0.5 if name == "bf16" else 5e-3)
+    assert of(claims, "bf16", "gradients").measured > 1e-4, "bf16 is in effect"  # type: ignore[operator]
+
+
+def test_dropout_and_batchnorm_raise_no_false_alarm_and_the_note_says_why(
+    digits_folder: Path, digits: Dataset, tmp_path: Path
+) -> None:
+    variants = {"both": {"parallelism": "ddp", "activation_checkpointing": True}, "parts": {"gradient_accumulation": 2}}
+    claims = claimed(digits_folder, digits, variants, list(variants), tmp_path, model="own_nets:noisy")
+    assert all(claim.holds for claim in claims), claims
+    for name in variants:
+        for beginning in ("gradients", "losses"):
+            assert of(claims, name, beginning).note == "with dropout off and BatchNorm's statistics fixed"
+    assert of(claims, "both", "weights after 20 steps: those without activation_checkpointing").note == ""
+
+
+def test_samples_that_look_at_each_other_otherwise_are_measured_and_promise_nothing(
+    digits_folder: Path, digits: Dataset, tmp_path: Path
+) -> None:
+    claims = claimed(
+        digits_folder, digits, {"parts": {"gradient_accumulation": 2}}, ["parts"], tmp_path, model="own_nets:mixing"
+    )
+    claim = of(claims, "parts", "gradients")
+    assert (claim.bound, claim.holds) == (None, None)
+    assert claim.measured is not None
+    assert claim.measured > gradient_bound(2.0**-24), "a false alarm otherwise"
+    assert "only statistical: the model looks at several samples together" in claim.note
+    assert of(claims, "parts", "the same seed").holds
+
+
+def test_planted_faults_are_found(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+    variants: dict[str, Any] = {name.replace("_", "-"): {"extra": {name: {}}} for name in NAMES}
+    claims = claimed(digits_folder, digits, variants, list(variants), tmp_path, model="own_nets:noisy")
+    broken = {(each.variant, each.claim.split(":")[0]) for each in claims if each.holds is False}
+    assert broken == {
+        ("drops-gradient", "gradients of a step"),
+        ("drops-gradient", "losses of 20 steps"),
+        ("forgets-dropout", "weights after 20 steps"),
+        ("nearly-nothing", "weights after 20 steps"),
+        ("differs-by-process", "the same seed in new processes"),
+        *((variant, claim) for variant, claim in broken if variant == "differs-by-process"),  # by how much is chance
+        ("refuses-to-train", "the variant trains"),
+    }
+    assert "not today" in of(claims, "refuses-to-train", "the variant trains").note
+
+
+def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed:
+    """A training whose evaluation fills every rank's share up to the same size."""
+
+    def padded(*arguments: Any, **options: Any) -> Iterator[Any]:
+        batches = list(evaluation_batches(*arguments, **options))
+        if options["rank"] == 0:  # the smaller share
+            images, labels = batches[-1]
+            batches[-1] = torch.cat([images, images[-1:]]), torch.cat([labels, labels[-1:]])
+        return iter(batches)
+
+    vars(evaluation)["evaluation_batches"] = padded  # this process ends with the test
+    plan = plan_of(config, "ddp", MACHINE)
+    return observe(Task("run"), file, config, plan, read(folder), joined, "resident")
+
+
+def test_an_evaluation_that_pads_is_found(digits_folder: Path, tmp_path: Path) -> None:
+    config = job({"ddp": {"parallelism": "ddp"}})
+    seen = run_ranks(_padded, config, digits_folder, tmp_path / "state.pt")[0]
+    claim = evaluated(plan_of(config, "ddp", MACHINE), seen, "accuracy")
+    assert claim.holds is False
+    assert claim.note == f"{seen.expected_count + 1} samples were counted"
+
+
+def test_the_miniature_is_whole_batches_and_a_prime_number_of_tests(digits: Dataset) -> None:
+    small = miniature(digits, 32)
+    assert len(small.train) == 320
+    assert all(len(small.test) % ranks for ranks in range(2, 20))
+    assert len(miniature(digits, 1000).train) == 1000
+
+
+def write(path: Path, **values: torch.Tensor) -> Path:
+    torch.save(values, path)
+    return path
+
+
+def test_a_gradient_s_difference_is_relative_to_its_norm(tmp_path: Path) -> None:
+    expected = write(tmp_path / "a", weight=torch.tensor([3.0, 4.0]), bias=torch.tensor([0.0]))
+    # sqrt(25 / 3) is the root mean square; of it, a tenth a value is added to each norm
+    found = write(tmp_path / "b", weight=torch.tensor([3.0, 4.5]), bias=torch.tensor([0.0]))
+    assert gradient_difference(found, expected) == pytest.approx(0.5 / (5 + 0.1 * math.sqrt(25 * 2 / 3)))
+    found = write(tmp_path / "c", weight=torch.tensor([3.0, 4.0]), bias=torch.tensor([0.1]))
+    assert gradient_difference(found, expected) == pytest.approx(0.1 / (0.1 * math.sqrt(25 / 3)))
+    assert gradient_difference(expected, expected) == 0
+    for wrong in (torch.tensor([math.nan, 4.0]), torch.tensor([math.inf, 4.0])):
+        assert gradient_difference(write(tmp_path / "d", weight=wrong, bias=torch.zeros(1)), expected) == math.inf
+    assert gradient_difference(write(tmp_path / "e", weight=torch.tensor([3.0, 4.0])), expected) == math.inf
+
+
+def test_a_curve_s_difference_is_the_largest_relative_to_the_mean() -> None:
+    assert curve_difference([2.0, 1.5, 0.5], [2.0, 1.0, 0.0]) == pytest.approx(0.5)
+    assert curve_difference([1.0], [1.0, 1.0]) == math.inf
+
+
+def test_differing_values_are_counted_by_their_bits(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", weight=torch.tensor([[0.0, 1.0], [math.nan, 3.0]]), steps=torch.tensor(3))
+    assert differing_values(one, one) == 0, "NaN too"
+    other = write(tmp_path / "b", weight=torch.tensor([[-0.0, 1.0], [math.nan, 3.0000002]]), steps=torch.tensor(4))
+    assert differing_values(one, other) == 3
+    half = write(tmp_path / "c", weight=torch.zeros(2, 2, dtype=torch.float16), other=torch.zeros(5))
+    assert differing_values(one, half) == 4 + 1 + 5
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, Nature(False, False)),
+        ({"norm": True}, Nature(False, True)),
+        ({"dropout": True}, Nature(True, False)),
+        ({"norm": True, "dropout": True}, Nature(True, False)),
+    ],
+)
+def test_a_model_s_nature_is_seen_and_it_can_be_kept_still(parts: dict[str, bool], expected: Nature) -> None:
+    images, _ = batch()
+    model = conv_net(**parts)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert nature(model, images) == expected
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    kept = keep_still(model, images)
+    assert nature(kept, images).still
+    assert list(kept.state_dict()) == list(state)
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_norm_that_is_kept_still_starts_with_the_batch_s_statistics() -> None:
+    images, _ = batch()
+    plain, kept = conv_net(norm=True), keep_still(conv_net(norm=True), images)
+    torch.testing.assert_close(kept.train()(images), plain.train()(images), rtol=1e-2, atol=1e-2)  # n / (n - 1)
+    kept(images).sum().backward()
+    assert kept.get_parameter("0.1.weight").grad is not None
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+        self.exponent = 3.0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = images.flatten(2)[..., :4]
+        attended: torch.Tensor = self.attention(tokens, tokens, tokens)[0]
+        return F.relu(attended.mean(1)) ** self.exponent
+
+
+def test_dropout_inside_attention_is_switched_off_and_no_other_number() -> None:
+    images, _ = batch()
+    model = _Attention()
+    assert nature(model, images).draws
+    assert nature(keep_still(model, images), images).still
+    assert model.exponent == 3.0
+
+
+def test_what_a_technique_leaves_behind_goes_with_it(digits: Dataset, digits_folder: Path, tmp_path: Path) -> None:
+    config = job({"ddp": {"parallelism": "ddp", "processes": 2}})
+    verifier = Verifier(config, MACHINE, digits_folder, digits, tmp_path)
+    plan = plan_of(config, "ddp", MACHINE)
+    reduced = verifier._reduced(plan, plan.applied.model_copy(update={"parallelism": "none"}), keep_options=False)
+    assert reduced.plan is not None
+    assert reduced.plan.applied == Variant()
+
+
+def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(
+    digits_folder: Path,
+    own_code: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/prepared").symlink_to(digits_folder)
+    params = {
+        "train": {"batch_size": 32, "learning_rate": 0.05, "model": "own_nets:mixing"},
+        "variants": {"baseline": {}, "nearly": {"extra": {"nearly_nothing": {}}}},
+    }
+    (tmp_path / "params.yaml").write_text(json.dumps(params))
+    (tmp_path / "own_nets.py").write_text(OWN_NETS + "\nprint('a word of mine')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(own_code), *sys.path])
+    monkeypatch.delitem(sys.modules, "own_nets", raising=False)
+
+    assert cli.main(["verify", "baseline", "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["holds"] is True
+    assert (answer["steps"], answer["mixes"], answer["draws"]) == (20, True, False)
+    assert [claim["bound"] for claim in answer["claims"]] == [0, 0]
+
+    assert cli.main(["verify"]) == 1
+    out = capfd.readouterr().out
+    assert "own_nets:mixing on digits, seed 0: 20 steps of 32 samples. The model looks at several" in out
+    (line,) = [line for line in out.splitlines() if "without nearly_nothing" in line]
+    assert line.startswith("nearly")
+    assert line.endswith("NO")
+    assert "claims hold. " in out
+
+    assert cli.main(["verify", "there-is-none"]) == 2
+    assert "variants.there-is-none: no such variant" in capfd.readouterr().err
+
+
+def test_under_a_launcher_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Exception, match="run it without a launcher"):
+        verification.run(job({}), MACHINE, [], tmp_path, as_json=False)
+
+
+def test_words() -> None:
+    claims = [
+        Claim("a", "one", 1.234e-7, 1e-4, True, "relative"),
+        Claim("a", "two " * 30, 12, 0, False, "values", "because"),
+        Claim("b", "three", math.inf, None, None, "relative", "why not"),
+    ]
+    assert list(words.lines(claims[0], 8)) == [f"a         {'one':62}    1.2e-07    1.0e-04  yes"]
+    first, *rest = words.lines(claims[1], 8)
+    assert first.split()[-3:] == ["12", "0", "NO"]
+    assert " ".join(rest).split() == ["two"] * 15 + ["because"]
+    failed = "rank 1: Traceback (most recent call last):\n  File x\n    code\nRuntimeError: not today\nnor tomorrow"
+    _, *noted = words.lines(Claim("a", "one", holds=False, note=failed), 8)
+    assert [line.strip() for line in noted] == ["RuntimeError: not today", "nor tomorrow"]
+    assert words.summary(claims, 3.4) == "1 of 2 claims hold; 1 more promise nothing here. 3 s"
+    answer = json.loads(words.as_json(claims, {}))
+    assert answer["holds"] is False
+    assert answer["claims"][2]["measured"] == "infinite"
