@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from pipeline import stats
+from pipeline.config import parse
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,14 +48,20 @@ class Checkout:
     def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
         self.path = path
         path.mkdir(parents=True)
-        for name in ("pipeline", "dvc.yaml", ".dvc/config", ".dvc/plots", ".dvcignore", ".gitignore"):
+        kept = ("profiles/README.md", "inference/README.md")
+        for name in ("pipeline", "dvc.yaml", ".dvc/config", ".dvc/plots", ".dvcignore", ".gitignore", *kept):
             source, target = ROOT / name, path / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.exists():
                 shutil.copy2(source, target)
-        (path / "params.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
+        defaults = parse({"variants": {"baseline": {}}}).model_dump(mode="json")  # dvc.yaml asks for every section
+        values = {
+            key: sections.get(key, {}) if key == "variants" else defaults[key] | sections.get(key, {})
+            for key in defaults
+        }
+        (path / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def run(self, *command: str) -> float:
         """Run a command here; return its wall seconds. Raises CalledProcessError with the output shown."""

@@ -204,9 +204,8 @@ def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
         checkout = Checkout(
             Path(folder, "checkout"),
             fetch={"dataset": "digits"},
-            prepare={},
             train=train,
-            compare={},
+            bench={"max_rounds": 1, "window_seconds": 0.05},
             publish={"models": False},
             variants=BASELINE,
         )
