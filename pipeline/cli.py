@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     techniques = add(
         "techniques", _techniques, "Tell of every technique what it changes and excludes, and if it runs here."
     )
-    techniques.add_argument("words", nargs="*", metavar="WORD", help="only those about it, such as AMP or sharding")
+    techniques.add_argument("words", nargs="*", metavar="WORD", help="only those about it, such as AMP or ZeRO")
     techniques.add_argument("--json", action="store_true", help="for programs")
     techniques.add_argument("--markdown", action="store_true", help="docs/techniques.md, which `make docs` writes")
     variants = add("variants", _variants, "List the ready-made variants, and take a set of them into params.yaml.")
