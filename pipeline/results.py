@@ -35,6 +35,13 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+def variant_json(record: Record) -> str:
+    """The text of a variant's file: schema and variant first."""
+    values = record.model_dump(mode="json")
+    first = {"schema": values.pop("schema_"), "variant": values.pop("variant")}
+    return json.dumps({**first, **values}, indent=2, allow_nan=False) + "\n"
+
+
 class HistoryRow(Record):
     """One row of ``history.csv``: the state after ``step`` optimizer steps of one seed's run."""
 
@@ -172,10 +179,7 @@ class Result(Setup):
     runs: tuple[Run, ...]
 
     def to_json(self) -> str:
-        values = self.model_dump(mode="json")
-        first = {"schema": values.pop("schema_"), "variant": values.pop("variant")}
-        ordered = {**first, **values}
-        return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
+        return variant_json(self)
 
 
 class Ledger(Record):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
-from pipeline.results import Dataset, Record
+from pipeline.results import Dataset, Record, variant_json
 
 
 class Latency(Record):
@@ -117,6 +116,4 @@ class Inference(Record):
         raise KeyError(f"{name} on {device_type}")
 
     def to_json(self) -> str:
-        values = self.model_dump(mode="json")
-        first = {"schema": values.pop("schema_"), "variant": values.pop("variant")}
-        return json.dumps({**first, **values}, indent=2, allow_nan=False) + "\n"
+        return variant_json(self)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from pipeline.profiling.trace import PARTS, Times
-from pipeline.results import Dataset, Record, Setup
+from pipeline.results import Dataset, Record, Setup, variant_json
 
 _MS = 1e-6
 """Nanoseconds to milliseconds."""
@@ -97,6 +96,4 @@ class Profile(Setup):
         return self.profiled_step_p50_ms / self.step_p50_ms - 1
 
     def to_json(self) -> str:
-        values = self.model_dump(mode="json")
-        first = {"schema": values.pop("schema_"), "variant": values.pop("variant")}
-        return json.dumps({**first, **values}, indent=2, allow_nan=False) + "\n"
+        return variant_json(self)
