@@ -14,7 +14,7 @@ repro: .venv/installed
 	$(BIN)/dvc repro
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 
 lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff check .

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from pipeline import environment, ledger
+from pipeline.assembly import assembled
 from pipeline.config import Config, Plan, parse, plan
 from pipeline.data.prepared import DESCRIPTION, Description, file_sha256, read
 from pipeline.distributed import forked
-from pipeline.job import ready, training_of
 from pipeline.results import Ledger
 
 WARM_STEPS, MEASURED_STEPS = 2, 2
@@ -71,7 +71,7 @@ def predictions() -> dict[str, Any]:
                 }
             )
             how = plan(config, "tried", machine)
-            arguments, preload = (config, how, data[shape]), ("pipeline.job", "torch._dynamo")
+            arguments, preload = (config, how, data[shape]), ("pipeline.assembly", "torch._dynamo")
             with forked(_measure, arguments, how.processes, preload=preload) as ask:
                 measured = max(ask(None), key=lambda rank: rank.peak_bytes)
             with forked(_predict, arguments, 1, preload=preload) as ask:
@@ -90,10 +90,7 @@ def predictions() -> dict[str, Any]:
 
 
 def _measure(config: Config, how: Plan, data: Path) -> Generator[Ledger, None, None]:
-    with (
-        ready(config, how, data) as (world, dataset, placement),
-        training_of(config, how, dataset, world, placement, 0, ()) as training,
-    ):
+    with assembled(config, how, data) as assembly, assembly.training(0) as training:
         for _ in islice(training.run(), WARM_STEPS + MEASURED_STEPS):
             pass
         with training.paused():

@@ -13,16 +13,19 @@ import signal
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline import environment
+from pipeline.assembly import assembled
 from pipeline.config import Config, Machine, PipelineError, Plan, Variant
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import detectors
 from pipeline.distributed import forked, keep_freed_memory, return_freed_memory
-from pipeline.job import device_name_of, environment_of, ready, setup_of, training_of, window_of
-from pipeline.results import Dataset, Flops, Ledgers, Setup, Window
+from pipeline.records import dataset_of, device_name_of, setup_of, window_of
+from pipeline.results import Flops, Ledgers, Setup, Window
 from pipeline.training import Training
 
 MEMORY_STEPS = (3, 7)
@@ -48,21 +51,17 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's model prints is no answer
 
     def describe() -> dict[str, Any]:
-        dataset = read_dataset(prepared)
-        about = Dataset(
-            name=dataset.name, sha256=dataset.sha256, train_count=len(dataset.train), test_count=len(dataset.test)
-        )
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
         return values | {
-            "environment": environment_of()["hash"],
-            "dataset": about.model_dump(mode="json"),
+            "environment": environment.read()["hash"],
+            "dataset": dataset_of(read_dataset(prepared)).model_dump(mode="json"),
             "device": plan_of(config, config.compare.baseline, machine).device,
         }
 
     def open_(name: str, values: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
         asked = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
         plan = plan_of(asked, name, machine)
-        arguments = (config, plan, prepared, environment_of(), steps, ledgers)
+        arguments = (config, plan, prepared, environment.read(), steps, ledgers)
         with ExitStack() as processes:
             ask = processes.enter_context(forked(_measure, arguments, plan.processes, preload=PRELOAD))
             ask(None)
@@ -95,7 +94,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 
 
 def _measure(
-    config: Config, plan: Plan, prepared: Path, environment: dict[str, Any], steps: int, ledgers: bool
+    config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
     """What each process does: a warm-up, then turns of so many steps as it is sent, ``steps`` in all, then the record.
 
@@ -105,10 +104,10 @@ def _measure(
     on_cpu = plan.device == "cpu"
     if on_cpu:
         return_freed_memory()
-    with ready(config, plan, prepared) as (world, dataset, placement):
-        warmup = config.train.warmup_steps
+    with assembled(config, plan, prepared) as assembly:
+        world, warmup = assembly.world, config.train.warmup_steps
         wanted = [sum(MEMORY_STEPS), warmup + steps] if on_cpu else [warmup + steps]
-        epochs = -(-sum(wanted) // max(1, len(dataset.train) // plan.job(config.train).batch_size))
+        epochs = -(-sum(wanted) // max(1, len(assembly.dataset.train) // plan.job(config.train).batch_size))
         config = config.model_copy(
             update={"train": config.train.model_copy(update={"epochs": max(epochs, config.train.epochs)})}
         )
@@ -118,7 +117,7 @@ def _measure(
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
-        with training_of(config, plan, dataset, world, placement, seed, ()) as training:
+        with replace(assembly, config=config).training(seed) as training:
             for technique in training.techniques:
                 technique.begin_after(0)
             if on_cpu:
@@ -137,8 +136,8 @@ def _measure(
             max_input_wait = None if chosen else config.bench.max_input_wait
             window = window_of(training, asked_steps=steps, max_input_wait=max_input_wait)
             found = _ledgers(training, config, training.plan, window) if ledgers else None
-            counted = _flops(training, config, training.plan, environment) if ledgers else None
-            setup = setup_of(training, device_name_of(world, environment))
+            counted = _flops(training, config, training.plan, fingerprint) if ledgers else None
+            setup = setup_of(training, device_name_of(world, fingerprint))
         yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
 
 
@@ -163,8 +162,8 @@ def _ledgers(training: Training, config: Config, plan: Plan, window: Window) -> 
     )
 
 
-def _flops(training: Training, config: Config, plan: Plan, environment: dict[str, Any]) -> Flops | None:
+def _flops(training: Training, config: Config, plan: Plan, fingerprint: dict[str, Any]) -> Flops | None:
     from pipeline import flops
 
     dataset = training.dataset
-    return flops.counted(config, plan, dataset.shape, len(dataset.classes), device_name_of(training.world, environment))
+    return flops.counted(config, plan, dataset.shape, len(dataset.classes), device_name_of(training.world, fingerprint))

@@ -168,12 +168,12 @@ def _infer(parsed: argparse.Namespace) -> None:
 
 
 def _compare(_: argparse.Namespace) -> None:
-    from pipeline import comparison, config, report, results
+    from pipeline import comparison, config, environment, report, results
 
     params = config.load()
     measured, histories = comparison.read_all(params.variants)
-    bench, environment = results.read_bench(), comparison.read_environment()
-    report.write(comparison.compare(measured, histories, bench, params.compare, environment), histories)
+    compared = comparison.compare(measured, histories, results.read_bench(), params.compare, environment.read())
+    report.write(compared, histories)
     print(f"report: {report.REPORTS / 'comparison.html'}")
 
 

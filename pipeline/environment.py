@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Machine, outside
+from pipeline.config import Machine, PipelineError, outside
 from pipeline.results import write_text
 
 ENVIRONMENT_FILE = Path("environment.json")
@@ -104,6 +104,20 @@ def write(path: Path = ENVIRONMENT_FILE) -> str:
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_text(path, text)
     return str(found["hash"])
+
+
+def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
+    """The fingerprint that ``write`` left there. Raises PipelineError if it is missing or is none."""
+    again = "run `dvc repro`, or `python -m pipeline environment`."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PipelineError(f"{path} is missing, so nobody knows where results are measured: {again}") from None
+    except ValueError as error:
+        raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
+        raise PipelineError(f"{path} holds no environment's fingerprint: {again}")
+    return content
 
 
 def checked_out() -> str | None:

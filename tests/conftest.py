@@ -36,6 +36,12 @@ SET_BY_LIBRARIES = {
 """Variables that pytest, torch and scikit-learn set for good, whichever test is the first to use them."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
+    """How many tests `make test` runs side by side: one with a GPU, whose memory and neighbours some tests look at."""
+    return 1 if environment.machine().gpus else max(1, min(4, int(environment.cores())))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU or a server where there is none."""
     for item in items:

@@ -14,8 +14,8 @@ from pipeline.comparison import ComparisonError
 from pipeline.config import ConfigError, Machine, PipelineError
 from pipeline.data import DataError
 from pipeline.distributed import WorkerError
+from pipeline.losses import NonFiniteLoss
 from pipeline.models import ModelError
-from pipeline.training import NonFiniteLoss
 
 ROOT = Path(__file__).parent.parent
 

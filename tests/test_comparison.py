@@ -15,7 +15,6 @@ from pipeline.comparison import (
     ComparisonError,
     compare,
     read_all,
-    read_environment,
     techniques,
     time_to_target,
 )
@@ -627,18 +626,3 @@ def test_every_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'cut.json'} is not a result" in message
     assert f"{tmp_path / 'cut' / 'history.csv'} is not a history" in message
     assert sum("dvc repro" in line for line in lines) == 6
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"hardware": {}}'])
-def test_an_environment_that_cannot_be_read_is_refused(content: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "environment.json"
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
-    with pytest.raises(ComparisonError, match=r"environment\.json .*dvc repro"):
-        read_environment(path)
-
-
-def test_an_environment_is_read_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "environment.json"
-    path.write_text(json.dumps(ENVIRONMENT), encoding="utf-8")
-    assert read_environment(path) == ENVIRONMENT

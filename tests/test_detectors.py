@@ -16,20 +16,21 @@ import pynvml
 import pytest
 import torch
 
-from pipeline import detectors
 from pipeline.detectors import (
-    CpuThrottling,
     Detector,
-    ForeignLoad,
-    GpuThrottling,
-    Recompilation,
     Refusal,
-    SharedGpu,
+    cpu,
+    detectors,
+    gpu,
     of_clock,
     of_memory,
     of_ranks,
     of_steps,
+    processes,
 )
+from pipeline.detectors.compiler import Recompilation
+from pipeline.detectors.cpu import CpuThrottling, ForeignLoad
+from pipeline.detectors.gpu import GpuThrottling, SharedGpu
 from pipeline.measurement import Clock, Memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -109,7 +110,7 @@ class Machine:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.seconds = root, 50.0
         self.cores = [[0] * 10, [0] * 10]
-        monkeypatch.setattr(detectors, "PROC", root)
+        monkeypatch.setattr(processes, "PROC", root)
         monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
         monkeypatch.setattr(os, "sysconf", lambda _: 100)
         self.process(1, parent=0)
@@ -369,7 +370,7 @@ class FakeNvml:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    monkeypatch.setattr(detectors, "GPU_SAMPLE_SECONDS", 0.001)
+    monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 0.001)
     return FakeNvml()
 
 
@@ -583,16 +584,16 @@ def test_a_resumed_run_remembers_what_was_seen(nvml: FakeNvml, machine: Machine,
 
 
 def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detectors, "CPUS", tmp_path)
+    monkeypatch.setattr(cpu, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
-    watching = detectors.detectors(CPU, root_pid=os.getpid(), max_foreign_load=None)
+    watching = detectors(CPU, root_pid=os.getpid(), max_foreign_load=None)
     assert [type(detector) for detector in watching] == [Recompilation]
     for core in (0, 1, 3):
         (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("3\n")
-    monkeypatch.setattr(detectors, "PROC", tmp_path)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
     (tmp_path / "stat").write_text("")
-    watching = detectors.detectors(CPU, root_pid=os.getpid(), max_foreign_load=0.1)
+    watching = detectors(CPU, root_pid=os.getpid(), max_foreign_load=0.1)
     assert [type(detector) for detector in watching] == [Recompilation, ForeignLoad, CpuThrottling]
     for core, refused in ((1, False), (3, True)):  # this process may not use core 1
         watching[2].open()
@@ -604,7 +605,7 @@ def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: p
 @pytest.mark.gpu
 def test_an_idle_gpu_is_watched_in_silence() -> None:
     left = torch.randn(2048, 2048, device=GPU)
-    watching = detectors.detectors(GPU, root_pid=os.getpid(), max_foreign_load=None)
+    watching = detectors(GPU, root_pid=os.getpid(), max_foreign_load=None)
     assert {GpuThrottling, SharedGpu} <= {type(detector) for detector in watching}
     for measured in (False, True, True):
         for detector in watching:

@@ -14,7 +14,8 @@ import pynvml
 import pytest
 
 from pipeline import environment
-from pipeline.environment import fingerprint, machine, write
+from pipeline.config import PipelineError
+from pipeline.environment import fingerprint, machine, read, write
 
 ROOT = Path(__file__).parent.parent
 
@@ -135,6 +136,21 @@ def test_write_returns_the_hash_and_leaves_an_equal_file_alone(tmp_path: Path, m
     assert write(path) != written
     assert path.stat().st_mtime_ns != 1
     assert json.loads(path.read_text(encoding="utf-8"))["settings"]["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"hardware": {}}'])
+def test_a_file_that_holds_no_fingerprint_is_refused(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "environment.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(PipelineError, match=r"environment\.json .*dvc repro"):
+        read(path)
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "environment.json"
+    assert write(path) == read(path)["hash"]
+    assert read(path) == fingerprint()
 
 
 COUNT = (

@@ -14,9 +14,9 @@ from pipeline.config import parse
 from pipeline.data import packing, sources
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.losses import NonFiniteLoss
 from pipeline.measurement import Clock, Memory
 from pipeline.results import Result
-from pipeline.training import NonFiniteLoss
 from tests import test_job
 from tests.nets import conv_net
 from tests.test_training import _BreaksAt, make_training, weights

@@ -308,5 +308,5 @@ def test_memory_of_one_seed_does_not_count_for_the_next(workspace: Path, monkeyp
 
 def test_without_a_fingerprint_nothing_is_trained(workspace: Path) -> None:
     (workspace / "environment.json").unlink()
-    with pytest.raises(PipelineError, match="run `python -m pipeline environment` first"):
+    with pytest.raises(PipelineError, match="run `dvc repro`, or `python -m pipeline environment`"):
         train("baseline")

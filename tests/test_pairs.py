@@ -100,12 +100,12 @@ def test_all_other_pairs_train(one: Entry, digits: Dataset) -> None:
 
 def _train(world: World, tries: list[tuple[Config, Plan]], dataset: Dataset) -> list[str]:
     """Train each a few steps and evaluate it; what went wrong."""
-    from pipeline.job import training_of
+    from pipeline.assembly import Assembly
 
     failures = []
     for config, each in tries:
         try:
-            with training_of(config, each, dataset, world, "resident", 0, ()) as training:
+            with Assembly(config, each, world, dataset, "resident").training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
                 assert all(map(math.isfinite, losses)), losses

@@ -17,8 +17,9 @@ from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.detectors import Detector, Refusal
 from pipeline.distributed import WorkerError, World
+from pipeline.losses import DeviceLosses, NonFiniteLoss
 from pipeline.results import HistoryRow
-from pipeline.training import DeviceLosses, NonFiniteLoss, Training, learning_rate
+from pipeline.training import Training, learning_rate
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline import cli, evaluation, verification
+from pipeline.assembly import Assembly
 from pipeline.config import Config, Machine, Variant, outside, parse
 from pipeline.config import plan as plan_of
 from pipeline.data.batches import evaluation_batches
@@ -245,7 +246,7 @@ def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed
 
     vars(evaluation)["evaluation_batches"] = padded  # this process ends with the test
     plan = plan_of(config, "ddp", MACHINE)
-    return observe(Task("run"), file, config, plan, read(folder), joined, "resident")
+    return observe(Task("run"), file, Assembly(config, plan, joined, read(folder), "resident"))
 
 
 def test_an_evaluation_that_pads_is_found(digits_folder: Path, tmp_path: Path) -> None:

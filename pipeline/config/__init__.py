@@ -7,7 +7,7 @@ work, with the path of the key, what was found there and what is allowed.
 from __future__ import annotations
 
 from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, without
-from pipeline.config.catalogue.entry import Entry
+from pipeline.config.catalogue.base import Entry
 from pipeline.config.errors import ConfigError, PipelineError
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.planning import Plan, plan, plans

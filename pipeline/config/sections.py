@@ -124,7 +124,7 @@ class Train(Section):
 class Bench(Section):
     """Steady-state speed and memory of all variants, side by side."""
 
-    max_minutes: PositiveFloat = Field(3.0, description="Rounds are measured until this time is spent.")
+    max_minutes: PositiveFloat = Field(2.5, description="Rounds are measured until this time is spent.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: PositiveFloat = Field(
         1.5, description="Measured window of the baseline in a round; every variant takes as many steps as it does."

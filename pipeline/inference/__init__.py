@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline import checkpoints, models, results
+from pipeline import checkpoints, environment, models, results
+from pipeline.assembly import assembled
 from pipeline.config import Config, Machine, PipelineError
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import Dataset
@@ -22,7 +23,7 @@ from pipeline.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavai
 from pipeline.inference.measuring import in_rounds, latency_of, noise_of, throughput_of
 from pipeline.inference.records import Agreement, Form, Inference, Measured, Noise
 from pipeline.inference.showing import markdown
-from pipeline.job import device_name_of, environment_of, ready
+from pipeline.records import dataset_of, device_name_of
 
 __all__ = ["Inference", "forms_on", "run"]
 
@@ -38,7 +39,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     On the CPU, and on a GPU where the job runs on one, in one process. Raises PipelineError.
     """
     plan = plan_of(config, name, machine)
-    environment = environment_of()
+    fingerprint = environment.read()
     asked, seed = config.infer, config.train.seeds[0]
     weights = _weights(name, seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}
@@ -48,7 +49,8 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     devices: list[Literal["cpu", "cuda"]] = ["cpu", "cuda"] if plan.device == "cuda" else ["cpu"]
     for device in devices:
         alone = plan.model_copy(update={"device": device, "processes": 1, "model_processes": 1})
-        with ready(quick, alone, prepared) as (world, dataset, _), tempfile.TemporaryDirectory() as scratch:
+        with assembled(quick, alone, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
+            world, dataset = assembly.world, assembly.dataset
             model = models.of_job(config.train, dataset.shape, len(dataset.classes))
             _load(model, weights, name, seed)
             trained = Trained(
@@ -58,10 +60,10 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 device=world.device,
                 samples=_calibration(dataset).to(world.device),
                 batch_sizes=sorted({1, *asked.batch_sizes}),
-                native=_native(device, machine, environment, config),
+                native=_native(device, machine, fingerprint, config),
                 scratch=Path(scratch),
             )
-            label = device_name_of(world, environment)
+            label = device_name_of(world, fingerprint)
             here, against_itself = forms_on(
                 trained,
                 kinds,
@@ -74,13 +76,11 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
             )
             forms += here
             noise += against_itself
-            about = results.Dataset(
-                name=dataset.name, sha256=dataset.sha256, train_count=len(dataset.train), test_count=len(dataset.test)
-            )
+            about = dataset_of(dataset)
             threads = torch.get_num_threads()
     found = Inference(
         variant=name,
-        environment=environment["hash"],
+        environment=fingerprint["hash"],
         config={"train": config.train.model_dump(mode="json"), "infer": asked.model_dump(mode="json")},
         dataset=about,
         seed=seed,
@@ -223,13 +223,13 @@ def _calibration(dataset: Dataset) -> torch.Tensor:
     return dataset.train.images.index_select(0, rows)
 
 
-def _native(device: str, machine: Machine, environment: dict[str, Any], config: Config) -> frozenset[str]:
+def _native(device: str, machine: Machine, fingerprint: dict[str, Any], config: Config) -> frozenset[str]:
     """The 16-bit types that the device computes itself; all of them where params.yaml lets it emulate."""
     if config.train.without_native == "run":
         return frozenset({"bf16", "fp16"})
     if device == "cuda":
         return frozenset({"fp16", *(["bf16"] if machine.gpu_native_bf16 else [])})
-    flags = set(environment["hardware"]["cpu"].get("flags", ()))
+    flags = set(fingerprint["hardware"]["cpu"].get("flags", ()))
     return frozenset(
         [*(["bf16"] if machine.cpu_native_bf16 else []), *(["fp16"] if flags & _NATIVE_FP16_FLAGS else [])]
     )

@@ -27,10 +27,11 @@ from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.ledger.tape import Tape
 from pipeline.ledger.watching import Call, Calls, KernelWatch, Standing, Watch, resident_bytes, watched_step
+from pipeline.losses import DeviceLosses, HostLosses
 from pipeline.optimizers import leaves_out_steps
 from pipeline.results import Ledger
 from pipeline.techniques import of_plan
-from pipeline.training import DeviceLosses, HostLosses, Training
+from pipeline.training import Training
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
 """Of a device's memory, kept free for what no prediction sees. CUDA: its context, libraries' workspaces, fragmentation.

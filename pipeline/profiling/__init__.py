@@ -12,22 +12,23 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from pipeline import results
+from pipeline import environment, results
+from pipeline.assembly import assembled
 from pipeline.config import Config, Machine, Plan
 from pipeline.config import plan as plan_of
-from pipeline.data.prepared import Dataset
 from pipeline.distributed import keep_freed_memory, launch, launched_size
-from pipeline.job import device_name_of, environment_of, ready, setup_of, training_of
 from pipeline.profiling import trace
 from pipeline.profiling.findings import Facts, findings
 from pipeline.profiling.records import Operator, Profile, StepTimes
 from pipeline.profiling.showing import markdown
+from pipeline.records import dataset_of, device_name_of, setup_of
 from pipeline.training import Training, TrainingStep
 
 __all__ = ["Profile", "annotate", "run", "window"]
@@ -50,7 +51,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     PipelineError.
     """
     plan = plan_of(config, name, machine, launched_size())
-    launch(_work, (config, plan, prepared, environment_of()), plan.processes)
+    launch(_work, (config, plan, prepared, environment.read()), plan.processes)
 
 
 def annotate(step: TrainingStep) -> None:
@@ -133,25 +134,25 @@ def _quiet(device: torch.device) -> Iterator[None]:
             del os.environ[name]
 
 
-def _work(config: Config, plan: Plan, prepared: Path, environment: dict[str, Any]) -> None:
+def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any]) -> None:
     """What each process does."""
     keep_freed_memory()
-    with ready(config, plan, prepared) as (world, dataset, placement), tempfile.TemporaryDirectory() as scratch:
-        seed = config.train.seeds[0]
-        longer = _long_enough(config, len(dataset.train))
-        with training_of(longer, plan, dataset, world, placement, seed, ()) as training:
+    with assembled(config, plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
+        world, seed = assembly.world, config.train.seeds[0]
+        longer = _long_enough(config, len(assembly.dataset.train))
+        with replace(assembly, config=longer).training(seed) as training:
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
             ranks = tuple(world.gather(StepTimes.of(found.times())))
             snapshot = _memory_snapshot(training, Path(scratch, "memory.pickle"))
-            setup = setup_of(training, device_name_of(world, environment))
+            setup = setup_of(training, device_name_of(world, fingerprint))
         if world.is_main:
             facts = Facts(ranks, plan.device == "cuda", setup.placement, setup.applied)
             made = Profile(
                 **dict(setup),
                 variant=plan.name,
-                environment=environment["hash"],
+                environment=fingerprint["hash"],
                 config={"train": config.train.model_dump(mode="json"), "variant": plan.asked.model_dump(mode="json")},
-                dataset=_about(dataset),
+                dataset=dataset_of(assembly.dataset),
                 seed=seed,
                 steps=found.steps,
                 step_p50_ms=plain * 1e3,
@@ -205,9 +206,3 @@ def _write(made: Profile, scratch: Path, *, on_gpu: bool) -> None:
         shutil.move(scratch / "memory.pickle", directory / "memory.pickle")
     results.write_text(directory / "profile.md", markdown(made, on_gpu=on_gpu))
     results.write_text(directory / "profile.json", made.to_json())
-
-
-def _about(dataset: Dataset) -> results.Dataset:
-    return results.Dataset(
-        name=dataset.name, sha256=dataset.sha256, train_count=len(dataset.train), test_count=len(dataset.test)
-    )

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import models
+from pipeline.assembly import Assembly, assembled
 from pipeline.config import Config, Plan, Train
-from pipeline.data.batches import Placement, evaluation_batches
+from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Split
-from pipeline.distributed import World, forked
-from pipeline.job import ready, training_of
+from pipeline.distributed import forked
 from pipeline.training import Training
 from pipeline.verification.natures import keep_still
 
@@ -90,21 +90,21 @@ def observer(config: Config, plan: Plan, prepared: Path, folder: Path) -> Iterat
 
 def _observing(config: Config, plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's model prints is no part of the table
-    with ready(config, plan, prepared) as (world, dataset, placement):
+    with assembled(config, plan, prepared) as assembly:
         found = None
         while request := (yield found):
             task, file = request
-            found = observe(task, file, config, plan, dataset, world, placement)
+            found = observe(task, file, assembly)
 
 
-def observe(
-    task: Task, file: Path, config: Config, plan: Plan, dataset: Dataset, world: World, placement: Placement
-) -> Observed:
+def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
     """Train as ``task`` says, on this rank of the variant's world."""
-    dataset = miniature(dataset, config.train.batch_size)
+    config, world = assembly.config, assembly.world
+    dataset = miniature(assembly.dataset, config.train.batch_size)
     config = config.model_copy(update={"train": _shrunk(config.train, task)})
     change = partial(keep_still, images=first_images(dataset)) if task.still else _as_it_is
-    with training_of(config, plan, dataset, world, placement, config.train.seeds[0], (), change) as training:
+    small = replace(assembly, config=config, dataset=dataset)
+    with small.training(config.train.seeds[0], change_model=change) as training:
         if task.noise:
             _disturb(training, task.noise)
         if task.what == "step":

@@ -12,6 +12,7 @@ import yaml
 from torch import nn
 
 from pipeline import benchmark, checkpoints, environment, job, results
+from pipeline.assembly import Assembly
 from pipeline.checkpoints import checkpoint_file
 from pipeline.config import Config, PipelineError, parse, plan
 from pipeline.data.prepared import Dataset
@@ -73,7 +74,7 @@ def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
         config = configure(model, variant, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
         made = plan(config, "tried", CPU_ONLY)
         try:
-            with job.training_of(config, made, dataset, joined, "resident", 0, ()) as training:
+            with Assembly(config, made, joined, dataset, "resident").training(0) as training:
                 list(training.run())
                 outcomes.append((weights(training), training.plan.micro_batches, training.plan.decided))
         except PipelineError as error:

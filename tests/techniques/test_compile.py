@@ -15,12 +15,13 @@ from torch import nn
 from pipeline import environment
 from pipeline.config import ConfigError, Machine, PipelineError, parse, plan
 from pipeline.data.prepared import Dataset
-from pipeline.detectors import Recompilation
+from pipeline.detectors.compiler import Recompilation
 from pipeline.distributed import World
 from pipeline.ledger import measured
+from pipeline.losses import HostLosses
 from pipeline.techniques import ORDER, chosen
 from pipeline.techniques.compile import Compile
-from pipeline.training import HostLosses, TrainingStep
+from pipeline.training import TrainingStep
 from tests.nets import ALONE, batch, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, rows_of

@@ -9,10 +9,11 @@ from pipeline.config import GRAPH_WARMUP_STEPS, ConfigError, Machine, Train, par
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.ledger import measured
+from pipeline.losses import NonFiniteLoss
 from pipeline.measurement import graphs_bytes
 from pipeline.techniques import chosen
 from pipeline.techniques.cuda_graph import CudaGraph
-from pipeline.training import NonFiniteLoss, Training
+from pipeline.training import Training
 from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import TRAIN, make_training, rows_of, weights
 

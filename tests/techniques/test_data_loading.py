@@ -133,12 +133,12 @@ def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> N
 
 
 def test_the_workers_load_is_the_job_s_own(digits: Dataset) -> None:
-    from pipeline.detectors import _job
+    from pipeline.detectors.processes import job_ticks
 
     training = make(digits, ALONE, data_loading="dataloader")
     before = {child.pid for child in psutil.Process().children()}
     training.advance(1)
-    own = _job(psutil.Process().pid)
+    own = job_ticks(psutil.Process().pid)
     workers = {child.pid for child in psutil.Process().children()} - before
     assert len(workers) >= 2
     assert workers <= own.keys()

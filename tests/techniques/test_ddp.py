@@ -10,8 +10,9 @@ from torch import nn
 from pipeline.config import ConfigError, Machine, Variant, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
+from pipeline.losses import HostLosses
 from pipeline.techniques import chosen
-from pipeline.training import HostLosses, TrainingStep
+from pipeline.training import TrainingStep
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import make_training

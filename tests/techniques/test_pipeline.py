@@ -16,11 +16,12 @@ from pipeline import ledger
 from pipeline.config import CATALOGUE, ConfigError, Machine, Plan, Variant, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
+from pipeline.losses import DeviceLosses, NonFiniteLoss
 from pipeline.results import Ledger
 from pipeline.techniques import chosen, of_plan
 from pipeline.techniques import pipeline as technique_module
 from pipeline.techniques.pipeline import Cut, Pipeline, bubble_fraction
-from pipeline.training import DeviceLosses, NonFiniteLoss, Training
+from pipeline.training import Training
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training

@@ -15,9 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import outside
+from pipeline.config.catalogue.base import Entry
 from pipeline.config.catalogue.communication import COMMUNICATION
 from pipeline.config.catalogue.data_loading import DATA_LOADING
-from pipeline.config.catalogue.entry import Entry
 from pipeline.config.catalogue.memory import MEMORY
 from pipeline.config.catalogue.parallelism import PARALLELISM
 from pipeline.config.catalogue.precision import PRECISION

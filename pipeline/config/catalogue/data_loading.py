@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.catalogue.entry import Entry
+from pipeline.config.catalogue.base import Entry
 
 DATA_LOADING: tuple[Entry, ...] = (
     Entry(

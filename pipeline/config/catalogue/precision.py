@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.catalogue.entry import Entry, needs_gpu, without_native_bf16
+from pipeline.config.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.config.sections import Machine
 
 

@@ -1,0 +1,138 @@
+"""From a plan to a training: what one process of a variant's job puts together before the first step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pipeline import models, objectives
+from pipeline.config import Config, Plan
+from pipeline.data.batches import Placement, TrainBatches, choose_placement
+from pipeline.data.prepared import Dataset
+from pipeline.data.prepared import read as read_dataset
+from pipeline.detectors import Detector
+from pipeline.distributed import World
+from pipeline.distributed import world as joined_world
+from pipeline.environment import cores
+from pipeline.measurement import Memory
+from pipeline.techniques import of_plan
+from pipeline.training import OutOfMemory, Training
+
+
+@contextmanager
+def assembled(config: Config, plan: Plan, prepared: Path) -> Iterator[Assembly]:
+    """This process as a rank of the variant's world, with all set up that comes before a model.
+
+    ``prepared``: where the data set lies. Raises PipelineError.
+    """
+    train = config.train
+    models.load(train.model)
+    objectives.load(train)
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
+    techniques = of_plan(plan)
+    for technique in techniques:
+        technique.prepare_process()
+    Memory.note_imports()
+    dataset = read_dataset(prepared)
+    objectives.check(train, len(dataset.classes))
+    with joined_world(plan.device, cores()) as world:
+        _make_exact(world, deterministic=train.deterministic)
+        wanted = next((each.placement for each in techniques if each.placement), train.placement)
+        chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
+        yield Assembly(config, plan, world, dataset, world.broadcast(chosen))
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What one rank makes a variant's trainings from."""
+
+    config: Config
+    plan: Plan
+    world: World
+    dataset: Dataset
+    placement: Placement
+
+    @contextmanager
+    def training(
+        self,
+        seed: int,
+        detectors: Sequence[Detector] = (),
+        change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ) -> Iterator[Training]:
+        """The variant's training with one seed, ready to run; its plan says what it decided (``fitted``).
+
+        ``change_model``: of the single-device model, on the CPU, before any technique.
+        """
+        plan, world, dataset = self.fitted(), self.world, self.dataset
+        train = plan.job(self.config.train)
+        torch.manual_seed(seed)
+        model = change_model(models.of_job(train, dataset.shape, len(dataset.classes)))
+        with TrainBatches(
+            dataset,
+            batch_size=train.batch_size,
+            micro_batches=plan.micro_batches,
+            rank=world.rank // plan.model_processes,
+            world_size=plan.data_processes,
+            seed=seed,
+            augment=train.augment,
+            placement=self.placement,
+            device=world.device,
+            workers=plan.applied.loader_workers,
+        ) as batches:
+            yield Training(plan, train, model, dataset, batches, world, seed, detectors)
+
+    def fitted(self) -> Plan:
+        """The plan with as few micro-batches as every rank has the memory for, where it is asked to find out.
+
+        Each try is a training of its own that is thrown away, so that what follows begins as if there had been none.
+        All ranks call it together. Raises OutOfMemory if a single sample is too much.
+        """
+        plan, technique = self.plan, "auto_micro_batch"
+        if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
+            return plan
+        samples, count, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
+        while True:
+            reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
+            decision = f"{count} micro-batch(es) of {samples // count} samples a process{reason}"
+            tried = plan.divided(count, decided=plan.decided | {technique: decision})
+            with replace(self, plan=tried).training(self.config.train.seeds[0]) as training:
+                fits = training.fits()
+            del training
+            forget_last_run(self.world)
+            if fits:
+                break
+            if plan.applied.compile != "none":
+                torch.compiler.reset()  # or it would compile for batches of any size from the second on
+            failed = tried.micro_batch_size
+            if failed == 1:
+                raise OutOfMemory(
+                    f"variants.{plan.name}: a process runs out of memory with a single sample a micro-batch; take a "
+                    "smaller model, or a technique that saves memory, such as activation_checkpointing."
+                )
+            count = next(more for more in range(count + 1, samples + 1) if samples % more == 0)
+        if self.world.is_main:
+            print(f"{plan.name}: {technique}: {decision}", flush=True)
+        return tried
+
+
+def _make_exact(world: World, *, deterministic: bool) -> None:
+    """float32 means float32: cuDNN's convolutions would use TF32 (10 bits of mantissa) unless told otherwise."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    if world.device.type == "cuda" and deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def forget_last_run(world: World) -> None:
+    """Checkpointed blocks refer to themselves; without this their memory would count for the next seed's run."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()

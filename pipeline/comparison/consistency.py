@@ -1,0 +1,171 @@
+"""Whether results and bench belong together: one job, one environment. What does not is not compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline import results
+from pipeline.config import PipelineError, Variant
+from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
+
+
+class ComparisonError(PipelineError, ValueError):
+    """The results do not make a comparison. The message names each file or variant, why, and what to do."""
+
+
+def read_all(variants: Iterable[str], root: Path = RESULTS) -> tuple[list[Result], dict[str, list[HistoryRow]]]:
+    """Results, in the order of ``variants``, and histories by variant.
+
+    Raises ComparisonError, listing every file that is missing, cannot be read or is another variant's.
+    """
+    found: list[Result] = []
+    histories: dict[str, list[HistoryRow]] = {}
+    problems = []
+    for variant in variants:
+        result_file, history_file = results.result_file(variant, root), results.history_file(variant, root)
+        again = f"run `dvc repro`, or `dvc repro train@{variant}` for this variant alone."
+        try:
+            result = results.read(result_file)
+            found.append(result)
+            if result.variant != variant:
+                problems.append(f"{result_file} holds the result of variant {result.variant!r}: {again}")
+        except FileNotFoundError:
+            problems.append(f"{result_file} is missing, so variant {variant!r} cannot be compared: {again}")
+        except ValueError as error:
+            problems.append(str(error))  # names the file
+        try:
+            histories[variant] = results.read_history(history_file)
+        except FileNotFoundError:
+            problems.append(f"{history_file} is missing, so variant {variant!r} cannot be compared: {again}")
+        except ValueError as error:
+            problems.append(f"{history_file} is not a history that this version can read: {again} ({error})")
+    if problems:
+        raise ComparisonError("\n".join(problems))
+    return found, histories
+
+
+def check(
+    measured: Sequence[Result],
+    baseline: Result,
+    histories: Mapping[str, Sequence[HistoryRow]],
+    bench: Bench,
+    environment: Mapping[str, Any],
+) -> None:
+    """Raise ComparisonError, naming every contradiction, unless all this is of one job in one environment."""
+    problems = [
+        *(_environment_problem(result, environment) for result in measured),
+        *(problem for result in measured for problem in _job_problems(result, baseline)),
+        *(problem for result in measured for problem in _history_problems(result, histories)),
+        *_bench_problems(bench, measured, baseline, environment),
+    ]
+    problems = [problem for problem in problems if problem]
+    if problems:
+        raise ComparisonError("\n".join(problems))
+
+
+def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of what a variant applies beyond single-device fp32, in the order of its fields."""
+    return tuple(Variant.model_validate(applied).techniques())
+
+
+def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
+    here = str(environment["hash"])
+    if result.environment == here:
+        return ""
+    return (
+        f"variant {result.variant!r} was measured in environment {result.environment[:12]}, but environment.json is "
+        f"{here[:12]}: numbers of different machines or software are not compared. Run `dvc repro` to measure it here."
+    )
+
+
+def _job_problems(result: Result, baseline: Result) -> list[str]:
+    """Where ``result`` did another job than the baseline."""
+    name, base = f"variant {result.variant!r}", f"the baseline {baseline.variant!r}"
+    again = "Run `dvc repro`, which trains every variant with what params.yaml says now."
+    problems = []
+    seeds, base_seeds = sorted(run.seed for run in result.runs), sorted(run.seed for run in baseline.runs)
+    if seeds != base_seeds or not seeds:
+        problems.append(f"{name} ran seeds {seeds}, {base} {base_seeds}: accuracy is paired by seed. {again}")
+    if result.dataset != baseline.dataset:
+        problems.append(
+            f"{name} trained on {_described(result.dataset)}, {base} on {_described(baseline.dataset)}. {again}"
+        )
+    ours, theirs = result.config.get("train", {}), baseline.config.get("train", {})
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key != "seeds" and ours.get(key) != theirs.get(key):
+            problems.append(
+                f"{name} trained with train.{key} {ours.get(key)!r}, {base} with {theirs.get(key)!r}. {again}"
+            )
+    return problems
+
+
+def _history_problems(result: Result, histories: Mapping[str, Sequence[HistoryRow]]) -> list[str]:
+    """Seeds without an evaluation in the history: they would wrongly count as never having reached the target."""
+    evaluated = {row.seed for row in histories.get(result.variant, ()) if row.test_accuracy is not None}
+    return [
+        f"the history of variant {result.variant!r} has no evaluation of seed {run.seed}. "
+        f"Run `dvc repro --force train@{result.variant}`."
+        for run in result.runs
+        if run.seed not in evaluated
+    ]
+
+
+def _bench_problems(
+    bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
+) -> list[str]:
+    """Where the bench measured something else than what was trained."""
+    again = "Run `dvc repro bench`, which measures what params.yaml says now."
+    here = str(environment["hash"])
+    problems = []
+    if bench.environment != here:
+        problems.append(
+            f"the bench was measured in environment {bench.environment[:12]}, but environment.json is {here[:12]}"
+        )
+    if bench.baseline != baseline.variant:
+        problems.append(f"the bench's baseline is {bench.baseline!r}, that of compare.baseline {baseline.variant!r}")
+    elif not bench.arm("again", baseline.variant):
+        problems.append(f"the bench did not measure the baseline {baseline.variant!r} against itself")
+    if bench.dataset != baseline.dataset:
+        problems.append(
+            f"the bench trained on {_described(bench.dataset)}, the variants on {_described(baseline.dataset)}"
+        )
+    ours, theirs = bench.config["train"], baseline.config["train"]
+    problems += [
+        f"the bench trained with train.{key} {ours.get(key)!r}, the variants with {theirs.get(key)!r}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if key != "seeds" and ours.get(key) != theirs.get(key)
+    ]
+    for result in measured:
+        arm = bench.arm("variant", result.variant)
+        if arm is None:
+            problems.append(f"the bench did not measure variant {result.variant!r}")
+        elif _run_of(arm) != _run_of(result):
+            problems.append(
+                f"the bench measured variant {result.variant!r} with {_ran(arm)}, but {_ran(result)} was trained"
+            )
+        elif (arm.parameter_count, arm.placement) != (result.parameter_count, result.placement):
+            problems.append(
+                f"the bench measured variant {result.variant!r} with {arm.parameter_count:,} parameters and the data "
+                f"set {arm.placement}; trained was one with {result.parameter_count:,} and the data set "
+                f"{result.placement}: the model's code has changed, or memory was short (then set train.placement)"
+            )
+    counts = {arm.name: len(arm.samples) for arm in bench.arms}
+    if len(set(counts.values())) > 1:
+        problems.append(f"the bench holds unequal numbers of samples, which do not pair: {counts}")
+    return [f"bench.json: {problem}. {again}" for problem in problems]
+
+
+def _run_of(one: Arm | Result) -> tuple[object, ...]:
+    """What makes two runs of a variant the same."""
+    return one.applied, one.world_size, one.batch_size, one.micro_batches
+
+
+def _ran(one: Arm | Result) -> str:
+    decided = f" and {one.micro_batches} micro-batch(es)" if one.decided else ""
+    return f"{', '.join(techniques(one.applied)) or 'no technique'} in {one.world_size} process(es){decided}"
+
+
+def _described(dataset: Dataset) -> str:
+    return f"{dataset.name} ({dataset.train_count} + {dataset.test_count} samples, SHA-256 {dataset.sha256[:12]})"

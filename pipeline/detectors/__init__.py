@@ -1,0 +1,27 @@
+"""Why measured numbers are refused: what disturbed the measured windows, and what the measurements say themselves.
+
+A detector lives through a run's windows beside the clock: opened before the clock's window, closed after it. It reads
+counters at both ends, never waits for the device and does nothing to a step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.detectors.base import Detector, Refusal
+from pipeline.detectors.compiler import Recompilation
+from pipeline.detectors.cpu import cpu_detectors
+from pipeline.detectors.figures import of_clock, of_memory, of_ranks, of_steps
+from pipeline.detectors.gpu import gpu_detectors
+
+__all__ = ["Detector", "Refusal", "detectors", "of_clock", "of_memory", "of_ranks", "of_steps"]
+
+
+def detectors(device: torch.device, *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
+    """What this machine offers to watch ``device`` and this host's CPU with, always the same in the same order.
+
+    ``root_pid``: the process that stands for the job; it and all its descendants are the job's own. None for
+    ``max_foreign_load``: nobody watches the CPU's load (of several processes of a job on one host, one does).
+    """
+    of_device = gpu_detectors(device, root_pid) if device.type == "cuda" else []
+    return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_device]
