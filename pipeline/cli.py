@@ -21,7 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Only ``gate``, ``verify`` and ``doctor`` have others of their own.
     """
     parsed = _parser().parse_args(arguments)
-    from pipeline.config import PipelineError
+    try:
+        from pipeline.config import PipelineError
+    except ModuleNotFoundError as error:
+        print(
+            f"error: {sys.executable} has no {error.name}: run `make repro`, which installs into .venv, and "
+            "`source .venv/bin/activate` in this shell.",
+            file=sys.stderr,
+        )
+        return 2
 
     command: Callable[[argparse.Namespace], int | None] = parsed.command
     try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,6 +90,20 @@ def test_an_expected_error_is_a_message_without_a_traceback(tmp_path: Path) -> N
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: params.yaml is missing: run from the top of the checkout.\n"
+
+
+def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "pipeline", "doctor"],  # without those that are installed
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: \S+ has no \w+: run `make repro`.* and `source \.venv/bin/activate` in this shell\.\n", done.stderr
+    )
 
 
 @pytest.mark.parametrize("error", [PipelineError("it broke"), ConfigError("it broke")])
