@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import shutil
+import textwrap
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from pipeline import results
-from pipeline.config import PARAMS_FILE, Config, ConfigError, Machine, load, parse, plan
+from pipeline.config import PARAMS_FILE, Config, ConfigError, Machine, asked, load, parse, plan
 
 FOLDER = Path("variants")
 NULL_TAG = "tag:yaml.org,2002:null"
@@ -21,8 +23,12 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
     Raises ConfigError if there is no such set, or a variant of its name stands in params.yaml already and differs.
     """
     if name is None:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 15, break_on_hyphens=False)
         for path in sorted(FOLDER.glob("*.yaml")):
-            print(f"{path.stem:12} {_about(path)}\n{'':12} {', '.join(_read(path))}")
+            for first, text in ((path.stem, _about(path)), ("", ", ".join(_read(path)))):
+                wrapper.initial_indent = f"{first:15}"
+                print(wrapper.fill(text))
         return
     path = FOLDER / f"{name}.yaml"
     known = sorted(each.stem for each in FOLDER.glob("*.yaml"))
@@ -31,11 +37,11 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"variants: found {name!r}; there are: {', '.join(known)}.{hint}")
     config, chosen = load(), _read(path)
-    reasons = {variant: _why_not(config, variant, values, machine) for variant, values in chosen.items()}
-    for variant, reason in reasons.items():
-        print(f"{variant:28} {reason or 'can run here'}")
+    here = {variant: _here(config, variant, values, machine) for variant, values in chosen.items()}
+    for variant, (_, words) in here.items():
+        print(f"{variant:28} {words}")
     if add:
-        added = _add({variant: values for variant, values in chosen.items() if not reasons[variant]})
+        added = _add({variant: values for variant, values in chosen.items() if here[variant][0]})
         print(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: all that can run here is there already'}")
 
 
@@ -54,13 +60,17 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return dict(values)
 
 
-def _why_not(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> str | None:
-    asked = parse({"compare": {"baseline": name}, "variants": {name: values}}).variants[name]
+def _here(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
+    """Whether this machine can run the variant, with a technique of it at least; and what is to be said of that."""
+    variant = parse({"compare": {"baseline": name}, "variants": {name: values}}).variants[name]
     try:
-        plan(config.model_copy(update={"variants": {name: asked}}), name, machine)
+        made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
     except ConfigError as error:
-        return str(error)
-    return None
+        return False, str(error)
+    left_out = "; ".join(f"{technique} is left out: {reason}" for technique, reason in made.left_out.items())
+    if asked(variant) and not asked(made.applied):
+        return False, left_out
+    return True, f"can run here, but {left_out}" if left_out else "can run here"
 
 
 def _add(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:

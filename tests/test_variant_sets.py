@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,25 @@ def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(
     assert (checkout / "params.yaml").read_text(encoding="utf-8") == after
 
 
+def test_a_variant_that_would_be_left_out_is_not_taken_in(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "variants/tried.yaml").write_text(
+        "# x\nhalf: {precision: bf16}\nboth: {precision: bf16, channels_last: true}\n", encoding="utf-8"
+    )
+    variant_sets.show(LAPTOP, "tried", add=True)
+    half, both, added = capsys.readouterr().out.splitlines()
+    assert re.match(r"half +bf16 is left out: this CPU has no native bf16", half), "it would be the baseline again"
+    assert re.match(r"both +can run here, but bf16 is left out: ", both)
+    assert added == "params.yaml: added both"
+
+
 def test_without_add_nothing_is_written(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "# What a try shows" + " and shows" * 20 + ".\na: {}\n"
+    (checkout / "variants/tried.yaml").write_text(text, encoding="utf-8")
     variant_sets.show(LAPTOP, None, add=False)
-    assert "What a try shows." in capsys.readouterr().out
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("tried          What a try shows and")
+    assert all(len(line) <= 120 and line.startswith(" " * 15) for line in others)
+    assert others[-1].strip() == "a"
     variant_sets.show(LAPTOP, "tried", add=False)
     assert "can run here" in capsys.readouterr().out
     assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
