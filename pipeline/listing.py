@@ -41,6 +41,9 @@ def markdown() -> str:
         "machine can run; `python -m pipeline techniques AMP` finds them by the names that people search for. This "
         "page is written by `make docs`.",
         "",
+        "Behind a setting stands the technique's name, where the setting does not say it: *Cannot run with* lists "
+        "names.",
+        "",
         "What a technique changes, as the tests and `python -m pipeline verify` hold it:",
         "",
         *(f"- **{word}**: {meaning}." for word, meaning in CHANGES.items()),
@@ -52,7 +55,7 @@ def markdown() -> str:
         for entry in CATALOGUE:
             if entry.group == group:
                 cells = (
-                    f"`{entry.setting}`",
+                    f"`{entry.setting}`{_name(entry, '`')}",
                     f"{entry.does}. ({entry.source}.)",
                     entry.pays,
                     entry.costs,
@@ -61,6 +64,11 @@ def markdown() -> str:
                 )
                 parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(parts) + "\n"
+
+
+def _name(entry: Entry, quote: str = "") -> str:
+    """The name, in brackets, by which others exclude the technique; nothing where the setting says it."""
+    return "" if entry.name in entry.setting else f" ({quote}{entry.name}{quote})"
 
 
 def _is_about(entry: Entry, word: str) -> bool:
@@ -96,7 +104,7 @@ def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -
         for entry in found:
             if entry.group != group:
                 continue
-            lines += [f"  {entry.setting}"]
+            lines += [f"  {entry.setting}{_name(entry)}"]
             here = entry.why_not(machine, on_gpu)
             emulated = entry.emulated(machine, on_gpu)
             texts = {

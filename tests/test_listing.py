@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from pipeline import listing
-from pipeline.config import CATALOGUE, ConfigError, Machine
+from pipeline.config import CATALOGUE, ConfigError, Machine, exclusions
 from tests.conftest import ROOT
 
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -20,6 +21,15 @@ def described(capsys: pytest.CaptureFixture[str], machine: Machine, *words: str)
 
 def test_the_page_of_the_documentation_is_in_step() -> None:
     assert (ROOT / "docs/techniques.md").read_text(encoding="utf-8") == listing.markdown(), "run `make docs`"
+
+
+def test_each_excluded_name_stands_beside_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    page = listing.markdown()
+    listing.show(LAPTOP, [], as_json=False)
+    said = capsys.readouterr().out
+    for name in {name for entry in CATALOGUE for name in exclusions(entry)}:
+        assert re.search(rf"^\| `[^`]*{name}[^`]*`|^\| `[^`]*` \(`{name}`\)", page, re.MULTILINE), name
+        assert re.search(rf"^  (?=\S).*\b{name}\b", said, re.MULTILINE), name
 
 
 def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
