@@ -307,7 +307,9 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     text = results.inference_file("baseline", "md").read_text()
     assert f"{run.test_correct} of {run.test_count}" in text
     assert "**bf16** is not available: this CPU has no native bf16" in text
-    assert "bf16 on cpu is not available" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "bf16 on cpu is not available" in out
+    assert out.endswith("inference: inference/baseline.md\n")
 
 
 def test_weights_of_another_model_are_refused(workspace: Config) -> None:

@@ -355,10 +355,11 @@ def test_the_stage_writes_a_profile_a_page_and_a_trace(
     assert values["step_p50_ms"] > 0
     assert values["profiled_step_p50_ms"] > 0
     assert not [key for key in values if "per_second" in key], "a profile is no measurement of speed"
-    text = (directory / "profile.md").read_text()
+    text, said = (directory / "profile.md").read_text(), capfd.readouterr().out
     for finding in values["findings"]:
         assert finding["text"] in text
-        assert finding["text"] in capfd.readouterr().out or len(values["findings"]) > 1
+        assert finding["text"] in said
+    assert f"profile: profiles/{variant}/profile.md\n" in said
     assert "The profiler slowed the step down by" in text
     assert "memory.pickle" not in text
     with gzip.open(directory / "trace.json.gz", "rt") as file:

@@ -95,6 +95,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     for form in found.forms:
         if form.why_not:
             print(f"{name}: {form.name} on {form.device_type} is not available: {form.why_not}", flush=True)
+    print(f"inference: {results.inference_file(name, 'md')}")
 
 
 @torch.no_grad()

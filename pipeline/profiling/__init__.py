@@ -172,6 +172,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
             _write(made, Path(scratch), on_gpu=facts.on_gpu)
             for finding in made.findings:
                 print(f"{plan.name}: {finding.text}", flush=True)
+            print(f"profile: {results.profile_directory(plan.name) / 'profile.md'}", flush=True)
 
 
 def _long_enough(config: Config, samples: int) -> Config:
