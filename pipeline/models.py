@@ -57,11 +57,16 @@ def of_job(train: Train, shape: tuple[int, int, int], classes: int) -> nn.Module
 
 
 def load(name: str) -> None:
-    """Import what building ``name`` needs, and build nothing: what is imported then is no memory of the training."""
+    """Import what building ``name`` needs, and build nothing: what is imported then is no memory of the training.
+
+    Raises ModelError for a name that stands for nothing.
+    """
     if ":" in name:
         _factory(name)
     elif name not in _OWN:
-        import torchvision  # noqa: F401
+        from torchvision import models
+
+        _check_name(name, models.list_models(module=models))
 
 
 def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
@@ -158,14 +163,7 @@ def torchvision_model(
     """
     from torchvision import models  # a second's import that only these models are worth
 
-    known = models.list_models(module=models)
-    if name not in known:
-        close = difflib.get_close_matches(name, [*_OWN, *known], n=3, cutoff=0.5)
-        raise ModelError(
-            f"train.model: found {name!r}; "
-            + (f"did you mean {' or '.join(close)}? " if close else "")
-            + f"Allowed: {', '.join(_OWN)}, a torchvision classification model, or module:factory of your own."
-        )
+    _check_name(name, models.list_models(module=models))
     builder = models.get_model_builder(name)
     fixed = {"weights": None, "num_classes": classes}
     if name in ("inception_v3", "googlenet"):
@@ -198,6 +196,17 @@ def torchvision_model(
         # A hook and no module around the model: the names in its state dict, and what techniques see, stay as they are.
         model.register_forward_pre_hook(_Resize(size, antialias=size[0] < height or size[1] < width))
     return model
+
+
+def _check_name(name: str, known: Sequence[str]) -> None:
+    """Raise ModelError unless ``name`` is one of torchvision's ``known`` classification models."""
+    if name not in known:
+        close = difflib.get_close_matches(name, [*_OWN, *known], n=3, cutoff=0.5)
+        raise ModelError(
+            f"train.model: found {name!r}; "
+            + (f"did you mean {' or '.join(close)}? " if close else "")
+            + f"Allowed: {', '.join(_OWN)}, a torchvision classification model, or module:factory of your own."
+        )
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:

@@ -76,6 +76,11 @@ MISTAKES = [
         "some",
         "found 'some'; expected 'selective' or true or false or a number above 0 below 1.",
     ),
+    (
+        "train.model",
+        "my_models.mlp",
+        "found 'my_models.mlp'; expected the name of a model, or module:factory of your own, such as my_models:mlp.",
+    ),
     ("train.epochs", "three", "found 'three'; expected a whole number above 0."),
     ("train.epochs", 2.5, "found 2.5; expected a whole number above 0."),
     ("train.epochs", True, "found true; expected a whole number above 0."),

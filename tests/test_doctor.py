@@ -113,6 +113,46 @@ def test_a_batch_that_some_gpus_do_not_divide(tmp_path: Path) -> None:
     assert left_out.remedy == "set train.batch_size to a multiple of the number of GPUs"
 
 
+def test_names_that_are_there() -> None:
+    finding = only(params.check_names(job(model="resnet18"), TORCH, Answer({"error": None})))
+    assert finding == ("model", "ok", "resnet18, with cross_entropy and accuracy", "")
+
+
+def test_names_that_stand_for_nothing() -> None:
+    for answer in (Answer({"error": "train.model: found 'x'"}), Answer({}, "NameError: train.model: found 'x'")):
+        finding = only(params.check_names(job(), TORCH, answer))
+        assert (finding.check, finding.status) == ("model", "problem")
+        assert "train.model: found 'x'" in finding.found
+        assert finding.remedy == "correct params.yaml, or the module that it names"
+    slow = only(params.check_names(job(), TORCH, Answer({}, "no answer within 30 s", late=True)))
+    assert slow.status == "warning", "they may be there"
+    assert slow.remedy.startswith("try again")
+    assert not list(params.check_names(job(), Answer({}, "no torch"), Answer({}, "no torch"))), "one line says so"
+    assert not list(params.check_names(Job(mistakes="not YAML"), TORCH, Answer({}, "not YAML")))
+
+
+@pytest.mark.parametrize(
+    ("train", "error"),
+    [
+        ({"model": "my_nets:net", "loss": "my_nets:net", "metric": "my_nets:net"}, None),
+        ({"model": "resnet18"}, None),
+        ({"model": "resnet81"}, "train.model: found 'resnet81'; did you mean resnet18"),
+        ({"model": "my_nets:nets"}, "my_nets.py has no 'nets'. Did you mean net?"),
+        ({"metric": "scores:top"}, "train.metric: found 'scores:top', but there is no module 'scores'"),
+    ],
+)
+def test_names_are_looked_up(
+    train: dict[str, str], error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = json.dumps({"train": train, "variants": {"baseline": {}}})
+    (tmp_path / "params.yaml").write_text(written, encoding="utf-8")
+    (tmp_path / "my_nets.py").write_text("def net(): ...\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    answer = probes.ask("names", 120)
+    assert answer.failure == ""
+    assert answer.found["error"] is None if error is None else error in answer.found["error"]
+
+
 # torch, driver, GPUs, NCCL
 
 
@@ -874,7 +914,7 @@ def test_a_failure_that_nobody_foresaw_is_a_line(monkeypatch: pytest.MonkeyPatch
     def fails(_: Job) -> Finding:
         raise ZeroDivisionError("a bug")
 
-    quick = {"torch": TORCH, "dvc": Answer({}, "dvc.exceptions.NotDvcRepoError: ...")}
+    quick = {"torch": TORCH, "names": Answer({"error": None}), "dvc": Answer({}, "dvc.exceptions.NotDvcRepoError: ...")}
     monkeypatch.setattr(doctor.probes, "ask", lambda name, _: quick[name])
     monkeypatch.setattr(resources, "check_memory", fails)
     findings = {finding.check: finding for finding in doctor.examine(ROOT)}

@@ -21,6 +21,9 @@ from pipeline.config.sections import Config, Train, Variant
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
+_FUNCTION = r"[^:.][^:]*:[^:]+"
+"""module:function, as a regular expression."""
+
 
 def load(path: Path = PARAMS_FILE) -> Config:
     """Read and validate ``path``. Raises ConfigError, naming every offending key."""
@@ -134,10 +137,15 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _own_code(train: Train) -> Iterator[str]:
-    """What is wrong with the loss and the metric, as far as it shows without their modules."""
+    """What is wrong with the names of model, loss and metric, as far as it shows without their modules."""
+    if not re.fullmatch(rf"\w+|{_FUNCTION}", train.model):
+        yield (
+            f"train.model: found {train.model!r}; expected the name of a model, or module:factory of your own, such as "
+            "my_models:mlp."
+        )
     for key, known, example in (("loss", "cross_entropy", "my_losses:focal"), ("metric", "accuracy", "my_scores:top")):
         found = getattr(train, key)
-        if found != known and not re.fullmatch(r"[^:.][^:]*:[^:]+", found):
+        if found != known and not re.fullmatch(_FUNCTION, found):
             yield f"train.{key}: found {found!r}; expected {known!r} or module:function, such as {example}."
     if train.loss == "cross_entropy" and train.loss_options:
         yield (

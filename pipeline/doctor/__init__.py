@@ -42,6 +42,7 @@ def examine(root: Path) -> Iterator[Finding]:
     dvc = _begin(lambda: probes.ask("dvc", PROBE_SECONDS))
     driver = gpus.ask_driver()
     torch = _begin(lambda: probes.ask("torch", PROBE_SECONDS))  # after the driver listed who computes on the GPUs
+    names = _begin(lambda: probes.ask("names", PROBE_SECONDS))
     machine = _or(None, environment.machine)
     job = params.read(root / PARAMS_FILE, machine)
     experiment = (job.config.publish if job.config else Publish()).experiment
@@ -49,6 +50,7 @@ def examine(root: Path) -> Iterator[Finding]:
 
     yield from _safely("params.yaml", lambda: params.check(job))
     yield from _safely("torch", lambda: [gpus.check_torch(job, torch.result(), driver)])
+    yield from _safely("model", lambda: params.check_names(job, torch.result(), names.result()))
     yield from _safely("NVIDIA driver", lambda: [gpus.check_driver(job, torch.result(), driver, container=container)])
     yield from _safely("GPUs", lambda: gpus.check_gpus(job, torch.result(), driver, _gpus(machine)))
     yield from _safely("NCCL", lambda: [gpus.check_nccl(job, torch.result())])

@@ -10,6 +10,7 @@ from typing import Literal
 from pipeline import config
 from pipeline.config import Config, ConfigError, Machine, Plan
 from pipeline.doctor.findings import Finding
+from pipeline.doctor.probes import Answer
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,22 @@ def check(job: Job) -> Iterator[Finding]:
         return
     yield Finding("params.yaml", "ok", f"{len(job.config.variants)} variants: {', '.join(job.config.variants)}")
     yield from _variants(job)
+
+
+def check_names(job: Job, torch: Answer, names: Answer) -> Iterator[Finding]:
+    """Whether the model, the loss and the metric are there; without params.yaml or torch, that is said already."""
+    if job.config is None or "version" not in torch.found:
+        return
+    train = job.config.train
+    mistake = names.found.get("error") or names.failure
+    if names.late:
+        remedy = "try again: a first import from a cold disk is slow, and so is a busy machine"
+        yield Finding("model", "warning", f"is still being imported: {mistake}", remedy)
+    elif mistake:
+        remedy = "correct params.yaml, or the module that it names"
+        yield Finding("model", "problem", mistake, remedy)
+    else:
+        yield Finding("model", "ok", f"{train.model}, with {train.loss} and {train.metric}")
 
 
 def _variants(job: Job) -> Iterator[Finding]:

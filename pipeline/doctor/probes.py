@@ -81,6 +81,20 @@ def _torch() -> None:
     _say(gpus=count, errors=errors)
 
 
+def _names() -> None:
+    """error: why the model, the loss or the metric of params.yaml cannot be found; None if they can."""
+    from pipeline import config, models, objectives
+
+    train = config.load().train
+    try:
+        models.load(train.model)
+        objectives.load(train)
+    except config.PipelineError as error:
+        _say(error=str(error))
+    else:
+        _say(error=None)
+
+
 def _dvc() -> None:
     """root, cache and its link types, then the default remote, each as DVC itself reads its settings."""
     from dvc.repo import Repo
@@ -142,4 +156,4 @@ def _without_password(text: str) -> str:
 
 
 if __name__ == "__main__":
-    {"torch": _torch, "dvc": _dvc}[sys.argv[1]]()
+    {"torch": _torch, "names": _names, "dvc": _dvc}[sys.argv[1]]()
