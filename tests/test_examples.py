@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from pipeline.config import load
+from pipeline.techniques.activation_checkpointing import blocks
 from tests.conftest import ROOT, Clone
 from tests.outside import write_example_metadata
 
@@ -104,3 +106,12 @@ def test_the_technique_s_commands_train_verify_and_compare_it(clone: Callable[..
     assert compared["environment"]["software"]["techniques"] == {"gradient-clipping": "0.1.0"}
     output = checkout.run("dvc", "repro", fails=True)  # the package is gone
     assert "variants.clipped.extra.gradient_clipping: no technique 'gradient_clipping' is installed" in output
+
+
+def test_the_model_of_the_readme_has_a_block_for_the_variant_memory() -> None:
+    (shown,) = re.findall(r"```python\n(# my_models\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(shown, made)
+    model = made["mlp"](channels=1, height=8, width=8, classes=10, hidden=64)
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert len(list(blocks(model))) == 1

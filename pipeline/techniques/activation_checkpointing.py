@@ -52,8 +52,8 @@ class ActivationCheckpointing(Technique):
         found = list(blocks(model))
         if not found:
             raise ConfigError(
-                f"{self.where}, but {type(model).__name__} has no blocks to checkpoint; allowed: false, or a model "
-                "with parts in an nn.Sequential or nn.ModuleList."
+                f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its parts has parts of "
+                "its own. Put layers that belong together into an nn.Sequential, or take activation_checkpointing out."
             )
         for block in self.choice(model, found):
             block.forward = _recomputed(block, self.contexts())  # the instance's own: names in the state dict stay

@@ -165,3 +165,6 @@ def test_blocks_are_residual_and_encoder_blocks() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"variants\.tried\.activation_checkpointing: .*Linear has no blocks"):
         _checkpointed(nn.Linear(2, 2))
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"Sequential has no blocks .*: none of its parts has parts of its own\."):
+        _checkpointed(flat)
