@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from pipeline.config import Config
@@ -331,6 +331,8 @@ def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int]) -> _De
                 resized = opened.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
             images[index] = np.asarray(resized).transpose(2, 0, 1)
             broken.append("")
+        except UnidentifiedImageError:  # whose words name an object in memory
+            broken.append("cannot identify image file")
         except Exception as error:  # Pillow's decoders raise many kinds for damaged files; each is named
             broken.append(str(error) or type(error).__name__)
     return _DecodedChunk(images, broken)

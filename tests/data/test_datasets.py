@@ -311,7 +311,7 @@ def test_broken_images_are_named_and_skipped(
     assert np.bincount(labels).tolist() == [5, 5, 2]
     told = capsys.readouterr().err
     assert told.count("skipped broken image") == 3
-    assert f"{folder}/train/digit-2/1.jpg: cannot identify image file" in told
+    assert f"{folder}/train/digit-2/1.jpg: cannot identify image file\n" in told
     assert "train: skipped 3 of 15 images" in told
 
 
