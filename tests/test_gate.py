@@ -562,6 +562,15 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
     assert values["margins"] == Margins().model_dump()
 
 
+@pytest.mark.parametrize("own", [{"model": "nets:mine"}, {"loss": "losses:mine"}, {"metric": "scores:mine"}])
+def test_code_of_the_users_own_is_trained_anew_on_both_sides(pretended: Pretended, own: dict[str, str]) -> None:
+    pretended.about[0]["train"] = {"epochs": 3} | own
+    gate.run(configured(), "main")
+    trained = [command for command in pretended.ran if "train@" in command]
+    anew = "repro --force --no-run-cache --single-item train@baseline train@ddp"
+    assert trained == [f"base {anew}", f"head {anew}"], "DVC does not see that code"
+
+
 def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pretended) -> None:
     pretended.speeds = {"head baseline": 0.8, "head ddp": 0.8}
     pretended.correct = (9000, 8000)

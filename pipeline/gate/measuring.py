@@ -35,9 +35,9 @@ def measured(config: Config, revision: str) -> Gated:
             names = in_common(there["variants"], here["variants"], revision)
             trained: list[dict[str, dict[int, float]]] = [{}, {}]
             if config.gate.accuracy:
-                own = any(":" in str(each["train"].get("model")) for each in (there, here))
+                own = any(_has_own_code(each["train"]) for each in (there, here))
                 for root in roots:
-                    # DVC does not see the files of a user's own model; it would take one's training for the other's.
+                    # DVC does not see the files of a user's own code; it would take one's training for the other's.
                     anew = ("--force", "--no-run-cache", "--single-item") if own else ()
                     dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
                 trained = [_test_accuracies(root, names) for root in roots]
@@ -116,6 +116,11 @@ def _rounds(config: Config, arms: Sequence[Asked], turns: int) -> Rounds:
             "base and head report their samples in different forms, so one of them is of another version: hold this "
             f"against a newer commit, or against a recorded reports/comparison.json. ({error})"
         ) from None
+
+
+def _has_own_code(train: Mapping[str, Any]) -> bool:
+    """Whether the model, the loss or the metric is the user's own, ``module:function``."""
+    return any(":" in str(train.get(key)) for key in ("model", "loss", "metric"))
 
 
 def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, float]]:
