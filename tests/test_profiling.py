@@ -370,6 +370,15 @@ def test_the_stage_writes_a_profile_a_page_and_a_trace(
     assert StepTimes.of(found.times()).model_dump() == values["ranks"][0], "the table is the trace's"
 
 
+def test_a_profile_under_weak_scaling_trains_long_enough_for_its_warm_up(workspace: Config) -> None:
+    values = workspace.model_dump(mode="json")
+    values["train"]["warmup_steps"] = 400  # an epoch has half as many steps as that of a single device
+    values["variants"]["weak"] = {"parallelism": "ddp", "scaling": "weak"}
+    profiling.run(parse(values), "weak", CPU_ONLY, PREPARED)
+    profile = json.loads((results.profile_directory("weak") / "profile.json").read_text())
+    assert (profile["steps"], profile["batch_size"]) == (4, 64)
+
+
 def test_an_unknown_variant_is_refused(workspace: Config) -> None:
     with pytest.raises(PipelineError, match=r"variants\.dpd: no such variant"):
         profiling.run(workspace, "dpd", CPU_ONLY, PREPARED)

@@ -139,7 +139,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
     keep_freed_memory()
     with assembled(config, plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
         world, seed = assembly.world, config.train.seeds[0]
-        longer = _long_enough(config, len(assembly.dataset.train))
+        longer = _long_enough(config, len(assembly.dataset.train) // plan.job(config.train).batch_size)
         with replace(assembly, config=longer).training(seed) as training:
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
             ranks = tuple(world.gather(StepTimes.of(found.times())))
@@ -175,11 +175,11 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
             print(f"profile: {results.profile_directory(plan.name) / 'profile.md'}", flush=True)
 
 
-def _long_enough(config: Config, samples: int) -> Config:
+def _long_enough(config: Config, steps_per_epoch: int) -> Config:
     """``config`` with as many epochs as the profile needs steps, and no row of history inside its windows."""
     train = config.train
     steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (config.profile.steps + 1)
-    epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit waits for the next one
+    epochs = 4 + -(-steps // max(1, steps_per_epoch))  # a window that does not fit waits for the next one
     changes = {"epochs": max(epochs, train.epochs), "history_every_steps": 10**9}
     return config.model_copy(update={"train": train.model_copy(update=changes)})
 
