@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,14 @@ def fingerprint() -> dict[str, Any]:
     set variables such as OMP_NUM_THREADS in their workers.
     """
     gpus, driver = _gpus()
+    cpu = _cpu_facts()
+    flags = _flags(cpu)
     content: dict[str, Any] = {
         "hardware": {
             "cpu": {
-                "model": _cpu_model(),
+                "model": _cpu_model(cpu),
                 "cores": cores(),
-                "flags": [flag for flag in _CPU_FLAGS if flag in _flags()],
+                "flags": [flag for flag in _CPU_FLAGS if flag in flags],
             },
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "gpus": gpus,
@@ -143,7 +145,7 @@ def machine() -> Machine:
     return Machine(
         gpus=len(gpus),
         gpu_native_bf16=bool(gpus) and min(capabilities) >= _NATIVE_BF16_CAPABILITY,
-        cpu_native_bf16=bool(_flags() & _NATIVE_BF16_FLAGS),
+        cpu_native_bf16=bool(_flags(_cpu_facts()) & _NATIVE_BF16_FLAGS),
         gpu_tf32=bool(gpus) and min(capabilities) >= _TF32_CAPABILITY,
         trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
         installed=frozenset(name for name in _OPTIONAL_LIBRARIES if importlib.util.find_spec(name)),
@@ -260,7 +262,10 @@ def _gpu(handle: Any) -> dict[str, Any]:
 
 
 def _cpu_facts() -> dict[str, str]:
-    """The first processor's entry in /proc/cpuinfo; empty where there is none."""
+    """The first processor's entry in /proc/cpuinfo; empty where there is none.
+
+    It is not kept, but read as seldom as can be: Linux makes it up for all processors each time.
+    """
     try:
         first = CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
     except OSError:
@@ -269,14 +274,12 @@ def _cpu_facts() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _cpu_model() -> str:
-    facts = _cpu_facts()
+def _cpu_model(facts: Mapping[str, str]) -> str:
     arm = [facts[key] for key in ("CPU implementer", "CPU part") if key in facts]
     return facts.get("model name") or " ".join(arm) or platform.processor() or platform.machine()
 
 
-def _flags() -> set[str]:
-    facts = _cpu_facts()
+def _flags(facts: Mapping[str, str]) -> set[str]:
     return set((facts.get("flags") or facts.get("Features") or "").split())
 
 

@@ -313,6 +313,19 @@ def test_what_is_said_of_a_cpu(
     assert machine().cpu_native_bf16 is native
 
 
+def test_proc_cpuinfo_is_read_once_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = environment._cpu_facts()
+    reads: list[dict[str, str]] = []
+
+    def read_again() -> dict[str, str]:
+        reads.append(facts)
+        return facts
+
+    monkeypatch.setattr(environment, "_cpu_facts", read_again)
+    fingerprint()
+    assert len(reads) == 1
+
+
 def test_a_system_without_proc_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "CPUINFO", tmp_path / "missing")
     assert fingerprint()["hardware"]["cpu"]["model"]
