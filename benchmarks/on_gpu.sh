@@ -21,8 +21,9 @@ step python -m pipeline prepare
 for variant in $(python -c 'from pipeline import config; print(*config.load().variants)'); do
     step python -m pipeline train "$variant"
 done
+step python -m pipeline bench
 step python -m pipeline compare
-cp -r environment.json reports/comparison.* results "$out"
+cp -r environment.json bench.json reports/comparison.* results "$out"
 for kind in profile infer; do
     step python -m pipeline "$kind" baseline
 done
