@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.server
 import json
@@ -816,6 +817,47 @@ def test_a_server_of_something_else_costs_one_warning(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", junk_server[0])
     assert_one_warning(root, junk_server[0], capsys)
+
+
+@pytest.fixture
+def locked_server() -> Iterator[tuple[str, str]]:
+    """The address of a server with an empty experiment, and the password that it wants of ``me``."""
+    password = "s%41@cret"
+    wanted = "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.send_response(200 if self.headers["Authorization"] == wanted else 401)
+            self.end_headers()
+            self.wfile.write(b'{"experiment": {"experiment_id": "7"}}')
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", password
+        server.shutdown()
+        thread.join()
+
+
+def test_the_cheap_look_has_the_credentials_of_the_address_or_of_the_variables(
+    locked_server: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, password = locked_server
+    for name in ("USERNAME", "PASSWORD", "TOKEN"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    named = uri.replace("://", f"://me:{urllib.parse.quote(password, safe='')}@")
+    seen = stores.Seen("7", [])
+    assert stores.glance(named, tmp_path, "training-performance", "key") == seen
+    assert stores.glance(uri, tmp_path, "training-performance", "key") is None
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+    assert stores.glance(uri, tmp_path, "training-performance", "key") == seen
 
 
 def test_a_password_is_not_shown() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import importlib.util
 import json
@@ -12,7 +11,6 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +29,9 @@ def health(root: Path, experiment: str, seconds: float) -> Health:
     uri = stores.address(root)
     if uri.startswith(stores.SQLITE):
         return _embedded(Path(uri.removeprefix(stores.SQLITE)), uri, root, experiment)
-    place = _without_password(uri)
+    place = stores.without_password(uri)
     if uri.startswith(("http://", "https://")):
-        return _server(uri.rstrip("/"), place, experiment, seconds)
+        return _server(uri, place, experiment, seconds)
     return Health(None, f"{place.split(':')[0]} store: only servers and SQLite are looked at here")
 
 
@@ -42,7 +40,7 @@ def _embedded(path: Path, uri: str, root: Path, experiment: str) -> Health:
     if not path.exists():
         return Health(True, f"{where}; the first training or publish makes it")
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)) as database:
+        with stores.read_only(path) as database:
             rows = database.execute(
                 "SELECT artifact_location FROM experiments WHERE name = ?", (experiment,)
             ).fetchall()
@@ -52,7 +50,7 @@ def _embedded(path: Path, uri: str, root: Path, experiment: str) -> Health:
             f"{where} cannot be read ({error})",
             f"move {path.name} away and run: python -m pipeline publish (it writes every run anew)",
         )
-    if rows and stores._is_misplaced(uri, root, rows[0][0]):
+    if rows and stores.is_misplaced(uri, root, rows[0][0]):
         return Health(
             False,
             f"{where} was made in another directory: its artifacts are in {rows[0][0]}",
@@ -65,14 +63,9 @@ def _embedded(path: Path, uri: str, root: Path, experiment: str) -> Health:
 
 def _server(uri: str, place: str, experiment: str, seconds: float) -> Health:
     """Ask as a client does. ``/health`` would not do: MLflow answers it under any host name."""
-    name = urllib.parse.quote(experiment, safe="")
     address = urllib.parse.urlsplit(uri)
-    bare = urllib.parse.urlunsplit(address._replace(netloc=address.netloc.rpartition("@")[2]))
-    request = urllib.request.Request(f"{bare}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}")
-    if authorization := _authorization(address):
-        request.add_header("Authorization", authorization)
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
+        with urllib.request.urlopen(stores.experiment_request(uri, experiment), timeout=seconds) as answer:
             status, text = answer.status, answer.read(100_000).decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:
@@ -133,22 +126,8 @@ def _judged(status: int, text: str, place: str, address: urllib.parse.SplitResul
     return Health(True, f"{place} answers")
 
 
-def _authorization(address: urllib.parse.SplitResult) -> str | None:
-    user = address.username or os.environ.get("MLFLOW_TRACKING_USERNAME")
-    password = address.password or os.environ.get("MLFLOW_TRACKING_PASSWORD")
-    if user and password:
-        return "Basic " + base64.b64encode(urllib.parse.unquote(f"{user}:{password}").encode()).decode()
-    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
-    return f"Bearer {token}" if token else None
-
-
 def _start(address: urllib.parse.SplitResult) -> str:
     remedy = "start the server, or unset MLFLOW_TRACKING_URI to use the embedded store"
     if address.hostname in ("localhost", "127.0.0.1", "::1"):
         remedy += "; in a container, this name is the container itself: use the server's name or --network host"
     return remedy
-
-
-def _without_password(uri: str) -> str:
-    password = urllib.parse.urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri

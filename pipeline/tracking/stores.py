@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
 import json
@@ -85,9 +86,42 @@ def describe(uri: str, error: Exception) -> str:
     reason = " ".join(str(error).split())
     if not isinstance(error, Unreachable | MisplacedStore):
         reason = f"{type(error).__name__}: {reason}"
+    return f"MLflow at {without_password(uri)}: {reason if len(reason) <= 400 else reason[:397] + '...'}"
+
+
+def without_password(uri: str) -> str:
+    """The address as it may be shown."""
+    password = urllib.parse.urlsplit(uri).password
+    return uri.replace(f":{password}@", ":***@") if password else uri
+
+
+def request(uri: str, path: str, body: Mapping[str, Any] | None = None) -> urllib.request.Request:
+    """To the REST interface of the server at ``uri``, with the credentials that MLflow's own client sends: those of the
+    address, which urllib would take for a part of the host's name, else those of MLFLOW_TRACKING_*."""
     parts = urllib.parse.urlsplit(uri)
-    place = uri.replace(f":{parts.password}@", ":***@") if parts.password else uri
-    return f"MLflow at {place}: {reason if len(reason) <= 400 else reason[:397] + '...'}"
+    bare = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    made = urllib.request.Request(
+        f"{bare.rstrip('/')}/api/2.0/mlflow/{path}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    if authorization := _authorization(parts):
+        made.add_header("Authorization", authorization)
+    return made
+
+
+def experiment_request(uri: str, name: str) -> urllib.request.Request:
+    """For the experiment of that name."""
+    return request(uri, f"experiments/get-by-name?experiment_name={urllib.parse.quote(name, safe='')}")
+
+
+def _authorization(address: urllib.parse.SplitResult) -> str | None:
+    user = urllib.parse.unquote(address.username or "") or os.environ.get("MLFLOW_TRACKING_USERNAME")
+    password = urllib.parse.unquote(address.password or "") or os.environ.get("MLFLOW_TRACKING_PASSWORD")
+    if user and password:
+        return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+    return f"Bearer {token}" if token else None
 
 
 class Seen(NamedTuple):
@@ -106,7 +140,7 @@ def glance(uri: str, root: Path, experiment: str, comparison: str) -> Seen | Non
         if uri.startswith(SQLITE):
             return _glance_sqlite(Path(uri.removeprefix(SQLITE)), uri, root, experiment, comparison)
         if uri.startswith(("http://", "https://")):
-            return _glance_server(uri.rstrip("/"), root, experiment, comparison)
+            return _glance_server(uri, root, experiment, comparison)
     except (sqlite3.Error, urllib.error.HTTPError, http.client.HTTPException, KeyError, TypeError, ValueError):
         return None
     except OSError as error:  # URLError and time-outs are OSErrors
@@ -116,16 +150,23 @@ def glance(uri: str, root: Path, experiment: str, comparison: str) -> Seen | Non
     return None
 
 
+@contextmanager
+def read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """An embedded store's tables, while the block runs."""
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)) as database:
+        yield database
+
+
 def _glance_sqlite(path: Path, uri: str, root: Path, experiment: str, comparison: str) -> Seen | None:
     """Ask MLflow's tables, read-only. They are no interface, so a test compares the answer with MLflow's own."""
     if not path.exists():
         return None
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)) as database:
+    with read_only(path) as database:
         experiments = database.execute(
             "SELECT experiment_id, artifact_location FROM experiments WHERE name = ? AND lifecycle_stage = 'active'",
             (experiment,),
         ).fetchall()
-        if len(experiments) != 1 or _is_misplaced(uri, root, experiments[0][1]):
+        if len(experiments) != 1 or is_misplaced(uri, root, experiments[0][1]):
             return None
         rows = database.execute(
             "SELECT runs.run_uuid, status, start_time, artifact_uri, tags.key, tags.value FROM runs "
@@ -147,22 +188,16 @@ def _glance_sqlite(path: Path, uri: str, root: Path, experiment: str, comparison
 def _glance_server(uri: str, root: Path, experiment: str, comparison: str) -> Seen:
     timeout = float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", DEFAULTS["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
 
-    def call(path: str, body: Mapping[str, Any] | None = None) -> Any:
-        request = urllib.request.Request(
-            f"{uri}/api/2.0/mlflow/{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+    def answer_to(asked: urllib.request.Request) -> Any:
+        with urllib.request.urlopen(asked, timeout=timeout) as answer:
             return json.load(answer)
 
-    name = urllib.parse.quote(experiment, safe="")
-    experiment_id = call(f"experiments/get-by-name?experiment_name={name}")["experiment"]["experiment_id"]
+    experiment_id = answer_to(experiment_request(uri, experiment))["experiment"]["experiment_id"]
     found: dict[str, StoredRun] = {}
     for condition in _conditions(root, comparison):
         body = {"experiment_ids": [experiment_id], "filter": condition, "max_results": PAGE}
         while True:
-            answer = call("runs/search", body)
+            answer = answer_to(request(uri, "runs/search", body))
             for run in answer.get("runs", ()):
                 info, tags = run["info"], {tag["key"]: tag.get("value", "") for tag in run["data"].get("tags", ())}
                 found[info["run_id"]] = StoredRun(info["run_id"], info["status"], int(info["start_time"]), tags)
@@ -278,7 +313,7 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> str:
                 raise
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
-    if _is_misplaced(uri, root, found.artifact_location):
+    if is_misplaced(uri, root, found.artifact_location):
         raise MisplacedStore(
             f"this store was made for another directory and keeps its artifacts in {found.artifact_location}. "
             f"Delete {DATABASE} and {ARTIFACTS} here, and run `python -m pipeline publish`: it rebuilds them."
@@ -286,7 +321,7 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> str:
     return str(found.experiment_id)
 
 
-def _is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
+def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
     """Whether the checkout's own store was copied or moved: MLflow wrote absolute paths into it."""
     return uri == SQLITE + str(root.resolve() / DATABASE) and artifacts != str(root.resolve() / ARTIFACTS)
 
