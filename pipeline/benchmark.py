@@ -18,6 +18,7 @@ from tqdm import tqdm
 from pipeline import environment, results
 from pipeline.config import Bench as BenchSettings
 from pipeline.config import Config, Machine, PipelineError, misplaced, plan
+from pipeline.config import techniques as techniques_of
 from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Setup, Window
 
 CALIBRATION_STEPS = 20
@@ -278,14 +279,14 @@ def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[As
     base = plan(config, config.compare.baseline, machine).applied
     for name in config.bench.ablate:
         ours = plan(config, name, machine)
-        asked = ours.asked.techniques()
+        asked, applied = techniques_of(ours.asked), techniques_of(ours.applied)
         without[name] = {key: reason for key, reason in ours.left_out.items() if key in asked}
         techniques = {
             technique: keys
-            for technique, keys in ours.applied.techniques().items()
+            for technique, keys in applied.items()
             if any(getattr(ours.applied, key) != getattr(base, key) for key in keys)
         }
-        shared = ours.applied.techniques().keys() - techniques.keys()
+        shared = applied.keys() - techniques.keys()
         without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies it too")
         if len(techniques) < 2:
             without[name] |= dict.fromkeys(techniques, f"it is all that {name} changes: the variant itself shows it")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.comparison import Comparison, compare
 from pipeline.config import Bench as BenchSettings
-from pipeline.config import Compare, Train, Variant
+from pipeline.config import Compare, Train, Variant, techniques
 from pipeline.results import Arm, Bench, Dataset, Flops, HistoryRow, Ledger, Ledgers, Result, Run, Window, summarise
 
 ENVIRONMENT: dict[str, Any] = {
@@ -244,7 +244,7 @@ def make_bench(
         stack = Variant.model_validate(next(each for each in measured if each.variant == "memory").applied)
         base, faster = Variant.model_validate(baseline.applied), throughput.get("memory", 1.0)
         for technique, (speed, alone, stacked) in SHARES.items():
-            (key,) = stack.techniques()[technique]
+            (key,) = techniques(stack)[technique]
             made = {
                 "with": (speed, alone, base.model_copy(update={key: getattr(stack, key)})),
                 "without": (faster / speed, memory.get("memory", 1.0) / stacked,

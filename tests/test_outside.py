@@ -54,7 +54,7 @@ def test_it_is_planned_and_listed_like_a_built_in_one(clipping: Path) -> None:  
     assert [each.name for each in config.asked(plan.applied)] == ["gradient_clipping"]
     assert [each.name for each in config.entries()] == [*(each.name for each in config.CATALOGUE), "gradient_clipping"]
     assert config.entry("gradient_clipping").searched_for[0] == "clip_grad_norm_"
-    assert plan.applied.techniques() == {"gradient_clipping": ("extra",)}
+    assert config.techniques(plan.applied) == {"gradient_clipping": ("extra",)}
     assert config.without(plan.applied, [config.entry("gradient_clipping")]) == Variant()
 
 

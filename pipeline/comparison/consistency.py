@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import results
+from pipeline import config, results
 from pipeline.config import PipelineError, Variant
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
 
@@ -67,7 +67,7 @@ def check(
 
 def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of what a variant applies beyond single-device fp32, in the order of its fields."""
-    return tuple(Variant.model_validate(applied).techniques())
+    return tuple(config.techniques(Variant.model_validate(applied)))
 
 
 def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:

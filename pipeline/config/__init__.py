@@ -6,7 +6,7 @@ work, with the path of the key, what was found there and what is allowed.
 
 from __future__ import annotations
 
-from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, without
+from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, techniques, without
 from pipeline.config.catalogue.base import Entry
 from pipeline.config.errors import ConfigError, PipelineError
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
@@ -64,5 +64,6 @@ __all__ = [
     "plan",
     "plans",
     "schema",
+    "techniques",
     "without",
 ]

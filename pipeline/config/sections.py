@@ -314,24 +314,6 @@ class Variant(Section):
         default_factory=dict, description="Techniques of other installed packages: name -> its options."
     )
 
-    def techniques(self) -> dict[str, tuple[str, ...]]:
-        """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
-
-        In the order of the fields. What needs a parallelism goes with it.
-
-        >>> Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4).techniques()
-        {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
-'gradient_accumulation=4': ('gradient_accumulation',)}
-        """
-        from pipeline.config import catalogue  # which knows this module
-
-        order = list(type(self).model_fields)
-        applied = sorted(catalogue.asked(self), key=lambda each: order.index(each.key))
-        options = tuple(each.key for each in applied if each.needs)
-        details = {"parallelism": ("processes", "replicas", "schedule", *options), "data_loading": ("loader_workers",)}
-        found = {each.label(self): (each.key, *details.get(each.key, ())) for each in applied if each.key != "extra"}
-        return found | ({"+".join(self.extra): ("extra",)} if self.extra else {})  # they come and go together
-
 
 class Config(Section):
     """params.yaml."""

@@ -14,7 +14,7 @@ from torch import nn
 from pipeline import benchmark, checkpoints, environment, job, results
 from pipeline.assembly import Assembly
 from pipeline.checkpoints import checkpoint_file
-from pipeline.config import Config, PipelineError, parse, plan
+from pipeline.config import Config, PipelineError, parse, plan, techniques
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.results import Result
@@ -153,7 +153,7 @@ def test_it_is_planned_as_one_micro_batch_and_excludes_what_waits_in_the_forward
     values = {"gradient_accumulation": "auto", "parallelism": "ddp"}
     made = plan(parse({"variants": {"baseline": values}}), "baseline", CPU_ONLY)
     assert (made.micro_batches, made.micro_batch_size, made.decided) == (1, 128, {})
-    assert list(made.applied.techniques()) == ["ddp", "auto_micro_batch"]
+    assert list(techniques(made.applied)) == ["ddp", "auto_micro_batch"]
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import yaml
 
 from pipeline import job, results
 from pipeline.checkpoints import checkpoint_file
-from pipeline.config import Augment, Machine, Train, parse, plan
+from pipeline.config import Augment, Machine, Train, parse, plan, techniques
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
@@ -162,4 +162,4 @@ def test_the_techniques_are_told_apart() -> None:
     )
     here = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
     assert [technique.name for technique in chosen(plan(config, "a", here), ALONE)] == ["dataloader"]
-    assert config.variants["a"].techniques() == {"dataloader": ("data_loading", "loader_workers")}
+    assert techniques(config.variants["a"]) == {"dataloader": ("data_loading", "loader_workers")}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Config, ConfigError, Machine, Plan, parse, plan
+from pipeline.config import Config, ConfigError, Machine, Plan, parse, plan, techniques
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 SETS = Path(__file__).parent.parent.parent / "variants"
@@ -152,7 +152,7 @@ def test_bf16_parameters_that_a_machine_would_emulate_are_left_out() -> None:
 
 def test_each_name_says_what_it_is() -> None:
     tried = config(parallelism="fsdp", replicas=2, processes=4, parameter_precision="bf16", reshard_after_forward=False)
-    assert tried.variants["tried"].techniques() == {
+    assert techniques(tried.variants["tried"]) == {
         "fsdp": ("parallelism", "processes", "replicas", "schedule", "reshard_after_forward", "parameter_precision"),
         "keep_gathered": ("reshard_after_forward",),
         "parameter_precision": ("parameter_precision",),

@@ -75,8 +75,9 @@ class Entry:
     def label(self, variant: Variant) -> str:
         """The name, and what the variant says there where the name does not tell it.
 
-        >>> [each.label(variant) for variant in [Variant(precision="bf16", gradient_accumulation=4)] for each in
-        ...  asked(variant)]
+        >>> from pipeline.config import asked
+        >>> variant = Variant(precision="bf16", gradient_accumulation=4)
+        >>> [each.label(variant) for each in asked(variant)]
         ['bf16', 'gradient_accumulation=4']
         """
         value = self.value(variant)
