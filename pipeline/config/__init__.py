@@ -10,6 +10,7 @@ from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusio
 from pipeline.config.catalogue.base import Entry
 from pipeline.config.errors import ConfigError, PipelineError
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
+from pipeline.config.machine import Machine
 from pipeline.config.planning import Plan, plan, plans
 from pipeline.config.sections import (
     GRAPH_WARMUP_STEPS,
@@ -20,7 +21,6 @@ from pipeline.config.sections import (
     Fetch,
     Gate,
     Infer,
-    Machine,
     Margins,
     Prepare,
     Profile,

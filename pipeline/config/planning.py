@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.config import catalogue
 from pipeline.config.errors import ConfigError
-from pipeline.config.sections import Config, Machine, Train, Variant
+from pipeline.config.machine import Machine
+from pipeline.config.sections import Config, Train, Variant
 
 PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
 """Those that take several processes."""

@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from pipeline.config.sections import Machine, Train, Variant
+from pipeline.config.machine import Machine
+from pipeline.config.sections import Train, Variant
 
 Changes = Literal["nothing", "rounding", "statistics"]
 """nothing: the trained weights are the same, bit for bit; rounding: the same sums in another order or precision, equal

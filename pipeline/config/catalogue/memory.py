@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeline.config.catalogue.base import Entry, needs_gpu
-from pipeline.config.sections import Machine, Train
+from pipeline.config.machine import Machine
+from pipeline.config.sections import Train
 
 
 def needs_adamw(train: Train) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.catalogue.base import Entry, needs_gpu, without_native_bf16
-from pipeline.config.sections import Machine
+from pipeline.config.machine import Machine
 
 
 def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:

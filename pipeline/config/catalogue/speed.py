@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeline.config.catalogue.base import Entry, needs_gpu
-from pipeline.config.sections import GRAPH_WARMUP_STEPS, Machine, Train
+from pipeline.config.machine import Machine
+from pipeline.config.sections import GRAPH_WARMUP_STEPS, Train
 
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
