@@ -108,9 +108,7 @@ def _measure(
         world, warmup = assembly.world, config.train.warmup_steps
         wanted = [sum(MEMORY_STEPS), warmup + steps] if on_cpu else [warmup + steps]
         epochs = -(-sum(wanted) // max(1, len(assembly.dataset.train) // plan.job(config.train).batch_size))
-        config = config.model_copy(
-            update={"train": config.train.model_copy(update={"epochs": max(epochs, config.train.epochs)})}
-        )
+        config = config.with_train(epochs=max(epochs, config.train.epochs))
         seed = config.train.seeds[0]
         watching = detectors(
             world.device,

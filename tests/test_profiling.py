@@ -388,8 +388,7 @@ def test_an_unknown_variant_is_refused(workspace: Config) -> None:
 def test_on_a_gpu_the_kernels_are_told_apart_and_the_memory_is_shown(
     workspace: Config,
 ) -> None:
-    train = workspace.train.model_copy(update={"device": "cuda"})
-    profiling.run(workspace.model_copy(update={"train": train}), "baseline", environment.machine(), PREPARED)
+    profiling.run(workspace.with_train(device="cuda"), "baseline", environment.machine(), PREPARED)
     directory = results.profile_directory("baseline")
     values = json.loads((directory / "profile.json").read_text())
     [rank] = values["ranks"]

@@ -328,3 +328,7 @@ class Config(Section):
     gate: Gate = Gate()
     publish: Publish = Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
+
+    def with_train(self, **changes: Any) -> Config:
+        """The same with other values under ``train``, which are not checked."""
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})

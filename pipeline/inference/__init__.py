@@ -43,7 +43,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     asked, seed = config.infer, config.train.seeds[0]
     weights = _weights(name, seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}
-    quick = config.model_copy(update={"train": config.train.model_copy(update={"deterministic": False})})
+    quick = config.with_train(deterministic=False)
     forms: list[Form] = []
     noise: list[Noise] = []
     devices: list[Literal["cpu", "cuda"]] = ["cpu", "cuda"] if plan.device == "cuda" else ["cpu"]

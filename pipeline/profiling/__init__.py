@@ -180,8 +180,7 @@ def _long_enough(config: Config, steps_per_epoch: int) -> Config:
     train = config.train
     steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (config.profile.steps + 1)
     epochs = 4 + -(-steps // max(1, steps_per_epoch))  # a window that does not fit waits for the next one
-    changes = {"epochs": max(epochs, train.epochs), "history_every_steps": 10**9}
-    return config.model_copy(update={"train": train.model_copy(update=changes)})
+    return config.with_train(epochs=max(epochs, train.epochs), history_every_steps=10**9)
 
 
 def _memory_snapshot(training: Training, file: Path) -> bool:

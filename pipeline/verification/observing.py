@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline import models
 from pipeline.assembly import Assembly, assembled
-from pipeline.config import Config, Plan, Train
+from pipeline.config import Config, Plan
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import forked
@@ -101,7 +101,7 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
     """Train as ``task`` says, on this rank of the variant's world."""
     config, world = assembly.config, assembly.world
     dataset = miniature(assembly.dataset, config.train.batch_size)
-    config = config.model_copy(update={"train": _shrunk(config.train, task)})
+    config = config.with_train(**_shrunk(task))
     change = partial(keep_still, images=first_images(dataset)) if task.still else _as_it_is
     small = replace(assembly, config=config, dataset=dataset)
     with small.training(config.train.seeds[0], change_model=change) as training:
@@ -140,11 +140,10 @@ def first_images(dataset: Dataset) -> Tensor:
     return next(batches)[0]
 
 
-def _shrunk(train: Train, task: Task) -> Train:
-    changes: dict[str, Any] = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
-    if task.what == "step":
-        changes |= PLAIN_SGD
-    return train.model_copy(update=changes)
+def _shrunk(task: Task) -> dict[str, Any]:
+    """What the miniature has under ``train`` instead of the job's."""
+    changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
+    return changes | (PLAIN_SGD if task.what == "step" else {})
 
 
 def _one_step(training: Training, file: Path) -> Observed:
