@@ -133,26 +133,25 @@ def _measure(
             chosen = any(technique.placement for technique in training.techniques)  # then the input is what is compared
             max_input_wait = None if chosen else config.bench.max_input_wait
             window = window_of(training, asked_steps=steps, max_input_wait=max_input_wait)
-            found = _ledgers(training, config, training.plan, window) if ledgers else None
-            counted = _flops(training, config, training.plan, fingerprint) if ledgers else None
-            setup = setup_of(training, device_name_of(world, fingerprint))
+            device_name = device_name_of(world, fingerprint)
+            found = _ledgers(training, config, window) if ledgers else None
+            counted = _flops(training, config, device_name) if ledgers else None
+            setup = setup_of(training, device_name)
         yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
 
 
-def _ledgers(training: Training, config: Config, plan: Plan, window: Window) -> Ledgers | None:
+def _ledgers(training: Training, config: Config, window: Window) -> Ledgers | None:
     """The variant's ledger as measured on the largest rank, and as predicted; None if the peak is unknown."""
     from pipeline import ledger  # most arms need none
 
     own_peak = None if window.peak_memory_bytes is None else training.memory.peak_bytes
     ranks = training.world.gather(ledger.measured(training, own_peak))
     known = [each for each in ranks if each is not None]
-    if not known:
+    if not known or not training.world.is_main:  # every rank's prediction is the same
         return None
     predicted, why_not = None, None
-    if not training.world.is_main:  # every rank's prediction is the same
-        return None
     try:
-        predicted = ledger.predicted(config, plan, training.dataset, training.batches.placement)
+        predicted = ledger.predicted(config, training.plan, training.dataset, training.batches.placement)
     except ledger.PredictionError as error:
         why_not = str(error)
     return Ledgers(
@@ -160,8 +159,8 @@ def _ledgers(training: Training, config: Config, plan: Plan, window: Window) -> 
     )
 
 
-def _flops(training: Training, config: Config, plan: Plan, fingerprint: dict[str, Any]) -> Flops | None:
+def _flops(training: Training, config: Config, device_name: str) -> Flops:
     from pipeline import flops
 
     dataset = training.dataset
-    return flops.counted(config, plan, dataset.shape, len(dataset.classes), device_name_of(training.world, fingerprint))
+    return flops.counted(config, training.plan, dataset.shape, len(dataset.classes), device_name)
