@@ -437,11 +437,11 @@ def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> No
 
 
 def test_what_the_comparison_says_of_each_variant(root: Path) -> None:
-    assert contents.verdicts(root) == {}
+    assert contents.verdicts(contents.compared(root)) == {}
     write_comparison(root)
-    assert contents.verdicts(root) == {"baseline": "baseline", "ddp": "pays"}
+    assert contents.verdicts(contents.compared(root)) == {"baseline": "baseline", "ddp": "pays"}
     write_comparison(root, refused=8)
-    verdict = contents.verdicts(root)["ddp"]
+    verdict = contents.verdicts(contents.compared(root))["ddp"]
     assert verdict.startswith("untrusted: throughput: ")
     assert "other processes took 31% of the CPU's time" in verdict
 

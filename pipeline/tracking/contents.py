@@ -290,16 +290,17 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         record = next(file for file in files if file.name == "profile.json")
         found = json.loads(record.read_text(encoding="utf-8"))["findings"]
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
-    for variant, verdict in verdicts(root).items():
+    comparison = compared(root)
+    for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
-        tags[f"{REFUSALS}.{variant}"] = _refusals(root, variant) or "none"  # in place of what an older report said
+        tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # in place of an older report's
     return tags
 
 
-def verdicts(root: Path) -> dict[str, str]:
-    """By variant: what the comparison says of it, and why it says no more; none without a comparison."""
+def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
+    """By variant: what the comparison (see ``compared``) says of it, and why it says no more; none if it is empty."""
     found = {}
-    for each in compared(root).get("variants", ()):
+    for each in comparison.get("variants", ()):
         verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
         plain = verdict not in ("undecided", "untrusted") or not reasons
         found[str(each["variant"])] = verdict if plain else _cut(f"{verdict}: {'; '.join(reasons)}")
@@ -387,8 +388,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
     {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
     """
     return {
-        _metric_name(name): value if isinstance(value, str) else json.dumps(value)
-        for name, value in _leaves(values, ".")
+        _metric_name(name): value if isinstance(value, str) else json.dumps(value) for name, value in _leaves(values)
     }
 
 
@@ -427,11 +427,11 @@ def compared(root: Path) -> dict[str, Any]:
     return content
 
 
-def _refusals(root: Path, variant: str) -> str:
+def _refusals(comparison: Mapping[str, Any], variant: str) -> str:
     """Which samples of the bench were refused of a variant, a line a round."""
     samples = [
         sample
-        for arm in compared(root).get("bench", {}).get("arms", ())
+        for arm in comparison.get("bench", {}).get("arms", ())
         if (arm["role"], arm["variant"]) == ("variant", variant)
         for sample in arm["samples"]
     ]
@@ -455,11 +455,11 @@ def _samples(child: Child) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["seed"] == str(child.run.seed) and _number(row["seconds"])]
 
 
-def _leaves(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            for inner, leaf in _leaves(value, separator):
-                yield f"{key}{separator}{inner}", leaf
+            for inner, leaf in _leaves(value):
+                yield f"{key}.{inner}", leaf
         else:
             yield key, value
 

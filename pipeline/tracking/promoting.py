@@ -42,7 +42,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
         with stores.locked(uri):
             store = stores.open_store(uri, root, config.publish.experiment)
             parent, run = _stored(store, wanted, child)
-            tags = _evidence(gate, child, contents.verdicts(root)[variant], parent, run)
+            tags = _evidence(gate, child, contents.verdicts(compared)[variant], parent, run)
             version = _registered(store, config.publish.registered_model, run, tags, gate, parent)
             for file in GATE:
                 if (root / file).exists():

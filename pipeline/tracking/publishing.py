@@ -161,7 +161,7 @@ def _create_parent(wanted: Wanted, store: Store) -> str:
 
 def _tag_verdicts(wanted: Wanted, store: Store) -> None:
     """Say on each child what the comparison says of its variant; it may say something else now."""
-    verdicts = contents.verdicts(store.root)
+    verdicts = contents.verdicts(contents.compared(store.root))
     for run in store.runs(wanted.key):
         child = wanted.children.get(run.tags.get(RUN, ""))
         verdict = verdicts.get(child.variant) if child and run.tags.get(COMPARISON) == wanted.key else None
