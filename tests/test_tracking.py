@@ -30,8 +30,8 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import models, report, results, tracking
 from pipeline.config import Config, parse
-from pipeline.tracking import contents, following, promoting, publishing, stores, views
-from pipeline.tracking.contents import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
+from pipeline.tracking import comparisons, contents, following, promoting, publishing, stores, views
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
 from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_result, make_results, make_run
@@ -156,7 +156,7 @@ def family(root: Path) -> tuple[MlflowRun, dict[str, MlflowRun]]:
 
 def agrees(root: Path, config: Config) -> bool:
     """What the cheap look at the store says."""
-    wanted = contents.wanted(config, root)
+    wanted = comparisons.wanted(config, root)
     assert wanted
     seen = stores.glance(stores.address(root), root, config.publish.experiment, wanted.key)
     return seen is not None and not reconcile(wanted, seen.runs, stores.checkout(root))
@@ -448,7 +448,7 @@ def test_what_the_comparison_says_of_each_variant(root: Path) -> None:
 
 def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
     write_comparison(root, refused=8)
-    wanted = contents.wanted(config_of(), root)
+    wanted = comparisons.wanted(config_of(), root)
     assert wanted
     tags = contents.parent_tags(config_of(), wanted, root)
     assert tags["verdict.ddp"].startswith("untrusted: throughput: ")
@@ -460,7 +460,7 @@ def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
 
 def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path) -> None:
     write_comparison(root)
-    wanted = contents.wanted(config_of(), root)
+    wanted = comparisons.wanted(config_of(), root)
     assert wanted
     before = {point.key: point.value for point in contents.parent_points(wanted, root, 0)}
     low, ratio, high = (before[f"ddp/throughput_ratio{end}"] for end in ("_low", "", "_high"))
@@ -532,7 +532,7 @@ def live_run(root: Path, variant: str = "ddp", *, status: str = "FINISHED", tags
 
 
 def key_of(root: Path, variant: str, seed: int) -> str:
-    wanted = contents.wanted(config_of(), root)
+    wanted = comparisons.wanted(config_of(), root)
     assert wanted
     return next(c.key for c in wanted.children.values() if (c.variant, c.run.seed) == (variant, seed))
 
@@ -585,7 +585,7 @@ def test_a_training_that_goes_on_and_one_without_a_result_keep_their_live_runs(r
 
 
 def test_live_runs_of_another_checkout_are_left_alone(root: Path) -> None:
-    wanted = contents.wanted(config_of(), root)
+    wanted = comparisons.wanted(config_of(), root)
     assert wanted
     tags = {LIVE: "another checkout", COMPARISON: wanted.key, RUN: key_of(root, "ddp", 0)}  # which is adopting it
     other = live_run(root, tags=tags)

@@ -1,44 +1,23 @@
-"""What the files ask a store to hold: runs and their keys, metrics, parameters and tags. No MLflow here."""
+"""What a run in a store holds, by the files: metrics, parameters and tags. No MLflow here."""
 
 from __future__ import annotations
 
 import csv
 import getpass
-import hashlib
 import json
 import math
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import results
 from pipeline.config import Config
 from pipeline.results import HistoryRow, Result, Run
+from pipeline.tracking.comparisons import ENVIRONMENT_FILE, REPORTS, RUN, Child, Wanted, sha256
 
-LAYOUT = 2
-"""Raise it when runs are to be logged differently: every run is then written again."""
-
-PREPARED = Path("data/prepared")
-REPORTS = Path("reports")
-ENVIRONMENT_FILE = Path("environment.json")
-
-COMPARISON = "pipeline.comparison"
-"""Tag of a comparison's parent run and of its children: the key of the comparison."""
-RUN = "pipeline.run"
-"""Tag of a child: the key of the run. The parent has none."""
-REPORT = "pipeline.report"
-"""Tag of a parent: the digest of the report it holds."""
-COMPLETE = "pipeline.complete"
-"""Tag set as the last act of writing a run; a run without it does not count."""
-LIVE = "pipeline.live"
-"""Tag of a run that a follower writes: the checkout that trains."""
-MIRRORED = "pipeline.mirrored"
-"""Tag set as the follower's last act: the key of the run whose whole history it has logged."""
-PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"
 
 VERDICT = "verdict"
@@ -59,136 +38,6 @@ class Point(NamedTuple):
     value: float
     timestamp_ms: int
     step: int
-
-
-@dataclass(frozen=True)
-class Child:
-    """One run that the store must hold: one seed of one variant."""
-
-    key: str
-    result: Result
-    run: Run
-    root: Path
-    model_file: Path | None
-    """The weights to log as a model; None: none to log."""
-
-    @property
-    def variant(self) -> str:
-        return self.result.variant
-
-    @property
-    def name(self) -> str:
-        return f"{self.result.variant}-seed{self.run.seed}"
-
-    @property
-    def result_file(self) -> Path:
-        return results.result_file(self.variant, self.root / results.RESULTS)
-
-    @property
-    def history_file(self) -> Path:
-        return results.history_file(self.variant, self.root / results.RESULTS)
-
-    @property
-    def system_file(self) -> Path:
-        return results.system_file(self.variant, self.root / results.RESULTS)
-
-    @property
-    def written_ms(self) -> int:
-        """When this checkout got the result."""
-        return round(self.result_file.stat().st_mtime * 1000)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One comparison that the store must hold."""
-
-    key: str
-    report: str
-    """Digest of the report's files, and of the profiles and inference results beside it."""
-    children: Mapping[str, Child]
-    """By key, in the order of params.yaml and of the seeds."""
-    profiles: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """By variant: the files of its profile."""
-    inference: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """By variant: what inference with its model gave, for programs and for a person."""
-
-    @property
-    def records(self) -> list[Path]:
-        """The records of both: each is another whenever it was measured again, so what lies beside need not be read."""
-        return _records(self.profiles, self.inference)
-
-    @property
-    def name(self) -> str:
-        return f"comparison-{self.key[:8]}"
-
-
-def wanted(config: Config, root: Path) -> Wanted | None:
-    """The comparison of the results that are there; None if there is none.
-
-    Raises ValueError, naming the file, for one that is no result.
-    """
-    found = []
-    for variant in config.variants:
-        path = results.result_file(variant, root / results.RESULTS)
-        if path.exists():
-            found.append(results.read(path))
-    if not found:
-        return None
-    children = [child_of(config, root, result, run) for result in found for run in result.runs]
-    profiles, inference = _profiles(config, root), _inference(config, root)
-    shown = [*report_files(root), *_records(profiles, inference)]
-    return Wanted(
-        key=_digest([LAYOUT, *sorted(results.digest(result) for result in found)]),
-        report=_digest([[file.name, _sha256(file)] for file in shown]),
-        children={child.key: child for child in children},
-        profiles=profiles,
-        inference=inference,
-    )
-
-
-def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
-    """The run that the store must hold for one seed of ``result``."""
-    weights = results.model_file(result.variant, run.seed, root / results.MODELS)
-    has_model = config.publish.models and weights.exists() and (root / PREPARED / "dataset.json").exists()
-    about = result.model_dump(mode="json", exclude={"runs", "summary"})
-    return Child(
-        key=_digest([LAYOUT, about, results.digest(run), has_model]),
-        result=result,
-        run=run,
-        root=root,
-        model_file=weights if has_model else None,
-    )
-
-
-def report_files(root: Path) -> list[Path]:
-    """The comparison, as data, for a pull request and for a person."""
-    return [file for file in sorted((root / REPORTS).glob("comparison.*")) if file.suffix != ".partial"]
-
-
-def _profiles(config: Config, root: Path) -> dict[str, list[Path]]:
-    directories = {name: results.profile_directory(name, root / results.PROFILES) for name in config.profile.variants}
-    return {
-        name: sorted(directory.iterdir())
-        for name, directory in directories.items()
-        if (directory / "profile.json").exists()
-    }
-
-
-def _inference(config: Config, root: Path) -> dict[str, list[Path]]:
-    found = {
-        name: [results.inference_file(name, kind, root / results.INFERENCE) for kind in ("json", "md")]
-        for name in config.infer.variants
-    }
-    return {name: files for name, files in found.items() if all(file.exists() for file in files)}
-
-
-def _records(*found: Mapping[str, Sequence[Path]]) -> list[Path]:
-    return [file for each in found for files in each.values() for file in files if file.suffix == ".json"]
-
-
-def context_files(root: Path) -> list[Path]:
-    """What a comparison rests on beside its results. No change of these alone makes a parent run out of date."""
-    return [file for file in (root / ENVIRONMENT_FILE, root / "params.yaml", root / "dvc.lock") if file.exists()]
 
 
 def history_points(row: HistoryRow, started: float) -> Iterator[Point]:
@@ -295,6 +144,17 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags[f"{VERDICT}.{variant}"] = verdict
         tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # in place of an older report's
     return tags
+
+
+def compared(root: Path) -> dict[str, Any]:
+    """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
+    path = root / REPORTS / "comparison.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for each in content.get("variants", ()):
+        file = results.result_file(each["variant"], root / results.RESULTS)
+        if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["runs"] != each["runs"]:
+            return {}
+    return content
 
 
 def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
@@ -412,19 +272,8 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     if known.get("hash") == result.environment and known["software"]["image"]:
         tags["image"] = known["software"]["image"]
     if lock.exists():
-        tags["dvc_lock_sha256"] = _sha256(lock)
+        tags["dvc_lock_sha256"] = sha256(lock)
     return tags
-
-
-def compared(root: Path) -> dict[str, Any]:
-    """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
-    path = root / REPORTS / "comparison.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for each in content.get("variants", ()):
-        file = results.result_file(each["variant"], root / results.RESULTS)
-        if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["runs"] != each["runs"]:
-            return {}
-    return content
 
 
 def _refusals(comparison: Mapping[str, Any], variant: str) -> str:
@@ -475,11 +324,3 @@ def _number(text: str | None) -> float | None:
 def _metric_name(text: str) -> str:
     """``text`` in the characters that MLflow allows."""
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", text)
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

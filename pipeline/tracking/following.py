@@ -16,8 +16,9 @@ from threading import Thread
 from pipeline import results
 from pipeline.config import Config
 from pipeline.results import HistoryRow
-from pipeline.tracking import contents, stores
-from pipeline.tracking.contents import LIVE, MIRRORED, Point
+from pipeline.tracking import comparisons, contents, stores
+from pipeline.tracking.comparisons import LIVE, MIRRORED
+from pipeline.tracking.contents import Point
 from pipeline.tracking.stores import Store
 
 POLL_SECONDS = 1.0
@@ -113,7 +114,7 @@ class _Mirror:
             live = self._live.get(run.seed)
             if live is None or live.run_id is None:
                 continue
-            child = contents.child_of(self._config, self._root, result, run)
+            child = comparisons.child_of(self._config, self._root, result, run)
             store.client.set_terminated(live.run_id, "FINISHED", round(contents.run_times(child)[1] * 1000))
             store.client.set_tag(live.run_id, MIRRORED, child.key)
 

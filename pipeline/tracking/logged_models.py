@@ -20,7 +20,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
 from pipeline import models
-from pipeline.tracking.contents import PREPARED, Child
+from pipeline.tracking.comparisons import PREPARED, Child
 from pipeline.tracking.stores import Store
 
 EXAMPLES = 2

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, PipelineError
-from pipeline.tracking import contents, stores, views
-from pipeline.tracking.contents import COMPARISON, RUN, Child, Wanted
+from pipeline.tracking import comparisons, contents, stores, views
+from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
 from pipeline.tracking.stores import Store
 
@@ -29,7 +29,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
     files differ from it. Raises PromotionError unless the gate let this very commit pass and MLflow holds the model.
     """
     gate = _passed(root, commit)
-    wanted = contents.wanted(config, root)
+    wanted = comparisons.wanted(config, root)
     compared = contents.compared(root)
     if wanted is None or not compared:
         raise PromotionError("there is no comparison of the results that are here; run `dvc repro`, which makes it.")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.tracking import contents, stores, views
-from pipeline.tracking.contents import COMPARISON, COMPLETE, PARENT, REPORT, RUN, VERDICT, Child, Wanted
+from pipeline.tracking import comparisons, contents, stores, views
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
+from pipeline.tracking.contents import VERDICT
 from pipeline.tracking.reconciliation import Changes, reconcile
 from pipeline.tracking.stores import Store
 
@@ -42,7 +43,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
     as history. It prints one line. A failure of MLflow is a warning on stderr. Raises ValueError for a result file
     that cannot be read.
     """
-    wanted = contents.wanted(config, root)
+    wanted = comparisons.wanted(config, root)
     if wanted is None:
         print("MLflow: no results yet, nothing to publish.")
         return Published()
@@ -145,7 +146,7 @@ def _dataset(child: Child) -> Any:
         name=about.name,
         digest=about.sha256[:16],
         source_type="local",
-        source=json.dumps({"uri": contents.PREPARED.as_posix()}),
+        source=json.dumps({"uri": comparisons.PREPARED.as_posix()}),
         profile=json.dumps({"train_count": about.train_count, "test_count": about.test_count, "sha256": about.sha256}),
     )
     return DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])
@@ -176,7 +177,7 @@ def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) 
     store.log_params(run_id, contents.parent_params(wanted))
     known = client.get_run(run_id).data.metrics
     store.log_points(run_id, contents.parent_points(wanted, root, ended_ms, known))
-    for file in contents.report_files(root) + contents.context_files(root):
+    for file in comparisons.report_files(root) + comparisons.context_files(root):
         client.log_artifact(run_id, str(file))
     for file in sorted({child.result_file for child in wanted.children.values()}):
         client.log_artifact(run_id, str(file), "results")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.tracking.contents import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, REPORT, RUN, Wanted
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, REPORT, RUN, Wanted
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.tracking.contents import COMPARISON, LIVE, Point, batches
+from pipeline.tracking.comparisons import COMPARISON, LIVE
+from pipeline.tracking.contents import Point, batches
 from pipeline.tracking.reconciliation import StoredRun
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.tracking.contents import COMPARISON, RUN, Wanted
+from pipeline.tracking.comparisons import COMPARISON, RUN, Wanted
 
 TAG = "mlflow.sharedViewState."
 """Tag of an experiment, ending in a view's key: what MLflow's button "Share" writes."""

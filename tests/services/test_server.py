@@ -26,7 +26,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import results
 from pipeline.tracking import stores
-from pipeline.tracking.contents import LIVE, PARENT
+from pipeline.tracking.comparisons import LIVE, PARENT
 from tests.conftest import Clone
 from tests.services.compose import Services
 
