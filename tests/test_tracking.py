@@ -30,7 +30,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import models, report, results, tracking
 from pipeline.config import Config, parse
-from pipeline.tracking import comparisons, contents, following, promoting, publishing, stores, views
+from pipeline.tracking import comparisons, contents, following, glancing, promoting, publishing, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
@@ -158,7 +158,7 @@ def agrees(root: Path, config: Config) -> bool:
     """What the cheap look at the store says."""
     wanted = comparisons.wanted(config, root)
     assert wanted
-    seen = stores.glance(stores.address(root), root, config.publish.experiment, wanted.key)
+    seen = glancing.glance(stores.address(root), root, config.publish.experiment, wanted.key)
     return seen is not None and not reconcile(wanted, seen.runs, stores.checkout(root))
 
 
@@ -313,7 +313,7 @@ def test_the_cheap_look_sees_what_mlflow_sees(root: Path) -> None:
     client.delete_run(deleted)
     key = next(iter(run.data.tags[COMPARISON] for run in runs_of(root) if RUN in run.data.tags))
 
-    seen = stores.glance(stores.address(root), root, "training-performance", key)
+    seen = glancing.glance(stores.address(root), root, "training-performance", key)
     known = Store(client, stores.address(root), root, experiment).runs(key)
     assert seen is not None
     assert seen.experiment_id == experiment
@@ -326,7 +326,7 @@ def test_the_cheap_look_sees_what_mlflow_sees(root: Path) -> None:
 def test_the_cheap_look_is_unsure_of_anything_strange(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "mlflow.db").write_bytes(content)
-    assert stores.glance(stores.address(tmp_path), tmp_path, "training-performance", "key") is None
+    assert glancing.glance(stores.address(tmp_path), tmp_path, "training-performance", "key") is None
 
 
 @pytest.mark.slow
@@ -852,12 +852,12 @@ def test_the_cheap_look_has_the_credentials_of_the_address_or_of_the_variables(
     for name in ("USERNAME", "PASSWORD", "TOKEN"):
         monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
     named = uri.replace("://", f"://me:{urllib.parse.quote(password, safe='')}@")
-    seen = stores.Seen("7", [])
-    assert stores.glance(named, tmp_path, "training-performance", "key") == seen
-    assert stores.glance(uri, tmp_path, "training-performance", "key") is None
+    seen = glancing.Seen("7", [])
+    assert glancing.glance(named, tmp_path, "training-performance", "key") == seen
+    assert glancing.glance(uri, tmp_path, "training-performance", "key") is None
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
-    assert stores.glance(uri, tmp_path, "training-performance", "key") == seen
+    assert glancing.glance(uri, tmp_path, "training-performance", "key") == seen
 
 
 def test_a_password_is_not_shown() -> None:
@@ -884,7 +884,7 @@ def test_a_server_is_a_store_like_any_other(
             assert agrees(root, config_of())
             store = stores.open_store(uri, root, "training-performance")
             key = parent.data.tags[COMPARISON]
-            seen = stores.glance(uri, root, "training-performance", key)
+            seen = glancing.glance(uri, root, "training-performance", key)
             assert seen is not None
             assert sorted(seen.runs, key=str) == sorted(store.runs(key), key=str)
             assert (root / "server").is_dir()

@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.tracking import stores
+from pipeline.tracking import glancing, stores
 
 
 class Health(NamedTuple):
@@ -40,7 +40,7 @@ def _embedded(path: Path, uri: str, root: Path, experiment: str) -> Health:
     if not path.exists():
         return Health(True, f"{where}; the first training or publish makes it")
     try:
-        with stores.read_only(path) as database:
+        with glancing.read_only(path) as database:
             rows = database.execute(
                 "SELECT artifact_location FROM experiments WHERE name = ?", (experiment,)
             ).fetchall()
@@ -65,7 +65,7 @@ def _server(uri: str, place: str, experiment: str, seconds: float) -> Health:
     """Ask as a client does. ``/health`` would not do: MLflow answers it under any host name."""
     address = urllib.parse.urlsplit(uri)
     try:
-        with urllib.request.urlopen(stores.experiment_request(uri, experiment), timeout=seconds) as answer:
+        with urllib.request.urlopen(glancing.experiment_request(uri, experiment), timeout=seconds) as answer:
             status, text = answer.status, answer.read(100_000).decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:

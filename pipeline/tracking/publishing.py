@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.tracking import comparisons, contents, stores, views
+from pipeline.tracking import comparisons, contents, glancing, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
 from pipeline.tracking.contents import VERDICT
 from pipeline.tracking.reconciliation import Changes, reconcile
@@ -51,7 +51,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
     uri, experiment, checkout = stores.address(root), config.publish.experiment, stores.checkout(root)
     children = len(wanted.children)
     try:
-        seen = stores.glance(uri, root, experiment, wanted.key)
+        seen = glancing.glance(uri, root, experiment, wanted.key)
         if seen is not None and not reconcile(wanted, seen.runs, checkout):
             print(f"MLflow: {wanted.name} is up to date with {children} runs: {_link(uri, seen.experiment_id, wanted)}")
             return Published(children=children)
