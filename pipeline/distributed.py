@@ -89,12 +89,17 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
-    def average_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give each tensor its mean over ranks, in place, on every rank. Takes their memory once more."""
+    def average_(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Give each tensor its mean over the ranks of ``group`` (None: all), in place, on every one of them.
+
+        In one all-reduce. Takes the tensors' memory once more.
+        """
         if self.size == 1:
             return
         with torch.no_grad():
-            flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors])).div_(self.size)
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            dist.all_reduce(flat, group=group)
+            flat.div_(dist.get_world_size(group))
             for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(mean.view(tensor.shape))
 

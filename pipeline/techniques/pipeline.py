@@ -141,8 +141,9 @@ class Pipeline(Technique):
                 target=torch.cat(labels) if self._is_last else None,
                 return_outputs=False,
             )
-            if self._replicas > 1:
-                self._average_gradients()
+            if self._replicas > 1:  # over the replicas of this stage
+                held = (parameter.grad for parameter in self._module.parameters())
+                self.world.average_([gradient for gradient in held if gradient is not None], self._alike)
 
         return scheduled
 
@@ -342,15 +343,6 @@ class Pipeline(Technique):
 
         schedule = _SCHEDULES[self.plan.applied.schedule]
         return schedule(stage, self.plan.micro_batches, loss_fn=loss, scale_grads=False)
-
-    def _average_gradients(self) -> None:
-        """Over the replicas of this stage, in one all-reduce."""
-        gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=self._alike)
-        flat /= self._replicas
-        for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(mean.view(gradient.shape))
 
 
 class _Stage(nn.Module):
