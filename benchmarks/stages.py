@@ -23,7 +23,8 @@ from pipeline import environment, optimizers, results
 from pipeline.config import Train, Variant, parse, plan
 from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
-from pipeline.distributed import World, keep_freed_memory
+from pipeline.distributed import World
+from pipeline.heap import keep_freed_memory
 from pipeline.measurement import SystemSampler
 from pipeline.models import build
 from pipeline.training import Training

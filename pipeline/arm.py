@@ -23,7 +23,8 @@ from pipeline.config import Config, Machine, PipelineError, Plan, Variant
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import detectors
-from pipeline.distributed import forked, keep_freed_memory, return_freed_memory
+from pipeline.distributed import forked
+from pipeline.heap import keep_freed_memory, return_freed_memory
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
 from pipeline.results import Flops, Ledgers, Setup, Window
 from pipeline.training import Training

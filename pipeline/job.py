@@ -23,7 +23,8 @@ from pipeline.assembly import Assembly, assembled, forget_last_run
 from pipeline.config import Config, Machine, Plan
 from pipeline.config import plan as plan_of
 from pipeline.detectors import detectors
-from pipeline.distributed import Interruption, World, interruption, keep_freed_memory, launch, launched_size
+from pipeline.distributed import Interruption, World, interruption, launch, launched_size
+from pipeline.heap import keep_freed_memory
 from pipeline.measurement import SystemSampler
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
 from pipeline.results import HistoryRow, Result, Run, Setup, summarise

@@ -14,7 +14,7 @@ from tests.imports import imported, modules, own, tree
 LAYERS = (
     {"config", "stats"},
     {"results", "factories"},
-    {"environment", "distributed", "measurement", "checkpoints"},
+    {"environment", "distributed", "heap", "measurement", "checkpoints"},
     {"models", "data", "objectives", "optimizers", "verdicts"},
     {"ablation", "detectors", "losses", "techniques", "tracking"},
     {"evaluation"},

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -19,8 +16,6 @@ from torch import nn
 from pipeline.config import PipelineError
 from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, world
 from tests.ranks import run_ranks
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_a_process_without_a_launcher_is_a_world_of_its_own() -> None:
@@ -149,30 +144,6 @@ def _fail_after_joining() -> None:
 def test_launch_ends_all_ranks_and_names_the_first_failure() -> None:
     with pytest.raises(WorkerError, match=r"^rank 1: the data is not what it was$"):
         launch(_fail_after_joining, (), processes=2)
-
-
-RESIDENT_AFTER_FREEING_24_MIB = """
-import sys
-import psutil
-import torch
-from pipeline import distributed
-if sys.argv[1] != "as it is":
-    getattr(distributed, f"{sys.argv[1]}_freed_memory")()
-before = psutil.Process().memory_info().rss
-torch.ones(6 * 2**20)
-print(psutil.Process().memory_info().rss - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
-def test_freed_memory_is_kept_for_the_next_tensor_or_returned() -> None:
-    def resident(how: str) -> int:
-        command = [sys.executable, "-c", RESIDENT_AFTER_FREEING_24_MIB, how]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
-
-    assert resident("keep") > 20 * 2**20
-    assert resident("return") < 4 * 2**20
-    assert resident("as it is") < 8 * 2**20
 
 
 def test_one_process_is_this_one() -> None:

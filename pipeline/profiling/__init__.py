@@ -23,7 +23,8 @@ from pipeline import environment, results
 from pipeline.assembly import assembled
 from pipeline.config import Config, Machine, Plan
 from pipeline.config import plan as plan_of
-from pipeline.distributed import keep_freed_memory, launch, launched_size
+from pipeline.distributed import launch, launched_size
+from pipeline.heap import keep_freed_memory
 from pipeline.profiling import trace
 from pipeline.profiling.findings import Facts, findings
 from pipeline.profiling.records import Operator, Profile, StepTimes

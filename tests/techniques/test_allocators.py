@@ -25,7 +25,7 @@ def test_memory_that_no_tensor_uses_goes_back_to_the_system() -> None:
     """In a process of its own: free pages between live ones, which free() alone does not give back."""
     program = f"""
 import torch
-from pipeline.distributed import keep_freed_memory
+from pipeline.heap import keep_freed_memory
 from pipeline.techniques.allocators import ReleaseCache
 from tests.nets import ALONE, make_plan
 keep_freed_memory()

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+RESIDENT_AFTER_FREEING_24_MIB = """
+import sys
+import psutil
+import torch
+from pipeline import heap
+if sys.argv[1] != "as it is":
+    getattr(heap, f"{sys.argv[1]}_freed_memory")()
+before = psutil.Process().memory_info().rss
+torch.ones(6 * 2**20)
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
+def test_freed_memory_is_kept_for_the_next_tensor_or_returned() -> None:
+    def resident(how: str) -> int:
+        command = [sys.executable, "-c", RESIDENT_AFTER_FREEING_24_MIB, how]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+
+    assert resident("keep") > 20 * 2**20
+    assert resident("return") < 4 * 2**20
+    assert resident("as it is") < 8 * 2**20
