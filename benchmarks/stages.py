@@ -25,8 +25,8 @@ from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World
 from pipeline.heap import keep_freed_memory
-from pipeline.measurement import SystemSampler
 from pipeline.models import build
+from pipeline.sampling import SystemSampler
 from pipeline.training import Training
 
 BASELINE: dict[str, Any] = {"baseline": {}}

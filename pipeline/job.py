@@ -25,9 +25,9 @@ from pipeline.config import plan as plan_of
 from pipeline.detectors import detectors
 from pipeline.distributed import Interruption, World, interruption, launch, launched_size
 from pipeline.heap import keep_freed_memory
-from pipeline.measurement import SystemSampler
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
 from pipeline.results import HistoryRow, Result, Run, Setup, summarise
+from pipeline.sampling import SystemSampler
 from pipeline.training import Training
 
 FOLLOWER_PATIENCE_SECONDS = 20.0

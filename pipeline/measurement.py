@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import psutil
 import torch
 
 T = TypeVar("T")
@@ -22,7 +17,19 @@ CLOCK_TOLERANCE_FRACTION = 0.05
 """Largest difference between the sum of step times by CUDA events and the wall clock around them."""
 
 
-class Clock:
+class _Resumable:
+    """Counts of a run, in attributes whose names do not begin with an underscore."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on counting."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo of ``state``."""
+        vars(self).update(state)
+
+
+class Clock(_Resumable):
     """Times a run's steps without ever waiting inside one.
 
     A *window* is a stretch of steps between two synchronised moments (``open``, ``close``), so its wall
@@ -99,14 +106,6 @@ class Clock:
             f"(more than {CLOCK_TOLERANCE_FRACTION:.0%} apart)"
         )
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on counting."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Undo of ``state``."""
-        vars(self).update(state)
-
     def _mark(self) -> Any:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -124,7 +123,7 @@ def percentile_ms(seconds: list[float], percent: float) -> float | None:
     return float(np.percentile(seconds, percent)) * 1e3 if seconds else None
 
 
-class Memory:
+class Memory(_Resumable):
     """Peak memory of a run's measured windows.
 
     On CUDA: bytes of live tensors at their highest (``max_memory_allocated``), and what CUDA graphs keep for their
@@ -177,14 +176,6 @@ class Memory:
     def _retries_so_far(self) -> int:
         return sum(torch.cuda.memory_stats(device)["num_alloc_retries"] for device in self._devices)
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on counting."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Undo of ``state``."""
-        vars(self).update(state)
-
 
 def graphs_bytes(device: torch.device) -> int:
     """What CUDA graphs on ``device`` keep for their replays, beyond tensors that live now.
@@ -221,102 +212,3 @@ def _reset_resident_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-class SystemSampler(AbstractContextManager["SystemSampler"]):
-    """Samples the processor, the memory and the job's GPUs of this host, once a second, into a CSV file.
-
-    The columns carry MLflow's names for system metrics. A sample costs well under a millisecond, in a
-    thread of its own.
-    """
-
-    def __init__(self, path: Path, devices: Iterable[torch.device], interval_seconds: float = 1.0) -> None:
-        self._path = path
-        self._interval = interval_seconds
-        self._process = psutil.Process()
-        gpus = [_gpu(device) for device in devices if device.type == "cuda"]
-        self._gpus = [gpu for gpu in gpus if gpu]
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
-        self.seed = 0
-        """The seed in training; written beside each sample."""
-
-    def __enter__(self) -> SystemSampler:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        psutil.cpu_percent()  # the first call has nothing to compare with
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with self._path.open("w", newline="", encoding="utf-8") as file:
-            writer: csv.DictWriter[str] | None = None
-            more = True
-            while more:
-                more = not self._stop.wait(self._interval)
-                sample = self._sample()
-                if writer is None:
-                    writer = csv.DictWriter(file, list(sample))
-                    writer.writeheader()
-                writer.writerow(sample)
-                file.flush()
-
-    def _sample(self) -> dict[str, float]:
-        memory = psutil.virtual_memory()
-        sample: dict[str, float] = {
-            "seed": self.seed,
-            "seconds": round(time.time(), 3),
-            "cpu_utilization_percentage": psutil.cpu_percent(),
-            "system_memory_usage_megabytes": round(memory.used / 1e6, 1),
-            "process_resident_megabytes": round(self._process.memory_info().rss / 1e6, 1),
-        }
-        for gpu in self._gpus:
-            sample |= gpu.sample()
-        return sample
-
-
-class _Gpu:
-    """One GPU's figures by NVML, addressed by what torch calls it, whatever CUDA_VISIBLE_DEVICES says.
-
-    What the driver does not tell (of a MIG instance or a virtual GPU, say) is left out.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        name = f"gpu_{device.index or 0}"
-        readings: dict[str, Callable[[], float]] = {
-            f"{name}_utilization_percentage": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            f"{name}_memory_usage_megabytes": lambda: round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e6, 1),
-            f"{name}_power_usage_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        }
-        self._readings = {name: read for name, read in readings.items() if self._answers(read)}
-
-    @staticmethod
-    def _answers(read: Callable[[], float]) -> bool:
-        import pynvml
-
-        try:
-            read()
-        except pynvml.NVMLError:
-            return False
-        return True
-
-    def sample(self) -> dict[str, float]:
-        return {name: read() for name, read in self._readings.items()}
-
-
-def _gpu(device: torch.device) -> _Gpu | None:
-    import pynvml
-
-    try:
-        return _Gpu(device)
-    except pynvml.NVMLError:
-        return None

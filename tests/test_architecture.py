@@ -14,7 +14,7 @@ from tests.imports import imported, modules, own, tree
 LAYERS = (
     {"config", "stats"},
     {"results", "factories"},
-    {"environment", "distributed", "heap", "measurement", "checkpoints"},
+    {"environment", "distributed", "heap", "measurement", "sampling", "checkpoints"},
     {"models", "data", "objectives", "optimizers", "verdicts"},
     {"ablation", "detectors", "losses", "techniques", "tracking"},
     {"evaluation"},
