@@ -1,0 +1,177 @@
+"""The processes that train together, as one of them sees it: ranks, devices and collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.config import PipelineError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=5)
+"""How long a collective waits for a rank that does not come. Covers one rank's slow disk, not a dead rank."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, as one of them sees it."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str | None
+    """nccl, gloo, or None for a single process, which needs no process group."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """The main rank's ``value`` (picklable) on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum ``tensor`` over ranks, in place, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        return tensor
+
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum of ``tensor`` over ranks, in place, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def average_(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Give each tensor its mean over the ranks of ``group`` (None: all), in place, on every one of them.
+
+        In one all-reduce. Takes the tensors' memory once more.
+        """
+        if self.size == 1:
+            return
+        with torch.no_grad():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            dist.all_reduce(flat, group=group)
+            flat.div_(dist.get_world_size(group))
+            for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def broadcast_buffers_(self, model: nn.Module) -> None:
+        """Give every rank the main rank's buffers (BatchNorm's running statistics differ by rank in training)."""
+        if self.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def devices(self, count: int) -> list[torch.device]:
+        """What this process computes on: its own device, or, if they are more than one, the first ``count`` GPUs."""
+        return [self.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
+
+    def mesh(self, **dimensions: int) -> DeviceMesh:
+        """All ranks as a grid with these named dimensions, neighbours of the last one being neighbouring ranks.
+
+        Made once; all ranks must ask for the same one together.
+        """
+        key = tuple(dimensions.items())
+        if key not in _MESHES:
+            names, shape = zip(*key, strict=True)
+            _MESHES[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return _MESHES[key]
+
+    def synchronise(self) -> None:
+        """Wait until this rank's device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``, in the same memory: of a DTensor its own part, of any other tensor all."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+_MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+"""Those of the process group that lives."""
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+"""A single process on the CPU."""
+
+
+def launched_size() -> int | None:
+    """World size if a launcher (torchrun, Slurm's or Kubernetes' wrapper of it) started this process, else None."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+@contextmanager
+def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
+    """This process's world; the process group lives as long as the block.
+
+    A process that no launcher started is a world of its own, without a process group. On CUDA the
+    backend is NCCL and the local rank chooses the GPU; on CPU it is gloo, and this host's ``cores`` are
+    shared out evenly unless OMP_NUM_THREADS says otherwise. Raises PipelineError if there is no GPU for
+    this rank.
+    """
+    size = launched_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == "cuda":
+        here = _gpu(local_rank)
+    else:
+        here = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, int(cores / local_size)))
+    if size is None:
+        yield World(rank=0, size=1, device=here, backend=None)
+        return
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device == "cuda" else None)
+    _MESHES.clear()
+    yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
+    # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends them.
+    dist.destroy_process_group()
+
+
+def _gpu(local_rank: int) -> torch.device:
+    """This rank's GPU, made the current one."""
+    try:
+        count = torch.cuda.device_count()
+        if local_rank < count:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum in another order
+            torch.cuda.set_device(local_rank)
+            torch.cuda.init()
+            return torch.device("cuda", local_rank)
+    except RuntimeError as error:
+        raise PipelineError(
+            f"train.device: PyTorch cannot use the GPU ({error}). Set train.device to 'cpu', or install a driver for "
+            f"torch {torch.__version__}."
+        ) from None
+    raise PipelineError(
+        f"local rank {local_rank} has no GPU: PyTorch sees {count} on this host. Start one process a GPU."
+    )
