@@ -58,15 +58,47 @@ def paired_ratio(
     """
     logs = _log_ratios(a, b)
     count = len(logs)
-    if 2.0 ** (1 - count) > 1 - confidence:
+    if _bounds_nothing(count, confidence):
         return Interval(math.exp(np.median(logs)), 0.0, math.inf, count)
     # Sorted, and each resample with its mirror image: neither the order of the pairs nor of a and b makes a difference.
     logs.sort()
     drawn = np.random.default_rng(seed).integers(count, size=(math.ceil(resamples / 2), count))
     medians = np.median(np.concatenate([logs[drawn], logs[count - 1 - drawn]]), axis=1)
-    tail = ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - confidence) / 2))
-    low, high = np.exp(np.quantile(medians, [tail, 1 - tail]))
+    low, high = np.exp(np.quantile(medians, _levels(count, confidence)))
     return Interval(math.exp(np.median(logs)), float(low), float(high), count)
+
+
+def unpaired_ratio(
+    a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The median of ``a`` over the median of ``b``, positive samples of any lengths, with a bootstrap interval.
+
+    Medians are taken of logarithms, and both samples are resampled. The interval is the expanded percentile one, as in
+    ``paired_ratio``, at the levels of the shorter sample, whose length is ``count``.
+    """
+    above, below = (np.sort(np.log(np.asarray(values, dtype=np.float64))) for values in (a, b))
+    count = min(len(above), len(below))
+    estimate = math.exp(np.median(above) - np.median(below))
+    if _bounds_nothing(count, confidence):
+        return Interval(estimate, 0.0, math.inf, count)
+    generator = np.random.default_rng(seed)
+    over, under = (
+        np.median(values[generator.integers(len(values), size=(resamples, len(values)))], axis=1)
+        for values in (above, below)
+    )
+    low, high = np.exp(np.quantile(over - under, _levels(count, confidence)))
+    return Interval(estimate, float(low), float(high), count)
+
+
+def _bounds_nothing(count: int, confidence: float) -> bool:
+    """Whether so few values all lie on one side of their median too often."""
+    return 2.0 ** (1 - count) > 1 - confidence
+
+
+def _levels(count: int, confidence: float) -> list[float]:
+    """The expanded percentile interval's; see ``paired_ratio``."""
+    tail = float(ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - confidence) / 2)))
+    return [tail, 1 - tail]
 
 
 def _log_ratios(a: ArrayLike, b: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -107,26 +107,27 @@ def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> N
 def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
     """``arm`` over ``reference``. Untrusted if the machine was too noisy, or most rounds had to be refused."""
     above, below, refused, why_untrusted = _pairs(arm, reference, quantity)
-    why_untrusted = why_untrusted or machine.why_untrusted
-    if not above:
-        return Ratio(
-            estimate=None, low=None, high=None, pairs=0, refused=refused, margin=margin, decision="untrusted",
-            more_pairs=None, why_untrusted=why_untrusted,
-        )  # fmt: skip
-    interval = stats.paired_ratio(above, below)
-    low, high = _bounds(interval)
+    interval = stats.paired_ratio(above, below) if above else None
+    return decided(interval, quantity, margin, refused=refused, why_untrusted=why_untrusted or machine.why_untrusted)
+
+
+def decided(
+    interval: stats.Interval | None, quantity: Quantity, margin: float, *, refused: int, why_untrusted: str | None
+) -> Ratio:
+    """The ratio with what its interval supports. None, where nothing is known, is untrusted as well."""
+    low, high = _bounds(interval) if interval else (None, None)
     decision: Decision = "untrusted"
-    if not why_untrusted:
+    if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
     return Ratio(
-        estimate=interval.estimate,
+        estimate=interval.estimate if interval else None,
         low=low,
         high=high,
-        pairs=interval.count,
+        pairs=interval.count if interval else 0,
         refused=refused,
         margin=margin,
         decision=decision,
-        more_pairs=stats.pairs_needed(interval, margin) if decision == "undecided" else None,
+        more_pairs=stats.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
         why_untrusted=why_untrusted,
     )
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pipeline import gate
@@ -22,7 +21,7 @@ from pipeline.config import Config, Margins, parse
 from pipeline.environment import checked_out
 from pipeline.gate import copies, measuring, recording
 from pipeline.gate.copies import check_arms, commit_of
-from pipeline.gate.decision import GateError, Judged, judge, noises, unpaired_ratio
+from pipeline.gate.decision import GateError, Judged, judge, noises
 from pipeline.results import Arm
 from pipeline.verdicts import Accuracy, accuracy
 from tests.conftest import Clone
@@ -184,27 +183,6 @@ def test_together_means_the_ratios_of_what_is_known() -> None:
     assert found.together.throughput.estimate == pytest.approx(1.0)  # 0.8 x 1.25; in two rounds 0.8 alone
     assert found.together.throughput.low == pytest.approx(1.0)
     assert found.together.throughput.refused == 0
-
-
-def test_an_unpaired_ratio_is_that_of_the_medians() -> None:
-    found = unpaired_ratio([2.0] * 8, [1.0] * 20)
-    assert (found.estimate, found.low, found.high, found.count) == pytest.approx((2.0, 2.0, 2.0, 8))
-    few = unpaired_ratio([2.0] * 5, [1.0] * 20)
-    assert (few.estimate, few.low, few.high) == (2.0, 0.0, math.inf)
-    draw = np.random.default_rng(1)
-    a, b = draw.lognormal(size=12), draw.lognormal(size=9)
-    assert unpaired_ratio(a, b) == unpaired_ratio(draw.permutation(a), draw.permutation(b))
-    assert unpaired_ratio(3 * a, b).low == pytest.approx(3 * unpaired_ratio(a, b).low)
-
-
-def test_an_unpaired_interval_holds_the_ratio_in_95_percent() -> None:
-    draw = np.random.default_rng(0)
-    held = 0
-    for _ in range(400):
-        a, b = draw.lognormal(0.1, 0.05, size=12), draw.lognormal(0.0, 0.1, size=15)
-        found = unpaired_ratio(a, b, resamples=1000)
-        held += found.low <= math.exp(0.1) <= found.high
-    assert 0.92 <= held / 400 <= 0.99
 
 
 # Against a recording.

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import ArrayLike
-from scipy.special import ndtr, stdtrit
-
 from pipeline import stats, verdicts
 from pipeline.config import Config, Margins, PipelineError
 from pipeline.results import Arm, Record, Window
-from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Decision, Noise, Quantity, Ratio
+from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
 
 Outcome = Literal["passed", "worse", "untrusted"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}
@@ -148,7 +143,6 @@ def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machin
         [value for sample in each.samples if (value := getattr(sample, quantity.field))] for each in (arm, reference)
     )
     missing = [len(each.samples) - len(known) for each, known in ((arm, above), (reference, below))]
-    refused = sum(missing)
     why_untrusted = machine.why_untrusted
     if missing[0] > len(above) or missing[1] > len(below):
         reasons = [reason for sample in (*arm.samples, *reference.samples) for reason in sample.refusals]
@@ -159,45 +153,8 @@ def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machin
         )
     elif not (above and below):
         why_untrusted = f"{quantity.noun}: nothing was measured"
-    interval = unpaired_ratio(above, below) if above and below else None
-    decision: Decision = "untrusted"
-    if interval and not why_untrusted:
-        decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
-    bounded = interval is not None and interval.low > 0
-    return Ratio(
-        estimate=interval.estimate if interval else None,
-        low=interval.low if interval and bounded else None,
-        high=interval.high if interval and bounded else None,
-        pairs=min(len(above), len(below)),
-        refused=refused,
-        margin=margin,
-        decision=decision,
-        more_pairs=stats.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
-        why_untrusted=why_untrusted,
-    )
-
-
-def unpaired_ratio(
-    a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> stats.Interval:
-    """The median of ``a`` over the median of ``b``, positive samples of any lengths, with a bootstrap interval.
-
-    Medians are taken of logarithms, and both samples are resampled. The interval is the expanded percentile one, as in
-    ``stats.paired_ratio``, at the levels of the shorter sample, whose length is ``count``.
-    """
-    above, below = (np.sort(np.log(np.asarray(values, dtype=np.float64))) for values in (a, b))
-    count = min(len(above), len(below))
-    estimate = math.exp(np.median(above) - np.median(below))
-    if 2.0 ** (1 - count) > 1 - confidence:
-        return stats.Interval(estimate, 0.0, math.inf, count)
-    generator = np.random.default_rng(seed)
-    over, under = (
-        np.median(values[generator.integers(len(values), size=(resamples, len(values)))], axis=1)
-        for values in (above, below)
-    )
-    tail = ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - confidence) / 2))
-    low, high = np.exp(np.quantile(over - under, [tail, 1 - tail]))
-    return stats.Interval(estimate, float(low), float(high), count)
+    interval = stats.unpaired_ratio(above, below) if above and below else None
+    return verdicts.decided(interval, quantity, margin, refused=sum(missing), why_untrusted=why_untrusted)
 
 
 def _outcome(held: Sequence[Held]) -> Outcome:
