@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from pipeline.config import first_line
+
 CHECKPOINTS = Path("checkpoints")
 """Not an output of any stage: DVC deletes outputs before it runs a stage, and a resume point must survive that."""
 
@@ -40,8 +42,10 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, ImportError, pickle.UnpicklingError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"{path} cannot be read and is ignored; the run starts from the beginning. ({reason})", flush=True)
+        print(
+            f"{path} cannot be read and is ignored; the run starts from the beginning. ({first_line(error)})",
+            flush=True,
+        )
         return None
     return state if isinstance(state, dict) and state.get("identity") == identity else None
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline import checkpoints, objectives, optimizers
-from pipeline.config import PipelineError, Plan, Train
+from pipeline.config import PipelineError, Plan, Train, first_line
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.detectors import Detector
@@ -399,6 +399,6 @@ class Training:
             more = "'auto'" if plan.applied.gradient_accumulation != "auto" else 2 * plan.micro_batches
             raise OutOfMemory(
                 f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples a process "
-                f"({str(error).partition(chr(10))[0]}). Set variants.{plan.name}.gradient_accumulation to {more}, "
+                f"({first_line(error)}). Set variants.{plan.name}.gradient_accumulation to {more}, "
                 "lower train.batch_size, or end what else takes memory there."
             ) from None

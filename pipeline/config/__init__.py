@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, techniques, without
 from pipeline.config.catalogue.base import Entry
-from pipeline.config.errors import ConfigError, PipelineError
+from pipeline.config.errors import ConfigError, PipelineError, first_line
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.machine import Machine
 from pipeline.config.planning import Plan, plan, plans
@@ -58,6 +58,7 @@ __all__ = [
     "entries",
     "entry",
     "exclusions",
+    "first_line",
     "load",
     "misplaced",
     "parse",

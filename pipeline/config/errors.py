@@ -12,3 +12,8 @@ class PipelineError(Exception):
 
 class ConfigError(PipelineError, ValueError):
     """params.yaml, or what it asks of this machine, cannot be. The message says where and what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's ``error`` says, without the pages that may follow."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -15,7 +15,7 @@ import torch
 
 from pipeline import checkpoints, environment, models, results
 from pipeline.assembly import assembled
-from pipeline.config import Config, Machine, PipelineError
+from pipeline.config import Config, Machine, PipelineError, first_line
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
@@ -127,7 +127,7 @@ def forms_on(
         except Exception as error:  # whatever compilers, exporters and kernels raise; the reason goes into the record
             if name == PLAIN:
                 raise
-            reasons[name] = f"{type(error).__name__}: {_first_line(error)}"
+            reasons[name] = f"{type(error).__name__}: {first_line(error)}"
     calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},
@@ -252,7 +252,3 @@ def _load(model: torch.nn.Module, weights: dict[str, Any], name: str, seed: int)
         raise PipelineError(
             f"{results.model_file(name, seed)} does not fit train.model; run `dvc repro train@{name}` again. ({error})"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline import models
-from pipeline.config import Config, PipelineError, Plan
+from pipeline.config import Config, PipelineError, Plan, first_line
 from pipeline.data.batches import READ_AHEAD, Placement, TrainBatches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import ALONE
@@ -96,7 +96,7 @@ class Rehearsal:
             raise PredictionError(
                 f"variants.{self.plan.name}: {self.config.train.model} with {micro_batch_size} sample(s) a micro-batch "
                 "cannot be rehearsed on tensors without values: "
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                f"{type(error).__name__}: {first_line(error)}"
             ) from error
 
     def largest_batch(self, memory_bytes: int, reserve_bytes: int | None = None) -> int | None:

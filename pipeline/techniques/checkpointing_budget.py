@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, first_line
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,7 +41,7 @@ class CheckpointingBudget(ActivationCheckpointing):
         except Exception as error:  # whatever the model does that needs values
             raise ConfigError(
                 f"{self.where}, but what {type(model).__name__} keeps cannot be measured on tensors without values "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}); allowed: false, true or 'selective'."
+                f"({type(error).__name__}: {first_line(error)}); allowed: false, true or 'selective'."
             ) from error
         everything, least = kept.bytes(()), kept.bytes(range(len(found)))
         if least > fraction * everything:

@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from pipeline.config import GRAPH_WARMUP_STEPS, PipelineError, Plan
+from pipeline.config import GRAPH_WARMUP_STEPS, PipelineError, Plan, first_line
 from pipeline.distributed import World
 from pipeline.techniques.base import MicroBatches, Step, Technique, Update
 
@@ -82,7 +82,7 @@ class CudaGraph(Technique):
         except RuntimeError as error:
             raise PipelineError(
                 f"variants.{self.plan.name}.cuda_graph: found true, but a step cannot be recorded: "
-                f"{str(error).partition(chr(10))[0]}. Take cuda_graph out, or change what in the model waits for the "
+                f"{first_line(error)}. Take cuda_graph out, or change what in the model waits for the "
                 "device (a value that Python looks at, say)."
             ) from error
         finally:

@@ -20,6 +20,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
 from pipeline import models
+from pipeline.config import first_line
 from pipeline.tracking.comparisons import PREPARED, Child
 from pipeline.tracking.stores import Store
 
@@ -48,7 +49,7 @@ def log(store: Store, run_id: str, child: Child) -> str:
             classifier = _classifier(child, description, child.model_file)
             _save(classifier, images, len(description["classes"]), directory, model)
         except Exception as error:  # a factory that is not here, weights of another model, what torch.export refuses
-            raise NotLoggable(f"{type(error).__name__}: {_first_line(error)}") from error
+            raise NotLoggable(f"{type(error).__name__}: {first_line(error)}") from error
         logged = client.create_logged_model(
             store.experiment_id,
             name=child.name,  # what MLflow's list of models shows
@@ -98,7 +99,3 @@ def _save(classifier: torch.nn.Module, images: np.ndarray, classes: int, directo
             for package in (mlflow, torch, np)
         ],
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")
