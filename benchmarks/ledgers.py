@@ -15,7 +15,8 @@ import numpy as np
 from pipeline import environment, ledger
 from pipeline.assembly import assembled
 from pipeline.config import Config, Plan, parse, plan
-from pipeline.data.prepared import DESCRIPTION, Description, file_sha256, read
+from pipeline.data import file_sha256
+from pipeline.data.prepared import DESCRIPTION, Description, read
 from pipeline.distributed import forked
 from pipeline.results import Ledger
 

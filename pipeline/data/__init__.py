@@ -1,11 +1,15 @@
 """From a data set's name to batches on the device.
 
-``sources`` fetches and verifies raw files, ``datasets`` decodes them, ``prepared`` packs and reads arrays,
-``batches`` shuffles, shards, augments and normalises. The first three do not know each other's code, only each
-other's files (``prepare`` alone calls ``decode``), so that a change of one re-runs no stage that does not need it.
+``sources`` fetches and verifies raw files, ``datasets`` decodes them, ``packing`` makes arrays of what it decodes,
+``prepared`` reads these, ``batches`` shuffles, shards, augments and normalises, and so does ``loader`` in PyTorch's own
+way. What fetches, what prepares and what trains know each other's files alone, so that a change of one re-runs no stage
+that does not need it.
 """
 
 from __future__ import annotations
+
+import hashlib
+from pathlib import Path
 
 from pipeline.config import PipelineError
 
@@ -15,3 +19,9 @@ IMAGE_LISTING = "files.csv"
 
 class DataError(PipelineError):
     """Data that cannot be had, decoded or trusted. The message says what, where, and what to do."""
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in bounded memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import Config
-from pipeline.data import DataError
+from pipeline.data import DataError, file_sha256
 from pipeline.data.datasets import Chunk, decode
-from pipeline.data.prepared import DESCRIPTION, Description, file_sha256
+from pipeline.data.prepared import DESCRIPTION, Description
 
 STATISTICS_CHUNK_BYTES = 16 << 20
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.data import DataError
+from pipeline.data import DataError, file_sha256
 
 if TYPE_CHECKING:  # packing needs this module's description, but not torch
     from torch import Tensor
@@ -125,11 +125,6 @@ def verify(directory: Path) -> None:
 
 
 _AGAIN = "run `dvc repro --force prepare`."
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _describe(directory: Path) -> Description:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config import Fetch
-from pipeline.data import IMAGE_LISTING, DataError
-from pipeline.data.sources.store import progress, say, sha256_of
+from pipeline.data import IMAGE_LISTING, DataError, file_sha256
+from pipeline.data.sources.store import progress, say
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
@@ -53,7 +53,7 @@ def list_images(config: Fetch, target: Path) -> None:
     ):
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["path", "size_bytes", "sha256"])
-        for path, digest in zip(paths, pool.map(sha256_of, map(root.joinpath, paths)), strict=True):
+        for path, digest in zip(paths, pool.map(file_sha256, map(root.joinpath, paths)), strict=True):
             rows.writerow([path, (root / path).stat().st_size, digest])
             bar.update()
     partial.replace(target / IMAGE_LISTING)

@@ -16,7 +16,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Protocol, cast
 
-from pipeline.data.sources.store import CHUNK_BYTES, RawFile, Readable, SourceError, Store, say, sha256_of
+from pipeline.data import file_sha256
+from pipeline.data.sources.store import CHUNK_BYTES, RawFile, Readable, SourceError, Store, say
 
 
 class Source(Protocol):
@@ -173,7 +174,7 @@ def open_plain_or_gzip(path: Path) -> gzip.GzipFile | BufferedReader:
 
 def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store: Store) -> None:
     """Place ``files`` from the archive at ``path``; it is not even opened unless its SHA-256 is right."""
-    found = sha256_of(path)
+    found = file_sha256(path)
     if found != archive.sha256:
         raise SourceError(f"{archive.name}: wrong content (SHA-256 {found}, not {archive.sha256})")
     with gzip.open(path) as content:

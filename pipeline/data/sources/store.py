@@ -19,6 +19,8 @@ import requests
 import urllib3
 from tqdm import tqdm
 
+from pipeline.data import file_sha256
+
 CHUNK_BYTES = 1 << 20
 
 PAUSE_SECONDS = 1.0
@@ -64,7 +66,7 @@ class Store:
         absent = []
         for file in files:
             path = self.directory / file.name
-            if path.is_file() and sha256_of(path) == file.sha256:
+            if path.is_file() and file_sha256(path) == file.sha256:
                 continue
             path.unlink(missing_ok=True)
             absent.append(file)
@@ -174,12 +176,6 @@ class Store:
             raise SourceError(f"HTTP status {status} {response.reason}")
         length = response.headers.get("Content-Length", "")
         return (have if status == 206 else 0) + int(length) if length.isdigit() else None
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, in bounded memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def say(line: str) -> None:
