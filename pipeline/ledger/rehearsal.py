@@ -35,7 +35,7 @@ aten/src/ATen/native/Convolution.cpp), so that a smaller micro-batch is tried as
 CUDA_BLOCK_BYTES = 512
 """torch's allocator for CUDA hands out multiples of this: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp."""
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
-"""By CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed`` sets. torch takes it from its own allocator
+"""By CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed.world`` sets. torch takes it from its own allocator
 (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 _MATRIX_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}

@@ -28,6 +28,6 @@ class GradientAccumulation(Technique):
 
 
 class AutoMicroBatch(GradientAccumulation):
-    """The same, with the N that ``job.training_of`` has found before: the smallest whose step fits in memory."""
+    """The same, with the N that ``Assembly.fitted`` has found before: the smallest whose step fits in memory."""
 
     name = "auto_micro_batch"

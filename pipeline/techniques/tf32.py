@@ -26,7 +26,7 @@ class TF32(Technique):
 @contextmanager
 def _tf32() -> Iterator[None]:
     # These two switches and not torch's newer ``fp32_precision``: a process must not mix the two, and these are the
-    # ones with which ``job`` switches TF32 off.
+    # ones with which ``assembly`` switches TF32 off.
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = True
