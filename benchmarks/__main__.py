@@ -19,8 +19,8 @@ from pipeline import environment, results
 FIGURES = Path(__file__).parent / "figures"
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
-    "data_path": lambda: data_path.run()["cases"]["plain"],
-    "data_path_augmented": lambda: data_path.run()["cases"]["augmented"],
+    "data_path": lambda: data_path.ratio_of("plain"),
+    "data_path_augmented": lambda: data_path.ratio_of("augmented"),
     "ledgers": ledgers.predictions,
     "textbook": stages.textbook,
     "bare_loop": stages.bare_loop,
@@ -43,9 +43,8 @@ def main() -> None:
 
     fingerprint = environment.fingerprint()
     hardware = fingerprint["hardware"]
-    machine = " ".join(
-        [*(gpu["name"] for gpu in hardware["gpus"]), hardware["cpu"]["model"], f"{stages.cores()} cores"]
-    )
+    cpu = hardware["cpu"]
+    machine = " ".join([*(gpu["name"] for gpu in hardware["gpus"]), cpu["model"], f"{cpu['cores']:g} cores"])
     path = arguments.figures / f"{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
     figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"benchmarks": {}}
     figures = {"machine": machine, "environment": fingerprint, "benchmarks": figures["benchmarks"]}

@@ -77,9 +77,7 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
         checkouts = {side: _checkout(Path(folder, side), params) for side in ("base", "head", "slow")}
         plant(checkouts["slow"])
         for checkout in checkouts.values():
-            (checkout.path / "data").mkdir()
-            (checkout.path / "data" / "prepared").symlink_to(packed)
-            checkout.stage("environment")
+            checkout.use(packed)
         while time.monotonic() < ended and not (parts and parts[-1].interrupted):
             seconds = min(60 * part_minutes, ended - time.monotonic())
             with ExitStack() as stack:

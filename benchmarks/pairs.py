@@ -63,6 +63,12 @@ class Checkout:
         }
         (path / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
+    def use(self, packed: Path) -> None:
+        """Let its stages find the prepared data set ``packed``, and this machine's fingerprint."""
+        (self.path / "data").mkdir()
+        (self.path / "data" / "prepared").symlink_to(packed)
+        self.stage("environment")
+
     def run(self, *command: str) -> float:
         """Run a command here; return its wall seconds. Raises CalledProcessError with the output shown."""
         environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -78,8 +84,9 @@ class Checkout:
         """Run one of the pipeline's commands; return its wall seconds."""
         return self.run(sys.executable, "-m", "pipeline", *arguments)
 
-    def result(self, variant: str = "baseline") -> dict[str, Any]:
-        values: dict[str, Any] = json.loads((self.path / "results" / f"{variant}.json").read_text(encoding="utf-8"))
+    def result(self) -> dict[str, Any]:
+        """The baseline's."""
+        values: dict[str, Any] = json.loads((self.path / "results" / "baseline.json").read_text(encoding="utf-8"))
         return values
 
     def commit(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.pairs import ROOT, Checkout, ratio
 from pipeline import environment, optimizers, results
-from pipeline.config import Train, Variant, parse, plan
+from pipeline.config import Train, parse, plan
 from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World
@@ -63,11 +62,9 @@ def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         raw, packed = fashion_mnist(Path(folder))
         checkout = Checkout(Path(folder, "checkout"), train=train, variants=BASELINE)
-        (checkout.path / "data").mkdir()
-        (checkout.path / "data" / "prepared").symlink_to(packed)
+        checkout.use(packed)
         (checkout.path / "FashionMNIST").mkdir()
         (checkout.path / "FashionMNIST" / "raw").symlink_to(raw)
-        checkout.stage("environment")
         accuracies: dict[str, list[float]] = {"textbook": [], "baseline": []}
 
         def of_textbook() -> float:
@@ -221,33 +218,24 @@ WITH_OPTIMIZER = "import torch; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
 """torch imports its compiler with the first optimizer, whoever makes it."""
 
 
-def fixed_cost(reference: str, pairs: int = 9, variant: str = "baseline") -> dict[str, Any]:
+def fixed_cost(reference: str, pairs: int = 9) -> dict[str, Any]:
     """A train stage's wall time without its training and evaluation, over a Python that runs ``reference``."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
-    variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(
             Path(folder, "checkout"),
             fetch={"dataset": "digits"},
             train=train,
             publish={"live": False},
-            variants=BASELINE | {variant: variants[variant]},
+            variants=BASELINE,
         )
         for stage in ("environment", "fetch", "prepare"):
             checkout.stage(stage)
 
         def of_stage() -> float:
-            seconds = checkout.stage("train", variant)
-            run = checkout.result(variant)["runs"][0]
+            seconds = checkout.stage("train", "baseline")
+            run = checkout.result()["runs"][0]
             return float(seconds - run["train_seconds"] - run["evaluate_seconds"])
 
         measured = ratio(of_stage, lambda: checkout.run(sys.executable, "-c", reference), pairs, warm_up=True)
-    return {"target_ratio": 1.5, "lower_is_better": True, "variant": variant, "reference": reference, **measured}
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# A variant's default is what an empty entry means; keep the benchmark's baseline honest if that ever changes.
-assert Variant() == Variant.model_validate(BASELINE["baseline"])
+    return {"target_ratio": 1.5, "lower_is_better": True, "reference": reference, **measured}

@@ -1,6 +1,6 @@
 """The textbook's training: torchvision's data set and transforms, a DataLoader, and the same net, run as a script.
 
-``python benchmarks/textbook.py FOLDER EPOCHS BATCH_SIZE LEARNING_RATE SEED`` prints one JSON object. FOLDER holds
+``python -m benchmarks.textbook FOLDER EPOCHS BATCH_SIZE LEARNING_RATE SEED`` prints one JSON object. FOLDER holds
 FashionMNIST/raw as torchvision expects it.
 """
 

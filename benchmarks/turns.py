@@ -25,9 +25,7 @@ def noise(rounds: int = 10) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
         checkout = Checkout(Path(folder, "checkout"), **params.model_dump(mode="json"))
-        (checkout.path / "data").mkdir()
-        (checkout.path / "data" / "prepared").symlink_to(packed)
-        checkout.stage("environment")
+        checkout.use(packed)
         with Server(checkout.path) as server:
             variants, baseline = server.describe()["variants"], params.compare.baseline
             arms = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
