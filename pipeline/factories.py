@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,28 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
         raise error(f"{key}: found {name!r}, which is {found!r}; expected a function that returns {returns}.")
     function: Callable[..., Any] = found
     return function
+
+
+def call(
+    factory: Callable[..., Any],
+    name: str,
+    key: str,
+    options: Mapping[str, Any],
+    *,
+    error: type[PipelineError],
+    **given: Any,
+) -> Any:
+    """What ``factory``, which ``key`` of params.yaml calls ``name``, makes of what is ``given`` and of its options.
+
+    Raises ``error`` if its signature does not take them. What the factory raises itself comes through.
+    """
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**given, **options)
+    except TypeError as mismatch:
+        named = ", ".join(sorted(options)) or "none"
+        raise error(
+            f"{key}: {name} is called with {', '.join(given)} and {key}_options ({named}), but its signature is "
+            f"{signature}: {mismatch}."
+        ) from None
+    return factory(**given, **options)

@@ -247,16 +247,7 @@ def _factory(name: str) -> Callable[..., Any]:
 
 def _from_factory(name: str, options: dict[str, Any], data: dict[str, int]) -> nn.Module:
     """A model of the user's own. What the factory raises itself comes through, with its traceback."""
-    factory = _factory(name)
-    signature = inspect.signature(factory)
-    try:
-        signature.bind(**data, **options)
-    except TypeError as error:
-        raise ModelError(
-            f"train.model: {name} is called with channels, height, width, classes and train.model_options "
-            f"({_listed(options)}), but its signature is {signature}: {error}."
-        ) from None
-    model = factory(**data, **options)
+    model = factories.call(_factory(name), name, "train.model", options, error=ModelError, **data)
     if not isinstance(model, nn.Module):
         raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
     return model

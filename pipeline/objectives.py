@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -118,16 +117,9 @@ def _check_loss(name: str, objective: Objective, logits: Tensor, labels: Tensor)
 
 def _own_loss(train: Train, classes: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     factory = _loss_factory(train.loss)
-    signature = inspect.signature(factory)
-    try:
-        signature.bind(classes=classes, **train.loss_options)
-    except TypeError as error:
-        options = ", ".join(sorted(train.loss_options)) or "none"
-        raise ObjectiveError(
-            f"train.loss: {train.loss} is called with classes and train.loss_options ({options}), but its signature "
-            f"is {signature}: {error}."
-        ) from None
-    loss: Callable[[Tensor, Tensor], Tensor] = factory(classes=classes, **train.loss_options)
+    loss: Callable[[Tensor, Tensor], Tensor] = factories.call(
+        factory, train.loss, "train.loss", train.loss_options, error=ObjectiveError, classes=classes
+    )
     if not callable(loss):
         raise ObjectiveError(f"train.loss: {train.loss} returned {loss!r}; expected a function of logits and labels.")
     if isinstance(loss, nn.Module):
