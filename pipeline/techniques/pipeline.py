@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,53 +18,11 @@ from torch.utils._pytree import tree_map_only
 from pipeline.config import ConfigError, PipelineError, Plan
 from pipeline.distributed import World
 from pipeline.techniques.base import Accumulate, Criterion, Forward, Losses, MicroBatches, Stored, Technique
-from pipeline.techniques.chain import NotAChain, balanced, chain, joined
+from pipeline.techniques.chain import NotAChain, chain, joined
+from pipeline.techniques.cutting import Cut, best_cut, described
 from pipeline.techniques.precision import BFloat16
 
-RUNS = 5
-"""Of each unit, forward and backward, to measure its cost."""
-
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-
-class Form(NamedTuple):
-    """Of what passes from a unit to the next, for one micro-batch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self) -> torch.Tensor:
-        """On the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=True)
-
-
-class Cut(NamedTuple):
-    """How the model is cut; the same on every rank."""
-
-    joins: tuple[int, ...]
-    """Units of the chain that change their input in place, and so belong to the one before."""
-    costs: tuple[float, ...]
-    """Seconds of each unit, joined ones together, for one micro-batch, forward and backward."""
-    forms: tuple[Form, ...]
-    """Of what enters each unit, and of what leaves the last."""
-    ends: tuple[int, ...]
-    """One past each stage's last unit."""
-
-    @property
-    def stage_costs(self) -> list[float]:
-        return [sum(self.costs[begin:end]) for begin, end in pairwise((0, *self.ends))]
-
-
-def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """The share of a step's time in which a stage of equal ones waits, with GPipe's schedule and with 1F1B alike.
-
-    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
-    2021, section 2.2, where it is given as (p - 1) / m of the time without a bubble.
-
-    >>> bubble_fraction(4, 12)
-    0.2
-    """
-    return (stages - 1) / (micro_batches + stages - 1)
 
 
 class Pipeline(Technique):
@@ -113,7 +69,8 @@ class Pipeline(Technique):
         found: Cut | str | None = None
         if self.world.is_main:  # the others wait: on a CPU they would take cores from the rank that measures
             try:
-                found = self._measured(chain(model))
+                found = best_cut(model, self._sample()[0], self._stages, self.world, self._autocast)
+                print(f"{self.plan.name}: {described(found, self.plan.micro_batches)}", flush=True)
             except NotAChain as reason:
                 found = str(reason)
         found = self.world.broadcast(found)
@@ -227,56 +184,11 @@ class Pipeline(Technique):
         for load in loads:
             load()
 
-    def _measured(self, units: Sequence[nn.Sequential]) -> Cut:
-        """The best cut by what each unit costs here, alone on this device."""
-        images, _ = self._sample()
-        with self._unchanged(), torch.no_grad(), self._autocast():
-            expected = self._model(images.clone())
-        with self._unchanged(), torch.no_grad(), self._autocast():
-            computed, joins = _written_in_place(units, images.clone())
-        units = joined(units, joins)
-        if len(units) < self._stages:
-            raise NotAChain(f"{type(self._model).__name__} can be cut into {len(units)} part(s) at most")
-        if not torch.allclose(computed, expected, rtol=1e-3, atol=1e-4):
-            raise NotAChain(f"torch.fx recorded something else than {type(self._model).__name__} computes")
-        seconds: list[list[float]] = [[] for _ in units]
-        for _ in range(RUNS + 1):
-            with self._unchanged():
-                passing, forms = images.clone(), [Form(tuple(images.shape), images.dtype)]
-                for index, unit in enumerate(units):
-                    passing = passing.detach().requires_grad_(index > 0)
-                    start = self._now()
-                    with self._autocast():
-                        output = unit(passing)
-                    output.backward(torch.ones_like(output))
-                    seconds[index].append(self._now() - start)
-                    forms.append(Form(tuple(output.shape), output.dtype))
-                    passing = output
-        self._model.zero_grad()
-        costs = tuple(statistics.median(each[1:]) for each in seconds)  # the first run is a warm-up
-        cut = Cut(joins, costs, tuple(forms), tuple(balanced(costs, self._stages)))
-        print(f"{self.plan.name}: {_described(cut, self.plan.micro_batches)}", flush=True)
-        return cut
-
-    def _now(self) -> float:
-        self.world.synchronise()
-        return time.perf_counter()
-
     def _autocast(self) -> AbstractContextManager[object]:
         """The step's precision, which decides the types that pass from stage to stage."""
         if BFloat16.is_asked(self.plan):
             return torch.autocast(self.world.device.type, BFloat16.dtype)
         return nullcontext()
-
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """What the block does to the model's buffers and to the random state is undone."""
-        device = self.world.device
-        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-        for buffer, values in before:
-            buffer.copy_(values)
 
     def _split(self, cut: Cut) -> None:
         """Keep this rank's stage; of the rest of the model keep the shapes alone."""
@@ -376,31 +288,3 @@ class _Arriving(nn.Module):
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:
         return passing.view_as(passing)
-
-
-def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What the chain computes; and which units but the first change their input, which a stage's input does not allow.
-
-    To change it in place would leave the backward pass nothing to compute the input's gradient from.
-    """
-    found = []
-    for index, unit in enumerate(units):
-        version = passing._version
-        output = unit(passing)
-        if index and passing._version != version:
-            found.append(index)
-        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            raise NotAChain("between two of its parts passes something else than a tensor of floating-point numbers")
-        passing = output
-    return passing, tuple(found)
-
-
-def _described(cut: Cut, micro_batches: int) -> str:
-    costs, stages = cut.stage_costs, len(cut.ends)
-    counts = [end - begin for begin, end in pairwise((0, *cut.ends))]
-    times = " + ".join(f"{1e3 * cost:.2f}" for cost in costs)
-    return (
-        f"{stages} stages of {' + '.join(map(str, counts))} units, {times} ms a micro-batch; the slowest takes "
-        f"{max(costs) * stages / sum(costs):.2f} of an even share, and {bubble_fraction(stages, micro_batches):.0%} "
-        "of a step is the pipeline's bubble"
-    )

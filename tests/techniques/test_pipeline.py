@@ -18,9 +18,9 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.losses import DeviceLosses, NonFiniteLoss
 from pipeline.results import Ledger
-from pipeline.techniques import chosen, of_plan
-from pipeline.techniques import pipeline as technique_module
-from pipeline.techniques.pipeline import Cut, Pipeline, bubble_fraction
+from pipeline.techniques import chosen, cutting, of_plan
+from pipeline.techniques.cutting import Cut, bubble_fraction
+from pipeline.techniques.pipeline import Pipeline
 from pipeline.training import Training
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
@@ -217,10 +217,10 @@ def _net(*parts: nn.Module) -> nn.Sequential:
 
 @contextmanager
 def _own_clock() -> Iterator[None]:
-    original = Pipeline._now
-    Pipeline._now = lambda _: _Costly.clock  # type: ignore[method-assign, assignment]
+    original = cutting._now
+    cutting._now = lambda world: _Costly.clock  # noqa: ARG005
     yield
-    Pipeline._now = original  # type: ignore[method-assign]
+    cutting._now = original
 
 
 def _cuts(joined: World, dataset: Dataset) -> list[tuple[int, ...]]:
@@ -276,10 +276,10 @@ def _resumed(joined: World, dataset: Dataset, stop_after: int) -> tuple[bool, li
 
     ends = technique_of(whole)._cut.ends  # type: ignore[union-attr]
     elsewhere = [1, 5] if ends[0] != 1 else [3, 5]
-    original = technique_module.balanced  # type: ignore[attr-defined]
-    technique_module.balanced = lambda costs, parts: elsewhere  # type: ignore[attr-defined]  # noqa: ARG005
+    original = cutting.balanced  # type: ignore[attr-defined]
+    cutting.balanced = lambda costs, parts: elsewhere  # type: ignore[attr-defined]  # noqa: ARG005
     again = made(5)
-    technique_module.balanced = original  # type: ignore[attr-defined]
+    cutting.balanced = original  # type: ignore[attr-defined]
     assert technique_of(again)._cut.ends == tuple(elsewhere)  # type: ignore[union-attr]
     torch.manual_seed(12345)
     again.restore(state)

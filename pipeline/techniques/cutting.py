@@ -1,0 +1,143 @@
+"""Where a pipeline cuts its model: by what each unit of the model's chain costs, measured on the device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from pipeline.distributed import World
+from pipeline.techniques.chain import NotAChain, balanced, chain, joined
+
+RUNS = 5
+"""Of each unit, forward and backward, to measure its cost."""
+
+
+class Form(NamedTuple):
+    """Of what passes from a unit to the next, for one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> torch.Tensor:
+        """On the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=True)
+
+
+class Cut(NamedTuple):
+    """How the model is cut; the same on every rank."""
+
+    joins: tuple[int, ...]
+    """Units of the chain that change their input in place, and so belong to the one before."""
+    costs: tuple[float, ...]
+    """Seconds of each unit, joined ones together, for one micro-batch, forward and backward."""
+    forms: tuple[Form, ...]
+    """Of what enters each unit, and of what leaves the last."""
+    ends: tuple[int, ...]
+    """One past each stage's last unit."""
+
+    @property
+    def stage_costs(self) -> list[float]:
+        return [sum(self.costs[begin:end]) for begin, end in pairwise((0, *self.ends))]
+
+
+def bubble_fraction(stages: int, micro_batches: int) -> float:
+    """The share of a step's time in which a stage of equal ones waits, with GPipe's schedule and with 1F1B alike.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
+    2021, section 2.2, where it is given as (p - 1) / m of the time without a bubble.
+
+    >>> bubble_fraction(4, 12)
+    0.2
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def best_cut(
+    model: nn.Module,
+    images: torch.Tensor,
+    stages: int,
+    world: World,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> Cut:
+    """The cut into ``stages`` whose slowest is as fast as can be, by what each unit costs alone on this rank's device.
+
+    ``images`` float32 [b, C, H, W]: a micro-batch. ``autocast``: the step's precision, which decides the types that
+    pass from stage to stage. The model and the random state stay as they are. Raises NotAChain.
+    """
+    units, device = chain(model), world.device
+    with _unchanged(model, device), torch.no_grad(), autocast():
+        expected = model(images.clone())
+    with _unchanged(model, device), torch.no_grad(), autocast():
+        computed, joins = _written_in_place(units, images.clone())
+    units = joined(units, joins)
+    if len(units) < stages:
+        raise NotAChain(f"{type(model).__name__} can be cut into {len(units)} part(s) at most")
+    if not torch.allclose(computed, expected, rtol=1e-3, atol=1e-4):
+        raise NotAChain(f"torch.fx recorded something else than {type(model).__name__} computes")
+    seconds: list[list[float]] = [[] for _ in units]
+    for _ in range(RUNS + 1):
+        with _unchanged(model, device):
+            passing, forms = images.clone(), [Form(tuple(images.shape), images.dtype)]
+            for index, unit in enumerate(units):
+                passing = passing.detach().requires_grad_(index > 0)
+                start = _now(world)
+                with autocast():
+                    output = unit(passing)
+                output.backward(torch.ones_like(output))
+                seconds[index].append(_now(world) - start)
+                forms.append(Form(tuple(output.shape), output.dtype))
+                passing = output
+    model.zero_grad()
+    costs = tuple(statistics.median(each[1:]) for each in seconds)  # the first run is a warm-up
+    return Cut(joins, costs, tuple(forms), tuple(balanced(costs, stages)))
+
+
+def described(cut: Cut, micro_batches: int) -> str:
+    """In words: how even the stages are, and what the bubble takes."""
+    costs, stages = cut.stage_costs, len(cut.ends)
+    counts = [end - begin for begin, end in pairwise((0, *cut.ends))]
+    times = " + ".join(f"{1e3 * cost:.2f}" for cost in costs)
+    return (
+        f"{stages} stages of {' + '.join(map(str, counts))} units, {times} ms a micro-batch; the slowest takes "
+        f"{max(costs) * stages / sum(costs):.2f} of an even share, and {bubble_fraction(stages, micro_batches):.0%} "
+        "of a step is the pipeline's bubble"
+    )
+
+
+def _now(world: World) -> float:
+    world.synchronise()
+    return time.perf_counter()
+
+
+@contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """What the block does to the model's buffers and to the random state is undone."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for buffer, values in before:
+        buffer.copy_(values)
+
+
+def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What the chain computes; and which units but the first change their input, which a stage's input does not allow.
+
+    To change it in place would leave the backward pass nothing to compute the input's gradient from.
+    """
+    found = []
+    for index, unit in enumerate(units):
+        version = passing._version
+        output = unit(passing)
+        if index and passing._version != version:
+            found.append(index)
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            raise NotAChain("between two of its parts passes something else than a tensor of floating-point numbers")
+        passing = output
+    return passing, tuple(found)
