@@ -108,12 +108,5 @@ class Inference(Record):
     forms: tuple[Form, ...]
     noise: tuple[Noise, ...]
 
-    def form(self, name: str, device_type: str) -> Form:
-        """The form of that name. Raises KeyError."""
-        for form in self.forms:
-            if (form.name, form.device_type) == (name, device_type):
-                return form
-        raise KeyError(f"{name} on {device_type}")
-
     def to_json(self) -> str:
         return variant_json(self)
