@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import ConfigError, first_line
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from pipeline.techniques.precision import DTYPES
 
 
 class CheckpointingBudget(ActivationCheckpointing):
@@ -35,9 +34,8 @@ class CheckpointingBudget(ActivationCheckpointing):
     def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
         fraction = float(self.plan.applied.activation_checkpointing)
         try:
-            kept = measured(
-                model, found, (self.plan.micro_batch_size, *self._shape), _AUTOCAST.get(self.plan.applied.precision)
-            )
+            images = (self.plan.micro_batch_size, *self._shape)
+            kept = measured(model, found, images, DTYPES.get(self.plan.applied.precision))
         except Exception as error:  # whatever the model does that needs values
             raise ConfigError(
                 f"{self.where}, but what {type(model).__name__} keeps cannot be measured on tensors without values "

@@ -10,12 +10,15 @@ from pipeline.config import Plan
 from pipeline.distributed import World
 from pipeline.techniques.base import Backward, Forward, Technique, Update
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in, by the variant's ``precision``."""
+
 
 class BFloat16(Technique):
     """Autocast to bfloat16: float32's range, so gradients need no scaling."""
 
     name = "bf16"
-    dtype = torch.bfloat16
+    dtype = DTYPES["bf16"]
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def autocast(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -32,7 +35,7 @@ class Float16(BFloat16):
     """
 
     name = "fp16"
-    dtype = torch.float16
+    dtype = DTYPES["fp16"]
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
