@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,15 +249,18 @@ def _gpu(handle: Any) -> dict[str, Any]:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(
             pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         )
-    try:
-        power_limit = round(pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000)
-    except pynvml.NVMLError:
-        power_limit = None
+
+    def rounded(read: Callable[[], float]) -> int | None:
+        try:
+            return round(read())
+        except pynvml.NVMLError:  # not told, as the memory of a GPU that shares the host's
+            return None
+
     return {
         "name": pynvml.nvmlDeviceGetName(handle),
         "compute_capability": f"{major}.{minor}",
-        "memory_gib": round(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30),
-        "power_limit_watts": power_limit,
+        "memory_gib": rounded(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30),
+        "power_limit_watts": rounded(lambda: pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000),
     }
 
 

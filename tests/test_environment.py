@@ -27,7 +27,7 @@ class Gpu:
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] | None = (9, 0)
-    memory_gib: float = 79.6
+    memory_gib: float | None = 79.6
     power_milliwatts: int | None = 700_000
     instances: list[Gpu | None] | None = None
     """Its instances by index, None where there is none; no list: the GPU is not split."""
@@ -60,7 +60,7 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
             "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
             "nvmlDeviceGetName": lambda gpu: gpu.name,
             "nvmlDeviceGetCudaComputeCapability": lambda gpu: found(gpu.capability),
-            "nvmlDeviceGetMemoryInfo": lambda gpu: memory(total=int(gpu.memory_gib * 2**30)),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: memory(total=int(found(gpu.memory_gib) * 2**30)),
             "nvmlDeviceGetPowerManagementLimit": lambda gpu: found(gpu.power_milliwatts),
             "nvmlDeviceGetMigMode": lambda gpu: found(None) if gpu.instances is None else [1, 1],
             "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: len(gpu.instances),
@@ -208,7 +208,7 @@ def test_cuda_visible_devices_as_cuda_reads_it(plug: Plug, shown: str | None, vi
 
 
 def test_what_is_said_of_a_gpu(plug: Plug) -> None:
-    plug(Gpu("GPU-1"), Gpu("GPU-2", "Small", (7, 5), 14.6, None))
+    plug(Gpu("GPU-1"), Gpu("GPU-2", "Small", (7, 5), 14.6, None), Gpu("GPU-3", "Shared", (12, 1), None, None))
     found = fingerprint()
     assert found["hardware"]["gpus"] == [
         {
@@ -218,6 +218,7 @@ def test_what_is_said_of_a_gpu(plug: Plug) -> None:
             "power_limit_watts": 700,
         },
         {"name": "Small", "compute_capability": "7.5", "memory_gib": 15, "power_limit_watts": None},
+        {"name": "Shared", "compute_capability": "12.1", "memory_gib": None, "power_limit_watts": None},
     ]
     assert found["software"]["driver"] == "580.65.06"
     assert found["software"]["cuda"] == "13.0"
