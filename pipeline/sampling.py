@@ -57,9 +57,9 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
                 writer.writerow(sample)
                 file.flush()
 
-    def _sample(self) -> dict[str, float]:
+    def _sample(self) -> dict[str, float | None]:
         memory = psutil.virtual_memory()
-        sample: dict[str, float] = {
+        sample: dict[str, float | None] = {
             "seed": self.seed,
             "seconds": round(time.time(), 3),
             "cpu_utilization_percentage": psutil.cpu_percent(),
@@ -74,7 +74,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
 class _Gpu:
     """One GPU's figures by NVML, addressed by what torch calls it, whatever CUDA_VISIBLE_DEVICES says.
 
-    What the driver does not tell (of a MIG instance or a virtual GPU, say) is left out.
+    What the driver does not tell (of a MIG instance or a virtual GPU, say) is left out; what it tells no more, blank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,20 +88,19 @@ class _Gpu:
             f"{name}_memory_usage_megabytes": lambda: round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e6, 1),
             f"{name}_power_usage_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         }
-        self._readings = {name: read for name, read in readings.items() if self._answers(read)}
+        self._readings = {name: read for name, read in readings.items() if self._answer(read) is not None}
 
     @staticmethod
-    def _answers(read: Callable[[], float]) -> bool:
+    def _answer(read: Callable[[], float]) -> float | None:
         import pynvml
 
         try:
-            read()
+            return read()
         except pynvml.NVMLError:
-            return False
-        return True
+            return None
 
-    def sample(self) -> dict[str, float]:
-        return {name: read() for name, read in self._readings.items()}
+    def sample(self) -> dict[str, float | None]:
+        return {name: self._answer(read) for name, read in self._readings.items()}
 
 
 def _gpu(device: torch.device) -> _Gpu | None:

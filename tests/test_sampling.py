@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,17 +28,53 @@ def test_system_sampler_writes_samples_with_their_seed(tmp_path: Path) -> None:
     assert float(rows[-1]["process_resident_megabytes"]) > 50
 
 
-def test_system_sampler_watches_every_gpu_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watts = {"GPU-a": 100_000, "GPU-b": 250_000}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab"[device.index]))
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda _: SimpleNamespace(gpu=50))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda _: SimpleNamespace(used=2e6))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda uuid: watts[uuid])
-    with SystemSampler(tmp_path / "system.csv", [torch.device("cuda", 0), torch.device("cuda", 1)]):
+Plug = Callable[[Callable[[str], int]], None]
+
+
+@pytest.fixture
+def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
+    """``plug(milliwatts)``: a driver that tells of GPU-a and GPU-b; ``milliwatts`` of which they take now."""
+
+    def plug(milliwatts: Callable[[str], int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid="ab"[gpu.index]))
+        driver = {
+            "nvmlInit": lambda: None,
+            "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+            "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=50),
+            "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=2e6),
+            "nvmlDeviceGetPowerUsage": milliwatts,
+        }
+        for name, function in driver.items():
+            monkeypatch.setattr(pynvml, name, function)
+
+    return plug
+
+
+def sampled(path: Path, *gpus: int) -> dict[str, str]:
+    """The one row of a job that ends at once."""
+    with SystemSampler(path, [torch.device("cuda", index) for index in gpus]):
         pass
-    with (tmp_path / "system.csv").open(newline="") as file:
+    with path.open(newline="") as file:
         (row,) = csv.DictReader(file)
+    return row
+
+
+def test_system_sampler_watches_every_gpu_of_the_job(plug: Plug, tmp_path: Path) -> None:
+    plug({"GPU-a": 100_000, "GPU-b": 250_000}.__getitem__)
+    row = sampled(tmp_path / "system.csv", 0, 1)
     assert (row["gpu_0_power_usage_watts"], row["gpu_1_power_usage_watts"]) == ("100.0", "250.0")
     assert row["gpu_1_memory_usage_megabytes"] == "2.0"
+
+
+def test_what_a_gpu_tells_no_more_is_blank(plug: Plug, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def once(uuid: str) -> int:
+        asked.append(uuid)
+        if len(asked) > 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        return 100_000
+
+    plug(once)
+    row = sampled(tmp_path / "system.csv", 0)
+    assert (row["gpu_0_utilization_percentage"], row["gpu_0_power_usage_watts"]) == ("50.0", "")
