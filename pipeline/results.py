@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -33,6 +34,9 @@ class Record(BaseModel):
     """A part of the result's file: frozen, and strict about its keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+R = TypeVar("R", bound=Record)
 
 
 def variant_json(record: Record) -> str:
@@ -319,25 +323,26 @@ def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFER
 
 
 def read(path: Path) -> Result:
-    """Read one result. Raises ResultError, naming the file, if it is not one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["schema_"] = values.pop("schema")
-        return Result.model_validate(values)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ResultError(f"{path} is not a result this version can read; run `dvc repro` again. ({error})") from None
+    """Read one result. Raises ResultError, naming the file, if it is not one, and FileNotFoundError."""
+    return _read(path, Result, "dvc repro")
 
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:
     """Read the bench's file. Raises ResultError, naming the file, if it is not one."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["schema_"] = values.pop("schema")
-        return Bench.model_validate(values)
+        return _read(path, Bench, "dvc repro bench")
     except FileNotFoundError:
         raise ResultError(f"{path} is missing; run `dvc repro bench`, which measures it.") from None
+
+
+def _read(path: Path, model: type[R], again: str) -> R:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["schema_"] = values.pop("schema")
+        return model.model_validate(values)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ResultError(f"{path} is not a bench this version can read; run `dvc repro bench`. ({error})") from None
+        kind = model.__name__.lower()
+        raise ResultError(f"{path} is not a {kind} this version can read; run `{again}` again. ({error})") from None
 
 
 def write(result: Result, path: Path) -> None:
@@ -364,13 +369,11 @@ def read_history(path: Path) -> list[HistoryRow]:
 
 def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
     """Write all rows, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(HistoryRow.model_fields))
-        writer.writeheader()
-        writer.writerows(row.model_dump() for row in rows)
-    partial.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(HistoryRow.model_fields))
+    writer.writeheader()
+    writer.writerows(row.model_dump() for row in rows)
+    write_text(path, text.getvalue())
 
 
 def append_history(row: HistoryRow, path: Path) -> None:
