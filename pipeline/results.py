@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -303,7 +303,7 @@ def history_file(variant: str, root: Path = RESULTS) -> Path:
 
 
 def system_file(variant: str, root: Path = RESULTS) -> Path:
-    """Samples of processor, memory and the main rank's GPU, about one a second."""
+    """Samples of the main rank's host: processor, memory and the job's GPUs there, about one a second."""
     return root / variant / "system.csv"
 
 
@@ -359,12 +359,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_history(path: Path) -> list[HistoryRow]:
-    """Rows in file order; a blank field is None."""
+    """Rows in file order."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [
-            HistoryRow.model_validate({key: value if value != "" else None for key, value in row.items()})
-            for row in csv.DictReader(file)
-        ]
+        return [history_row(row) for row in csv.DictReader(file)]
+
+
+def history_row(fields: Mapping[str, str]) -> HistoryRow:
+    """A row of the file; a blank field is None."""
+    return HistoryRow.model_validate({key: value if value != "" else None for key, value in fields.items()})
 
 
 def write_history(rows: Iterable[HistoryRow], path: Path) -> None:

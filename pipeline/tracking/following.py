@@ -15,7 +15,6 @@ from threading import Thread
 
 from pipeline import results
 from pipeline.config import Config
-from pipeline.results import HistoryRow
 from pipeline.tracking import comparisons, contents, stores
 from pipeline.tracking.comparisons import LIVE, MIRRORED
 from pipeline.tracking.contents import Point
@@ -80,10 +79,7 @@ class _Mirror:
         """Log what the files have gained. Until ``final``, files from before we began are of an earlier training."""
         try:
             samples = [(int(row["seed"]), row) for row in self._system.read(final)]
-            rows = [
-                HistoryRow.model_validate({key: value if value != "" else None for key, value in row.items()})
-                for row in self._history.read(final)
-            ]
+            rows = [results.history_row(row) for row in self._history.read(final)]
         except Rewritten:
             self._start_again()
             self.update(final)
