@@ -23,6 +23,7 @@ RESULTS = Path("results")
 MODELS = Path("models")
 PROFILES = Path("profiles")
 INFERENCE = Path("inference")
+REPORTS = Path("reports")
 BENCH_FILE = Path("bench.json")
 
 

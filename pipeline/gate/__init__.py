@@ -14,12 +14,12 @@ from pipeline.gate.decision import EXIT_CODES, GateError
 from pipeline.gate.measuring import measured
 from pipeline.gate.recording import recorded
 from pipeline.gate.words import markdown
-from pipeline.results import write_text
+from pipeline.results import REPORTS, write_text
 
 __all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "run"]
 
-JSON_FILE = Path("reports/gate.json")
-MARKDOWN_FILE = Path("reports/gate.md")
+JSON_FILE = REPORTS / "gate.json"
+MARKDOWN_FILE = REPORTS / "gate.md"
 
 
 def run(config: Config, against: str) -> int:

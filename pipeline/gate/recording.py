@@ -20,9 +20,10 @@ from pipeline.gate.decision import (
     noises,
     unshared,
 )
+from pipeline.results import REPORTS
 from pipeline.verdicts import Noise
 
-COMPARISON_FILE = Path("reports/comparison.json")
+COMPARISON_FILE = REPORTS / "comparison.json"
 
 
 def recorded(config: Config, path: Path) -> Gated:

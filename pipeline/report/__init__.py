@@ -15,11 +15,9 @@ from pipeline.report.data import accuracy_csv, loss_csv, metrics, ratios_csv
 from pipeline.report.markdown import markdown
 from pipeline.report.page import html
 from pipeline.report.pictures import Histories
-from pipeline.results import write_text
+from pipeline.results import REPORTS, write_text
 
 __all__ = ["REPORTS", "accuracy_csv", "html", "loss_csv", "markdown", "metrics", "ratios_csv", "write"]
-
-REPORTS = Path("reports")
 
 
 def write(comparison: Comparison, histories: Histories, directory: Path = REPORTS) -> None:

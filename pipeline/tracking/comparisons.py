@@ -17,7 +17,6 @@ LAYOUT = 2
 """Raise it when runs are to be logged differently: every run is then written again."""
 
 PREPARED = Path("data/prepared")
-REPORTS = Path("reports")
 ENVIRONMENT_FILE = Path("environment.json")
 
 COMPARISON = "pipeline.comparison"
@@ -136,7 +135,7 @@ def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
 
 def report_files(root: Path) -> list[Path]:
     """The comparison, as data, for a pull request and for a person."""
-    return [file for file in sorted((root / REPORTS).glob("comparison.*")) if file.suffix != ".partial"]
+    return [file for file in sorted((root / results.REPORTS).glob("comparison.*")) if file.suffix != ".partial"]
 
 
 def context_files(root: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pipeline import results
 from pipeline.config import Config
 from pipeline.results import HistoryRow, Result, Run
-from pipeline.tracking.comparisons import ENVIRONMENT_FILE, REPORTS, RUN, Child, Wanted, sha256
+from pipeline.tracking.comparisons import ENVIRONMENT_FILE, RUN, Child, Wanted, sha256
 
 NOTE = "mlflow.note.content"
 
@@ -148,7 +148,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
 
 def compared(root: Path) -> dict[str, Any]:
     """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
-    path = root / REPORTS / "comparison.json"
+    path = root / results.REPORTS / "comparison.json"
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for each in content.get("variants", ()):
         file = results.result_file(each["variant"], root / results.RESULTS)
@@ -176,7 +176,7 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     that was written later counts from then.
     """
     files = [
-        root / REPORTS / "metrics" / f"{variant}.json"
+        root / results.REPORTS / "metrics" / f"{variant}.json"
         for variant in dict.fromkeys(child.variant for child in wanted.children.values())
     ]
     files = [file for file in files if file.exists()]
@@ -218,7 +218,7 @@ def _figures_of(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def parent_note(root: Path) -> str | None:
     """The comparison in Markdown, which MLflow shows as the run's description."""
-    path = root / REPORTS / "comparison.md"
+    path = root / results.REPORTS / "comparison.md"
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8")

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, PipelineError
+from pipeline.results import REPORTS
 from pipeline.tracking import comparisons, contents, stores, views
 from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
 from pipeline.tracking.stores import Store
 
-GATE = (Path("reports/gate.json"), Path("reports/gate.md"))
+GATE = (REPORTS / "gate.json", REPORTS / "gate.md")
 ALIAS = "champion"
 
 
