@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import benchmark, environment
+from pipeline import benchmark
 from pipeline.benchmark import Asked, BenchError, Server, measure, steps_of, turns_on
 from pipeline.config import Bench, Machine, Variant, parse
-from pipeline.data import packing, sources
 from pipeline.results import Window, read_bench
 from tests.conftest import ROOT
 from tests.factories import JOB, make_window
+from tests.workspaces import furnish
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
@@ -175,10 +175,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
-    environment.write()
-    config = parse(PARAMS)
-    sources.fetch(config.fetch, Path("data/raw"))
-    packing.prepare(config, Path("data/raw"), Path("data/prepared"))
+    furnish(parse(PARAMS))
     return tmp_path
 
 

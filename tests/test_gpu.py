@@ -11,7 +11,6 @@ import yaml
 
 from pipeline import environment, job, results
 from pipeline.config import parse
-from pipeline.data import packing, sources
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.losses import NonFiniteLoss
@@ -20,6 +19,7 @@ from pipeline.results import Result
 from tests import test_job
 from tests.nets import conv_net
 from tests.test_training import _BreaksAt, make_training, weights
+from tests.workspaces import PREPARED, furnish
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -33,11 +33,9 @@ def train(variant: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Res
     monkeypatch.chdir(directory)
     params = test_job.PARAMS | {"train": test_job.PARAMS["train"] | {"device": "cuda"}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    if not test_job.PREPARED.exists():
-        environment.write()
-        sources.fetch(parse(params).fetch, test_job.RAW)
-        packing.prepare(parse(params), test_job.RAW, test_job.PREPARED)
-    job.run(parse(params), variant, environment.machine(), test_job.PREPARED)
+    if not PREPARED.exists():
+        furnish(parse(params))
+    job.run(parse(params), variant, environment.machine(), PREPARED)
     return results.read(results.result_file(variant))
 
 

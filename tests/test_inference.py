@@ -14,7 +14,6 @@ from torch import nn
 
 from pipeline import environment, inference, job, results
 from pipeline.config import Config, Machine, PipelineError, parse
-from pipeline.data import packing, sources
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE
 from pipeline.inference import measuring
@@ -22,9 +21,9 @@ from pipeline.inference.forms import FORMS, Kind, Made, Trained, Unavailable, by
 from pipeline.inference.records import Form
 from pipeline.models import Classifier
 from tests.nets import conv_net
+from tests.workspaces import PREPARED, furnish
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-RAW, PREPARED = Path("data/raw"), Path("data/prepared")
 PARAMETERS = 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 10
 """Of small_cnn for digits."""
 
@@ -283,9 +282,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
             "variants": {"baseline": {}},
         }
     )
-    environment.write()
-    sources.fetch(config.fetch, RAW)
-    packing.prepare(config, RAW, PREPARED)
+    furnish(config)
     return config
 
 

@@ -20,12 +20,11 @@ import yaml
 from pipeline import environment, job, models, results
 from pipeline.checkpoints import checkpoint_file, state_sha256
 from pipeline.config import Config, Machine, PipelineError, Variant, parse
-from pipeline.data import packing, sources
 from pipeline.results import Result
+from tests.workspaces import PREPARED, furnish
 
 ROOT = Path(__file__).parent.parent
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-RAW, PREPARED = Path("data/raw"), Path("data/prepared")
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0, 1], "epochs": 2, "batch_size": 32, "learning_rate": 0.05},
@@ -48,10 +47,7 @@ PARAMS: dict[str, Any] = {
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory as a checkout is when the train stages are due; the current one."""
     monkeypatch.chdir(tmp_path)
-    configure()
-    environment.write()
-    sources.fetch(configure().fetch, RAW)
-    packing.prepare(configure(), RAW, PREPARED)
+    furnish(configure())
     return tmp_path
 
 

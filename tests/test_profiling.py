@@ -15,7 +15,6 @@ import torch
 
 from pipeline import environment, profiling, results
 from pipeline.config import Config, Machine, PipelineError, Train, parse
-from pipeline.data import packing, sources
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.profiling import trace
@@ -26,9 +25,9 @@ from pipeline.profiling.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIM
 from tests.nets import conv_net
 from tests.ranks import run_ranks
 from tests.test_training import make_training
+from tests.workspaces import PREPARED, furnish
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-RAW, PREPARED = Path("data/raw"), Path("data/prepared")
 TRAIN = Train(epochs=3, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=10**9)
 
 
@@ -333,9 +332,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
             "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
         }
     )
-    environment.write()
-    sources.fetch(config.fetch, RAW)
-    packing.prepare(config, RAW, PREPARED)
+    furnish(config)
     return config
 
 

@@ -21,8 +21,9 @@ from pipeline.results import Result
 from pipeline.training import Training
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
-from tests.test_job import CPU_ONLY, PARAMS, PREPARED, workspace  # noqa: F401
+from tests.test_job import CPU_ONLY, PARAMS, workspace  # noqa: F401
 from tests.test_training import weights
+from tests.workspaces import PREPARED
 
 
 class Greedy(nn.Module):

@@ -24,6 +24,7 @@ from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_job import workspace  # noqa: F401
 from tests.test_training import weights
+from tests.workspaces import PREPARED
 
 TRAIN = Train(epochs=2, batch_size=32, learning_rate=0.05, augment=Augment(crop_padding=1, flip=True, cutout=2))
 CHOICES: list[dict[str, Any]] = [
@@ -108,7 +109,7 @@ def test_a_choice_goes_before_train_placement_and_is_what_the_result_says(worksp
 
 
 def _run(config: Any, name: str) -> Any:
-    job.run(config, name, test_job.CPU_ONLY, test_job.PREPARED)
+    job.run(config, name, test_job.CPU_ONLY, PREPARED)
     return results.read(results.result_file(name))
 
 

@@ -13,7 +13,8 @@ from pipeline import job, models, results
 from pipeline.checkpoints import state_sha256
 from pipeline.config import Machine, parse
 from pipeline.results import Result
-from tests.test_job import PARAMS, PREPARED, workspace  # noqa: F401
+from tests.test_job import PARAMS, workspace  # noqa: F401
+from tests.workspaces import PREPARED
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
