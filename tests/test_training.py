@@ -65,6 +65,16 @@ def weights(training: Training) -> str:
     return state_sha256(training.model.state_dict())
 
 
+def resumes_exactly(whole: Training, half: Training, resumed: Training) -> bool:
+    """Whether ``resumed`` goes on from where ``half`` was left as ``whole`` does, which is not interrupted."""
+    whole.advance(30)
+    half.advance(13)
+    state = half.state()
+    resumed.restore({**state, "model": {name: value.clone() for name, value in state["model"].items()}})
+    resumed.advance(17)
+    return weights(resumed) == weights(whole)
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

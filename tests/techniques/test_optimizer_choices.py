@@ -11,7 +11,7 @@ from pipeline import ledger, optimizers
 from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
 from tests.nets import ALONE, conv_net
-from tests.test_training import TRAIN, _until_broken, make_training, weights
+from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -114,13 +114,7 @@ def test_adafactor_s_memory_is_measured_and_not_foreseen(digits: Dataset) -> Non
 
 def test_adafactor_s_state_is_resumed_to_the_last_bit(digits: Dataset) -> None:
     how: Any = {"train": ADAMW, "optimizer_state": "factored"}
-    whole, half, resumed = (make_training(digits, **how) for _ in range(3))
-    whole.advance(30)
-    half.advance(13)
-    state = half.state()
-    resumed.restore({**state, "model": {name: value.clone() for name, value in state["model"].items()}})
-    resumed.advance(17)
-    assert weights(resumed) == weights(whole)
+    assert resumes_exactly(*(make_training(digits, **how) for _ in range(3)))
 
 
 def test_adafactor_stands_in_for_adamw_alone() -> None:
