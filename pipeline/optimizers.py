@@ -1,7 +1,8 @@
-"""The optimizer of params.yaml, as a choice that techniques may change before it is made."""
+"""The optimizer of params.yaml, as a choice that techniques may change before it is made; and its learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -61,3 +62,23 @@ def of_job(train: Train) -> OptimizerChoice:
     if train.optimizer == "adamw":
         return OptimizerChoice(torch.optim.AdamW, common | {"betas": (train.momentum, 0.999)})
     return OptimizerChoice(SGD, common | {"momentum": train.momentum, "nesterov": train.momentum > 0})
+
+
+def rising_steps(train: Train, total_steps: int) -> int:
+    """Over how many of ``total_steps`` the learning rate rises."""
+    return round(train.warmup_fraction * total_steps)
+
+
+def learning_rate(train: Train, step: int, total_steps: int) -> float:
+    """The rate of ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
+    warmup = rising_steps(train, total_steps)
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    match train.schedule:
+        case "one_cycle":
+            return train.learning_rate * (1 - progress)
+        case "cosine":
+            return train.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+        case "constant":
+            return train.learning_rate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -111,26 +110,6 @@ class TrainingStep:
                 self.backward(loss)
 
 
-def rising_steps(train: Train, total_steps: int) -> int:
-    """Over how many of ``total_steps`` the learning rate rises."""
-    return round(train.warmup_fraction * total_steps)
-
-
-def learning_rate(train: Train, step: int, total_steps: int) -> float:
-    """The rate of ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
-    warmup = rising_steps(train, total_steps)
-    if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    match train.schedule:
-        case "one_cycle":
-            return train.learning_rate * (1 - progress)
-        case "cosine":
-            return train.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-        case "constant":
-            return train.learning_rate
-
-
 class Training:
     """One seed's run of one variant, on one rank.
 
@@ -184,7 +163,7 @@ class Training:
         self.clock, self.memory = Clock(world.device), Memory(*world.devices(plan.devices_per_process))
         self.total_steps = train.epochs * batches.steps_per_epoch
         for technique in self.techniques:
-            technique.begin_after(rising_steps(train, self.total_steps))
+            technique.begin_after(optimizers.rising_steps(train, self.total_steps))
         self.steps = 0
         """Optimizer steps taken."""
         self.settled = train.warmup_steps
@@ -368,13 +347,13 @@ class Training:
             epoch=self.steps / per_epoch,
             step=self.steps,
             train_seconds=seconds,
-            learning_rate=learning_rate(self.train, self.steps - 1, self.total_steps),
+            learning_rate=optimizers.learning_rate(self.train, self.steps - 1, self.total_steps),
             train_loss=loss / new_steps,
             samples_per_second=new_steps * self.train.batch_size / (seconds - last_seconds),
         )
 
     def _set_learning_rate(self) -> None:
-        rate = learning_rate(self.train, self.steps, self.total_steps)
+        rate = optimizers.learning_rate(self.train, self.steps, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 

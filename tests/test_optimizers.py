@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -52,3 +56,16 @@ def test_momentum_that_starts_at_zero_is_torchs_own() -> None:
             nn.functional.cross_entropy(net(images), labels).backward()
             optimizer.step()
     torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("one_cycle", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_rate_warms_up_and_follows_the_schedule(schedule: Any, expected: list[float]) -> None:
+    train = Train(learning_rate=1.0, warmup_fraction=1 / 3, schedule=schedule)
+    assert [optimizers.learning_rate(train, step, 6) for step in range(6)] == pytest.approx(expected)

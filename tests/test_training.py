@@ -19,7 +19,7 @@ from pipeline.detectors import Detector, Refusal
 from pipeline.distributed import WorkerError, World
 from pipeline.losses import DeviceLosses, NonFiniteLoss
 from pipeline.results import HistoryRow
-from pipeline.training import Training, learning_rate
+from pipeline.training import Training
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 
@@ -73,19 +73,6 @@ def resumes_exactly(whole: Training, half: Training, resumed: Training) -> bool:
     resumed.restore({**state, "model": {name: value.clone() for name, value in state["model"].items()}})
     resumed.advance(17)
     return weights(resumed) == weights(whole)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("one_cycle", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-    ],
-)
-def test_the_rate_warms_up_and_follows_the_schedule(schedule: Any, expected: list[float]) -> None:
-    train = Train(learning_rate=1.0, warmup_fraction=1 / 3, schedule=schedule)
-    assert [learning_rate(train, step, 6) for step in range(6)] == pytest.approx(expected)
 
 
 def test_a_run_learns_and_tells_its_history(digits: Dataset) -> None:
