@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 from pipeline.config import Fetch
 from pipeline.data import DataError
-from pipeline.data.sources import fetch, listings, places, store
+from pipeline.data.sources import fetch, listings, local, places, store
 from pipeline.data.sources.listings import Listing
 from pipeline.data.sources.places import Archive, DebianPackage, GzippedFiles, Source, WebArchive
 from pipeline.data.sources.store import RawFile
@@ -534,6 +534,21 @@ def test_an_image_folder_without_images_says_what_is_expected(raw: Path, tmp_pat
     (tmp_path / "train" / "cat").mkdir(parents=True)
     with pytest.raises(DataError, match="holds no image; expected train/CLASS/NAME"):
         fetch(named("image_folder", tmp_path), raw)
+
+
+def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "train" / "cat" / "1.png").touch()
+
+    def forbidden(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(local, "file_sha256", forbidden)
+    with pytest.raises(DataError, match=r"^fetch\.image_folder: .*/train/cat/1\.png: Permission denied\.$"):
+        fetch(named("image_folder", tmp_path), raw)
+    assert list((raw / "image_folder").iterdir()) == []
 
 
 def test_a_limit_below_the_content_is_enforced(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,10 @@ def export_digits(target: Path) -> None:
 
 
 def list_images(config: Fetch, target: Path) -> None:
-    """Write the listing of the user's images: SPLIT/CLASS/... path, size and SHA-256, in sorted order."""
+    """Write the listing of the user's images: SPLIT/CLASS/... path, size and SHA-256, in sorted order.
+
+    Raises DataError for a folder without images, and for an image that cannot be read.
+    """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
         raise DataError(
@@ -46,15 +49,20 @@ def list_images(config: Fetch, target: Path) -> None:
             f"{', '.join(sorted(IMAGE_SUFFIXES))}."
         )
     partial = target / f"{IMAGE_LISTING}.partial"
-    with (
-        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
-        ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the interpreter's lock
-        progress("checksums", len(paths), " images") as bar,
-    ):
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["path", "size_bytes", "sha256"])
-        for path, digest in zip(paths, pool.map(file_sha256, map(root.joinpath, paths)), strict=True):
-            rows.writerow([path, (root / path).stat().st_size, digest])
-            bar.update()
-    partial.replace(target / IMAGE_LISTING)
+    try:
+        with (
+            partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+            ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the interpreter's lock
+            progress("checksums", len(paths), " images") as bar,
+        ):
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["path", "size_bytes", "sha256"])
+            for path, digest in zip(paths, pool.map(file_sha256, map(root.joinpath, paths)), strict=True):
+                rows.writerow([path, (root / path).stat().st_size, digest])
+                bar.update()
+        partial.replace(target / IMAGE_LISTING)
+    except OSError as error:
+        raise DataError(f"fetch.image_folder: {error.filename or partial}: {error.strerror}.") from None
+    finally:
+        partial.unlink(missing_ok=True)
     say(f"listed {len(paths)} images of {root}")
