@@ -42,12 +42,13 @@ class Entry:
     needs: tuple[str, ...] = ()
     """Values of ``parallelism``, of which it needs one; empty: it needs none."""
     why_not: WhyNot = lambda machine, on_gpu: None  # noqa: ARG005
+    """Why the machine cannot do it; it is refused there."""
     emulated: WhyNot = lambda machine, on_gpu: None  # noqa: ARG005
     """Why the machine can do it only slower than without; train.without_native says what is done then."""
     why_not_with: Callable[[Train], str | None] = lambda train: None  # noqa: ARG005
     """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
-    """The same for single values of the key."""
+    """Like ``why_not``, for single values of the key."""
     roundoff: float = 2.0**-24
     """Of what changes rounding: the unit roundoff (half the distance from 1 to the next number) of the coarsest format
     in which it computes or sends; float32's, unless it says otherwise. ``verify`` derives its bounds from it."""
