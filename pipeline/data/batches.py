@@ -60,7 +60,7 @@ class TrainBatches:
         world_size: int,
         seed: int,
         augment: Augment,
-        placement: Literal["auto"] | Placement,
+        placement: Placement,
         device: torch.device,
         workers: int = 0,
     ) -> None:
@@ -77,7 +77,7 @@ class TrainBatches:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.steps_per_epoch = len(dataset.train) // batch_size
-        self.placement = choose_placement(dataset, device) if placement == "auto" else placement
+        self.placement = placement
         self._split = (self.steps_per_epoch, world_size, micro_batches, batch_size // (world_size * micro_batches))
         self._rank = rank
         self._seed = seed
