@@ -346,6 +346,10 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
 
 def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
     """Placement auto, by the memory that is free now; the main rank's choice is for all ranks and seeds."""
-    images = dataset.train.images
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return "resident" if images.nbytes <= RESIDENT_FRACTION * free else "streamed"
+    return placement_within(free, dataset)
+
+
+def placement_within(free_bytes: int, dataset: Dataset) -> Literal["resident", "streamed"]:
+    """Placement auto on a device with so much free memory."""
+    return "resident" if dataset.train.images.nbytes <= RESIDENT_FRACTION * free_bytes else "streamed"

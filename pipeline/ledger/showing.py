@@ -10,7 +10,7 @@ from typing import Literal
 from pipeline.config import Config, ConfigError, Machine, parse
 from pipeline.config import plan as plan_of
 from pipeline.data import prepared
-from pipeline.data.batches import RESIDENT_FRACTION, Placement
+from pipeline.data.batches import Placement, placement_within
 from pipeline.ledger.rehearsal import RESERVE_FRACTION, Rehearsal
 
 COLUMNS = {
@@ -55,9 +55,8 @@ def show(
         )
     plans = {name: plan_of(config, name, machine) for name in names or config.variants}
     placement: Placement | None = None
-    if memory_bytes is not None and train.placement == "auto":  # as ``choose_placement`` does it there
-        small = dataset.train.images.nbytes <= RESIDENT_FRACTION * memory_bytes
-        placement = "resident" if small else "streamed"
+    if memory_bytes is not None and train.placement == "auto":
+        placement = placement_within(memory_bytes, dataset)
 
     table = [["variant", *COLUMNS, *([] if memory is None else [f"in {memory}", "largest batch"])]]
     notes = []
