@@ -44,6 +44,8 @@ class CheckpointingBudget(ActivationCheckpointing):
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]}); allowed: false, true or 'selective'."
             ) from error
         everything, least = kept.bytes(()), kept.bytes(range(len(found)))
+        if not everything:
+            raise ConfigError(f"{self.where}, but {type(model).__name__} keeps no activations; allowed: false.")
         if least > fraction * everything:
             raise ConfigError(
                 f"{self.where}, but with all {len(found)} blocks checkpointed {type(model).__name__} still keeps "

@@ -9,7 +9,8 @@ from torch import nn
 from pipeline import ledger
 from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
-from tests.nets import ALONE
+from pipeline.techniques import chosen
+from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import TRAIN, _until_broken, make_training, weights
 
 WITHOUT = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -48,6 +49,12 @@ def test_what_it_takes_is_not_foreseen(digits: Dataset) -> None:
     )
     with pytest.raises(ledger.PredictionError, match="what low_bit_optimizer takes cannot be foreseen"):
         ledger.predicted(config, plan(config, "small", WITH), digits)
+
+
+def test_a_model_of_which_nothing_would_be_kept_in_8_bits_is_refused() -> None:
+    (technique,) = chosen(make_plan(optimizer_state="8bit"), ALONE)
+    with pytest.raises(ConfigError, match="Sequential has no parameter of 4096 values or more"):
+        technique.wrap_model(conv_net())
 
 
 class TestWithTheLibrary:
