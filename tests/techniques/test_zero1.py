@@ -93,14 +93,11 @@ def _complaint(joined: World) -> str:
 
 
 def test_parameters_of_two_types_are_refused() -> None:
-    assert (
-        run_ranks(_complaint)
-        == [
-            "variants.tried.parallelism: found 'zero1', but Sequential has parameters of torch.float32 and torch.float64; "
-            "allowed: 'ddp', or parameters of one type."
-        ]
-        * 2
-    )
+    for complaint in run_ranks(_complaint):
+        assert complaint == (
+            "variants.tried.parallelism: found 'zero1', but Sequential has parameters of torch.float32 and "
+            "torch.float64; allowed: 'ddp', or parameters of one type."
+        )
 
 
 def _wide() -> nn.Module:
