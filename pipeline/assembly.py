@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline import models, objectives
-from pipeline.config import Config, Plan
+from pipeline.config import Config, ConfigError, Plan
 from pipeline.data.batches import Placement, TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
@@ -71,6 +71,12 @@ class Assembly:
         """
         plan, world, dataset = self.fitted(), self.world, self.dataset
         train = plan.job(self.config.train)
+        if plan.scale > 1 and train.batch_size > len(dataset.train):
+            raise ConfigError(
+                f"variants.{plan.name}.scaling: found 'weak', with which {plan.scale} processes take "
+                f"{train.batch_size} samples a step, but {dataset.name} has {len(dataset.train)}; allowed: 'strong', "
+                f"or a train.batch_size of at most {len(dataset.train) // plan.scale}."
+            )
         torch.manual_seed(seed)
         model = change_model(models.of_job(train, dataset.shape, len(dataset.classes)))
         with TrainBatches(

@@ -7,6 +7,9 @@ stage's dependencies, what the stage's command imports below; tests/test_dvc.py 
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,13 +36,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command: Callable[[argparse.Namespace], int | None] = parsed.command
     try:
-        return command(parsed) or 0
+        code = command(parsed) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return 128 + signal.SIGPIPE
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads what is printed any more, as `head` when it has its lines; the rest then goes nowhere."""
+    polled = select.poll()
+    polled.register(sys.stdout, 0)
+    left = any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left
 
 
 def _parser() -> argparse.ArgumentParser:

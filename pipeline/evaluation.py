@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,8 @@ class Mould:
     def __init__(self, model: nn.Module) -> None:
         stored = model.state_dict().keys()
         self._unstored = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in stored}
-        self._form = copy.deepcopy(model).to("meta")
+        shadows = {id(tensor): _without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._form = copy.deepcopy(model, shadows)  # or the device would have to hold the weights twice
 
     def cast(self, state: dict[str, Any], device: torch.device) -> nn.Module:
         """A model with the weights and buffers of ``state``, a whole state dict, on ``device``."""
@@ -48,6 +50,11 @@ class Mould:
         return model
 
 
+def _without_values(tensor: torch.Tensor) -> Any:
+    shadow = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(shadow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shadow
+
+
 def evaluate(
     model: nn.Module, dataset: Dataset, world: World, batch_size: int, objective: Objective = CLASSIFICATION
 ) -> Score:
@@ -56,7 +63,7 @@ def evaluate(
     The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy
     is that of a single device. BatchNorm uses the main rank's running statistics. ``model`` is the bare
     module: a parallel wrapper would wait for ranks whose share is smaller. Raises ObjectiveError for a score
-    that is not from 0 to 1.
+    that is not from 0 to 1, and for a loss that is not finite.
     """
     world.broadcast_buffers_(model)
     training = model.training
@@ -79,5 +86,10 @@ def evaluate(
     if outside:
         raise ObjectiveError(
             f"train.metric: {outside:.0f} of {count:.0f} test samples have a score that is not from 0 to 1."
+        )
+    if not math.isfinite(loss):
+        raise ObjectiveError(
+            f"train.loss: its mean over the {count:.0f} test samples is {loss}. Either the training has diverged: "
+            "lower train.learning_rate; or a loss of your own is not finite where the model is far off: bound it."
         )
     return Score(correct=int(correct) if correct.is_integer() else correct, count=int(count), loss=loss / count)

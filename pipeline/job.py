@@ -28,6 +28,7 @@ from pipeline.heap import keep_freed_memory
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
 from pipeline.results import HistoryRow, Result, Run, Setup, summarise
 from pipeline.sampling import SystemSampler
+from pipeline.techniques import of_plan
 from pipeline.training import Training
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
@@ -59,7 +60,8 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
         everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
         here = [device for host, devices in everywhere if host == platform.node() for device in devices]
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
-        with following, sampler or nullcontext(), interruption(world) as heard:
+        free_steps = max((technique.free_steps for technique in of_plan(plan)), default=0)
+        with following, sampler or nullcontext(), interruption(world, free_steps) as heard:
             job = Job(assembly, fingerprint["hash"], device_name, started, sampler, heard)
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:

@@ -47,6 +47,8 @@ def build(name: str, options: dict[str, Any], *, channels: int, height: int, wid
     else:
         model = torchvision_model(name, options, **data)
     _check_output(name, model, (2, channels, height, width), (2, classes))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"train.model: {name} has no parameter to train: it has none, or none requires a gradient.")
     return model
 
 

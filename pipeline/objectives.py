@@ -91,12 +91,7 @@ def check(train: Train, classes: int) -> None:
         if train.loss != "cross_entropy":
             _check_loss(train.loss, objective, logits.requires_grad_(), labels)
         if train.metric != "accuracy":
-            scores = objective.scores(logits.detach(), labels).double()
-            if not bool(((scores >= 0) & (scores <= 1)).all()):
-                raise ObjectiveError(
-                    f"train.metric: {train.metric} gave scores from {scores.min():g} to {scores.max():g}; expected "
-                    "true or false, or a number from 0 to 1 for every sample."
-                )
+            _check_scores(train.metric, objective, logits.detach(), labels)
 
 
 def _check_loss(name: str, objective: Objective, logits: Tensor, labels: Tensor) -> None:
@@ -112,6 +107,24 @@ def _check_loss(name: str, objective: Objective, logits: Tensor, labels: Tensor)
             f"train.loss: {name} is {whole.item():g} for {_PROBES} samples and {parts.mean().item():g} on average for "
             "equal parts of them; expected the mean of the samples' own losses, so that devices and micro-batches can "
             "take parts of a batch. With class weights: weight the losses of the samples, then take their plain mean."
+        )
+
+
+def _check_scores(name: str, objective: Objective, logits: Tensor, labels: Tensor) -> None:
+    before = logits.clone()
+    scores = objective.scores(logits, labels).double()
+    if not bool(((scores >= 0) & (scores <= 1)).all()):
+        raise ObjectiveError(
+            f"train.metric: {name} gave scores from {scores.min():g} to {scores.max():g}; expected true or false, or a "
+            "number from 0 to 1 for every sample."
+        )
+    if not torch.equal(logits, before):
+        raise ObjectiveError(f"train.metric: {name} changes the logits, which others look at too; work on a copy.")
+    parts = [objective.scores(logits[rows], labels[rows]).double() for rows in torch.arange(_PROBES).split(2)]
+    if not torch.allclose(torch.cat(parts), scores, rtol=1e-4, atol=1e-6):
+        raise ObjectiveError(
+            f"train.metric: {name} gives samples other scores beside other samples; expected a score that follows from "
+            "a sample's own logits and label, for variants are evaluated in batches of different sizes."
         )
 
 

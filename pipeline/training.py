@@ -210,6 +210,9 @@ class Training:
         """
         step = self.take_step
         step.syncs = [step.hold_sync] * min(2, len(step.syncs))  # all after the first find gradients to add to
+        update = step.update
+        for technique in self.techniques:
+            update = technique.trial_update(update, self.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -217,7 +220,7 @@ class Training:
             step.zero_grad()
             step.accumulate(self.batches.epoch(0))
 
-        for part in (gradients, step.update, gradients):
+        for part in (gradients, update, gradients):
             failed = torch.zeros((), device=self.world.device)
             try:
                 part()

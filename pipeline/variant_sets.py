@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 import textwrap
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import results
-from pipeline.config import PARAMS_FILE, Config, ConfigError, Machine, asked, load, parse, plan
+from pipeline.config import PARAMS_FILE, Config, ConfigError, Machine, Variant, asked, load, parse, plan
+from pipeline.config.loading import read
 
 FOLDER = Path("variants")
 NULL_TAG = "tag:yaml.org,2002:null"
@@ -22,6 +24,8 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
 
     Raises ConfigError if there is no such set, or a variant of its name stands in params.yaml already and differs.
     """
+    if not FOLDER.is_dir():
+        raise ConfigError(f"{FOLDER}/ is missing: run from the top of the checkout.")
     if name is None:
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 15, break_on_hyphens=False)
@@ -41,7 +45,7 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
     for variant, (_, words) in here.items():
         print(f"{variant:28} {words}")
     if add:
-        added = _add({variant: values for variant, values in chosen.items() if here[variant][0]})
+        added = _add(config, {variant: values for variant, values in chosen.items() if here[variant][0]})
         print(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: all that can run here is there already'}")
 
 
@@ -53,16 +57,16 @@ def _about(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    import yaml
-
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = read(path)
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"{path}: found {values!r}; expected variants, each under its name as in {PARAMS_FILE}.")
     parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # names what is wrong in it
     return dict(values)
 
 
 def _here(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
     """Whether this machine can run the variant, with a technique of it at least; and what is to be said of that."""
-    variant = parse({"compare": {"baseline": name}, "variants": {name: values}}).variants[name]
+    variant = _parsed(name, values)
     try:
         made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
     except ConfigError as error:
@@ -73,22 +77,29 @@ def _here(config: Config, name: str, values: Mapping[str, Any], machine: Machine
     return True, f"can run here, but {left_out}" if left_out else "can run here"
 
 
-def _add(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _parsed(name: str, values: Mapping[str, Any]) -> Variant:
+    return parse({"compare": {"baseline": name}, "variants": {name: dict(values)}}).variants[name]
+
+
+def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Write ``variants`` at the end of params.yaml's, comments and order kept; the names of the new ones."""
     from ruamel.yaml import YAML
 
+    file = PARAMS_FILE.resolve()  # a link stays one
+    if not os.access(file, os.W_OK):
+        raise ConfigError(f"{file} is not to be written; make it writable, or copy the variants there yourself.")
     text = YAML()  # round trip: keeps comments
     text.preserve_quotes = True
     text.width = 120
     text.representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(NULL_TAG, "null"))
-    params = text.load(PARAMS_FILE.read_text(encoding="utf-8"))
+    params = text.load(file.read_text(encoding="utf-8"))
     there = params["variants"]
     added = []
     for name, values in variants.items():
         if name not in there:
             there[name] = dict(values)
             added.append(name)
-        elif dict(there[name]) != dict(values):
+        elif config.variants[name] != _parsed(name, values):
             raise ConfigError(
                 f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, the set {dict(values)}; "
                 "rename yours."
@@ -96,6 +107,6 @@ def _add(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
     written = StringIO()
     text.dump(params, written)
     if added:
-        results.write_text(PARAMS_FILE, written.getvalue())
+        results.write_text(file, written.getvalue())
         load()
     return added

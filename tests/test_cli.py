@@ -149,3 +149,13 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
         assert waiting.stderr is not None
         assert waiting.stderr.read() == "interrupted\n"
     assert waiting.returncode == 130
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
+    command = [sys.executable, "-m", "pipeline", "techniques"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listing:
+        assert listing.stdout
+        assert listing.stderr
+        listing.stdout.close()
+        assert listing.stderr.read() == ""
+    assert listing.returncode == 128 + signal.SIGPIPE

@@ -150,7 +150,15 @@ def test_a_union_gets_one_message_that_lists_all_it_allows(value: Any) -> None:
     lines = complaint(with_key("variants.ddp.processes", value)).splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("params.yaml: variants.ddp.processes: found ")
-    assert lines[0].endswith("expected 'auto' or a whole number above 0.")
+    assert lines[0].endswith("expected 'auto' or a whole number from 1 to 65536.")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("processes", 10**9), ("replicas", 10**30), ("loader_workers", 10**6), ("bucket_mb", 1e300)]
+)
+def test_what_no_machine_has_is_refused_at_once(key: str, value: float) -> None:
+    assert f"variants.ddp.{key}: found {value}; expected " in complaint(with_key(f"variants.ddp.{key}", value))
+    assert "infer.batch_sizes.1: found 1000000000; expected " in complaint(with_key("infer.batch_sizes", [1, 10**9]))
 
 
 def test_every_mistake_is_listed() -> None:

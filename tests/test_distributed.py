@@ -152,10 +152,13 @@ def test_one_process_is_this_one() -> None:
     assert seen == [os.getpid()]
 
 
-def steps_until_interrupted(world: World, heard_at: list[int]) -> int:
-    with interruption(world) as heard:
+def steps_until_interrupted(world: World, heard_at: list[int], meet_every: int = 1) -> int:
+    with interruption(world, free_steps=meet_every - 1) as heard:
         for step in range(1, 100):
-            world.sum_(torch.ones(1))
+            if step % meet_every == 0:
+                world.sum_(torch.ones(1))
+            elif world.is_main:
+                time.sleep(0.05)  # the others are ahead
             if step == heard_at[world.rank]:
                 os.kill(os.getpid(), signal.SIGTERM)
             if heard.agreed():
@@ -169,3 +172,9 @@ def test_ranks_that_hear_it_at_different_steps_end_after_the_same_one(heard_at: 
     steps = run_ranks(steps_until_interrupted, heard_at, size=3)
     assert len(set(steps)) == 1
     assert max(heard_at) < steps[0] <= max(heard_at) + 3
+
+
+@pytest.mark.parametrize("heard_at", [[1, 1], [5, 5], [6, 8]])
+def test_ranks_that_meet_in_every_fourth_step_alone_end_after_the_same_one(heard_at: list[int]) -> None:
+    one, other = run_ranks(steps_until_interrupted, heard_at, 4)
+    assert one == other > max(heard_at)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World
 from pipeline.evaluation import Mould, Score, evaluate
+from pipeline.objectives import ObjectiveError
 from tests.nets import ALONE, batch, conv_net
 from tests.ranks import run_ranks
 
@@ -79,3 +80,19 @@ def test_a_mould_casts_the_same_model_from_its_state() -> None:
     cast = mould.cast(state, torch.device("cpu")).eval()
     assert torch.equal(cast(images), expected)
     assert cast.get_buffer("scale").item() == 3.0
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_loss_that_is_not_finite_is_no_result(digits: Dataset, value: float) -> None:
+    model = conv_net()
+    torch.nn.init.constant_(model[2][1].bias, value)  # type: ignore[index]
+    with pytest.raises(ObjectiveError, match=r"its mean over the 64 test samples is nan\. Either the training has"):
+        evaluate(model, _with_test_samples(digits, 64), ALONE, 16)
+
+
+def test_a_mould_copies_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = conv_net(norm=True)
+    for kind in (torch.nn.Parameter, torch.Tensor):
+        monkeypatch.setattr(kind, "__deepcopy__", None)
+    form = Mould(model)._form
+    assert {tensor.device.type for tensor in (*form.parameters(), *form.buffers())} == {"meta"}

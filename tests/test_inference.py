@@ -181,6 +181,14 @@ def test_a_plain_form_that_fails_is_no_result(trained: Trained, digits: Dataset)
         measure(trained, digits, {"eager": Kind("raises", raising)})
 
 
+def test_a_model_without_finite_logits_is_no_result(trained: Trained, digits: Dataset) -> None:
+    def not_finite(trained: Trained) -> Made:
+        return Made(lambda images: trained.classifier()(images) * torch.nan, 0)
+
+    with pytest.raises(PipelineError, match="no plain form to compare with: its logits are not finite"):
+        measure(trained, digits, {"eager": Kind("is not finite", not_finite)})
+
+
 def test_every_image_counts_once_whatever_the_batch(trained: Trained, digits: Dataset) -> None:
     whole = trained.classifier()(digits.test.images)
     seen: set[int] = set()

@@ -271,6 +271,12 @@ class Pair(nn.Module):
     def forward(self, images):
         return images, images
 
+def nothing_to_train(channels, height, width, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes).requires_grad_(False))
+
+def no_parameter(channels, height, width, classes):
+    return nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(classes))
+
 def no_model(**data):
     return 42
 
@@ -320,6 +326,8 @@ def test_a_factory_of_the_users_own_is_found_in_the_current_directory(
             r"of shape \[2, 1, 4, 4\] returns torch\.float32 of shape \[2, 11\]; .*\[2, 10\]",
         ),
         ("my_nets:for_other_images", r"on a batch of shape \[2, 1, 4, 4\] fails: .*2x16 and 99x10"),
+        ("my_nets:nothing_to_train", r"my_nets:nothing_to_train has no parameter to train"),
+        ("my_nets:no_parameter", r"my_nets:no_parameter has no parameter to train"),
         ("my_nets:Pair", r"returns a tuple; expected logits of shape \[2, 10\]"),
     ],
 )

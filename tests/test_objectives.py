@@ -63,6 +63,12 @@ def probability(logits, labels):
 def percentage(logits, labels):
     return 100 * probability(logits, labels)
 
+def in_place(logits, labels):
+    return logits.copy_(logits.softmax(1)).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+def relative(logits, labels):
+    return probability(logits, labels) / probability(logits, labels).max()
+
 def mean(logits, labels):
     return probability(logits, labels).mean()
 """
@@ -133,6 +139,8 @@ def test_what_is_wrong_with_a_loss_is_said(name: str, message: str) -> None:
     [
         ("own_code:top", r"train\.metric: found 'own_code:top', but .* has no 'top'"),
         ("own_code:percentage", r"train\.metric: own_code:percentage gave scores from .*; expected true or false"),
+        ("own_code:in_place", r"train\.metric: own_code:in_place changes the logits, which others look at too"),
+        ("own_code:relative", r"own_code:relative gives samples other scores beside other samples"),
         (
             "own_code:mean",
             r"gave a tensor of shape \[\] for 6 sample\(s\); expected a tensor with one score each, .*\[6\]",

@@ -134,15 +134,20 @@ def test_planning_loads_no_torch_and_the_fingerprint_notices_another_version(tmp
 
 
 BROKEN = """
+from dataclasses import replace
+
 from pipeline.config import Entry
 from pipeline.techniques import Technique
 
-def entry(name):
-    return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(),
+def entry(name, changes="nothing", setting=None):
+    return Entry(name=name, setting=setting or f"extra: {{{name}: {{}}}}", searched_for=(),
                  does="", pays="", costs="", source="",
-                 changes="nothing", asked=lambda variant: name in variant.extra)
+                 changes=changes, asked=lambda variant: name in variant.extra)
 
 one = entry("one")
+unclear = entry("one", changes="roundings")
+elsewhere = entry("one", setting="one: true")
+shared = replace(entry("shared"), needs=("ddp",))
 ddp = entry("ddp")
 text = "no entry"
 
@@ -162,6 +167,16 @@ class One(Technique):
         ),
         ({"catalogue": {"one": "broken_package:text"}}, "one", "is 'no entry', not its Entry"),
         ({"catalogue": {"one": "broken_package:ddp"}}, "one", "not its Entry"),
+        (
+            {"catalogue": {"one": "broken_package:unclear"}},
+            "one",
+            "found changes 'roundings'; expected one of nothing, rounding, statistics.",
+        ),
+        (
+            {"catalogue": {"one": "broken_package:elsewhere"}},
+            "one",
+            "found setting 'one: true'; expected extra: {one: ...}.",
+        ),
         ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', which is the name of a built-in one"),
         (
             {"techniques": {"one": "broken_package:One"}},
@@ -197,6 +212,22 @@ def test_a_class_of_another_name_and_two_packages_of_one_name(tmp_path: Path, mo
         write_metadata(tmp_path, "other-package", "2.0", {outside.CATALOGUE: {"one": "other_package:entry"}})
         forget()
         assert "brought by both" in complaint(extra={"one": {}})
+    forget()
+
+
+def test_one_that_goes_with_a_parallelism_is_left_out_with_it_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = {"one": "broken_package:one", "shared": "broken_package:shared"}
+    write_metadata(tmp_path, "broken-package", "1.0", {outside.CATALOGUE: points})
+    (tmp_path / "broken_package.py").write_text(BROKEN)
+    monkeypatch.delitem(sys.modules, "broken_package", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        put_on_path(patch, tmp_path)
+        asked = of(parallelism="ddp", processes=1, extra={"one": {}, "shared": {}})
+        made = config.plan(asked, "tried", PLAIN_CPU)
+    assert list(made.left_out) == ["ddp", "shared"]
+    assert made.applied.extra == {"one": {}}
     forget()
 
 

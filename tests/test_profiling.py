@@ -199,6 +199,26 @@ def test_a_schedule_that_runs_its_own_passes_is_told_apart_by_the_engine() -> No
     assert (parts["forward"], parts["backward"]) == (10, 20)
 
 
+def test_an_operator_that_waits_for_others_does_no_work_meanwhile() -> None:
+    events = [
+        annotation(STEP, 0, 100),
+        annotation(ACCUMULATE, 0, 90),
+        annotation(FORWARD, 0, 90),
+        operator("aten::linear", 0, 20),
+        operator("_c10d_functional::all_reduce", 20, 50),  # of DTensor, which waits for gloo
+        operator("c10d::allreduce_", 21, 49),
+        operator("aten::clone", 60, 90),
+        operator("_c10d_functional::wait_tensor", 65, 80),
+        Event("gloo:all_reduce", "user_annotation", 25, 45, 9, {}),
+        Event("gloo:all_reduce", "user_annotation", 62, 75, 9, {}),  # from 62 to 65 behind the clone
+    ]
+    found = Trace(events, gpu=None)
+    times = found.times()
+    assert (times.parts["forward"], times.parts["communication"], times.parts["idle"]) == (35, 45, 20)
+    assert times.hidden == 3
+    assert {each.name: each.nanoseconds for each in found.operators()} == {"aten::linear": 20, "aten::clone": 15}
+
+
 def test_a_trace_without_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="holds no step"):
         Trace([operator("aten::add", 0, 1)], gpu=None)
@@ -318,6 +338,18 @@ def test_a_rank_that_waits_for_another_shows_as_communication(digits: Dataset, t
     assert first.parts["communication"] > second.parts["communication"], "the one that waits for it"
     assert first.parts["input"] < second.parts["input"]
     assert not [name for name in operators if name.startswith("gloo:")]
+
+
+def _reductions(world: World, dataset: Dataset, directory: Path) -> int:
+    """Of the profiled steps of post-local SGD."""
+    found = profiled(dataset, directory / f"{world.rank}.json", world, communication_hook="post_local_sgd")
+    events = trace.read(directory / f"{world.rank}.json")
+    return sum(each.name == "gloo:all_reduce" and found.first <= each.start < found.last for each in events)
+
+
+def test_what_begins_after_the_warm_up_of_the_rate_is_profiled_too(digits: Dataset, tmp_path: Path) -> None:
+    for reductions in run_ranks(_reductions, digits, tmp_path):
+        assert 1 <= reductions <= 2, "of five steps, one in four"
 
 
 @pytest.fixture

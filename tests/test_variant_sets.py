@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -99,3 +100,46 @@ def test_a_variant_of_that_name_that_differs_is_not_overwritten(checkout: Path) 
 def test_an_unknown_set_is_named() -> None:
     with pytest.raises(ConfigError, match=r"found 'tired'; there are: tried\. Did you mean 'tried'"):
         variant_sets.show(LAPTOP, "tired", add=False)
+
+
+def test_the_same_variant_in_other_words_is_there_already(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "variants/tried.yaml").write_text("# x\nddp: {parallelism: ddp}\n", encoding="utf-8")
+    assert "processes: auto" in (checkout / "params.yaml").read_text(encoding="utf-8")
+    variant_sets.show(LAPTOP, "tried", add=True)
+    assert "added nothing" in capsys.readouterr().out
+
+
+def test_a_link_to_params_yaml_stays_one(checkout: Path) -> None:
+    (checkout / "params.yaml").rename(checkout / "mine.yaml")
+    (checkout / "params.yaml").symlink_to("mine.yaml")
+    variant_sets.show(LAPTOP, "tried", add=True)
+    assert (checkout / "params.yaml").is_symlink()
+    assert list(load(checkout / "mine.yaml").variants)[-2:] == ["nhwc", "both"]
+
+
+def test_what_must_not_be_written_is_not(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"params\.yaml is not to be written; make it writable"):
+        variant_sets.show(LAPTOP, "tried", add=True)
+    assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
+
+
+def test_elsewhere_than_in_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="variants/ is missing: run from the top of the checkout"):
+        variant_sets.show(LAPTOP, None, add=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# Nothing yet.\n", r"variants/tried\.yaml: found None; expected variants, each under its name"),
+        ("- a\n", r"found \['a'\]; expected variants"),
+        ("one: {\n", r"variants/tried\.yaml is not YAML"),
+        ("one: {}\none: {channels_last: true}\n", "the key 'one' stands twice"),
+    ],
+)
+def test_a_set_that_is_none_is_named(checkout: Path, text: str, message: str) -> None:
+    (checkout / "variants/tried.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        variant_sets.show(LAPTOP, None, add=False)

@@ -51,6 +51,9 @@ def noisy(*, channels, height, width, classes):
         nn.Sequential(nn.Flatten(), nn.Linear(8 * height * width, classes)),
     )
 
+def within_a_million(logits, labels):
+    return torch.where(logits.abs().amax(1) < 1e6, 1.0, torch.nan)
+
 class Centred(nn.Module):
     def forward(self, images):
         return images - images.mean(0)
@@ -60,6 +63,8 @@ def mixing(*, channels, height, width, classes):
 """
 
 FAULTS = """
+from dataclasses import replace
+
 import torch
 from torch.utils.checkpoint import checkpoint
 from pipeline.config import Entry
@@ -75,6 +80,7 @@ forgets = entry("forgets_dropout", "nothing")
 nearly = entry("nearly_nothing", "nothing")
 differs = entry("differs_by_process", "rounding")
 refuses = entry("refuses_to_train", "rounding")
+rough = replace(entry("rough", "rounding"), roundoff=2.0**20)
 
 class Drops(Technique):
     name = "drops_gradient"
@@ -120,6 +126,9 @@ class Refuses(Technique):
 
     def wrap_model(self, model):
         raise RuntimeError("not today")
+
+class Rough(Technique):
+    name = "rough"
 """
 NAMES = {
     "drops_gradient": ("drops", "Drops"),
@@ -136,9 +145,10 @@ def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_nets.py").write_text(OWN_NETS)
     (folder / "faulty.py").write_text(FAULTS)
+    names = NAMES | {"rough": ("rough", "Rough")}
     points = {
-        outside.CATALOGUE: {name: f"faulty:{entry}" for name, (entry, _) in NAMES.items()},
-        outside.TECHNIQUES: {name: f"faulty:{cls}" for name, (_, cls) in NAMES.items()},
+        outside.CATALOGUE: {name: f"faulty:{entry}" for name, (entry, _) in names.items()},
+        outside.TECHNIQUES: {name: f"faulty:{cls}" for name, (_, cls) in names.items()},
     }
     write_metadata(folder, "faulty", "1.0", points)
     with pytest.MonkeyPatch.context() as patch:
@@ -232,6 +242,22 @@ def test_planted_faults_are_found(digits_folder: Path, digits: Dataset, tmp_path
         ("refuses-to-train", "the variant trains"),
     }
     assert "not today" in of(claims, "refuses-to-train", "the variant trains").note
+
+
+def test_a_bound_that_no_training_survives_is_none(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+    claims = claimed(digits_folder, digits, {"rough": {"extra": {"rough": {}}}}, ["rough"], tmp_path)
+    losses = of(claims, "rough", "losses")
+    assert (losses.measured, losses.bound, losses.holds) == (0, None, None)
+    assert losses.note.startswith("no bound: an error of 3.4e+07 in its gradients ends the single device's own ")
+    assert [each.holds for each in claims] == [True, None, True, True]
+
+
+def test_the_step_that_shows_the_gradients_is_not_evaluated(
+    digits_folder: Path, digits: Dataset, tmp_path: Path
+) -> None:
+    train = {"batch_size": 1000, "metric": "own_nets:within_a_million"}  # one step an epoch
+    claims = claimed(digits_folder, digits, {"parts": {"gradient_accumulation": 2}}, ["parts"], tmp_path, **train)
+    assert of(claims, "parts", "gradients").holds, claims
 
 
 def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed:

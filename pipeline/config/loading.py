@@ -27,6 +27,11 @@ _FUNCTION = r"[^:.][^:]*:[^:]+"
 
 def load(path: Path = PARAMS_FILE) -> Config:
     """Read and validate ``path``. Raises ConfigError, naming every offending key."""
+    return parse(read(path), str(path))
+
+
+def read(path: Path) -> Any:
+    """What the YAML file ``path`` holds. Raises ConfigError if it cannot be read, is no YAML, or has a key twice."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -34,10 +39,9 @@ def load(path: Path = PARAMS_FILE) -> Config:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
     try:
-        values = yaml.load(text, _UniqueKeyLoader)
+        return yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-01
         raise ConfigError(f"{path} is not YAML: {error}") from None
-    return parse(values, str(path))
 
 
 def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:

@@ -104,7 +104,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
         for option in catalogue.asked(asked):
             if option.needs:
                 left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"
-                changes[option.key] = getattr(Variant(), option.key)
+                changes |= catalogue.unasked(asked.model_copy(update=changes), option)
     for technique in catalogue.asked(asked):
         reason = technique.refusal(asked, machine, on_gpu) or technique.why_not_with(train)
         if reason:

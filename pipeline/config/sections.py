@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1, le=2**16)]
+"""Of what takes memory or a process each: more is a mistake, and better refused than tried."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
 GRAPH_WARMUP_STEPS = 3
 """Steps taken before one is recorded as a CUDA graph, as PyTorch's documentation does; its tests take as many."""
@@ -160,7 +162,7 @@ class Infer(Section):
         ["eager", "compiled", "bf16", "fp16", "int8", "exported"],
         description="Forms that are made and measured; eager, with which they are compared, always is.",
     )
-    batch_sizes: Annotated[list[PositiveInt], Field(min_length=1, max_length=7)] = Field(
+    batch_sizes: Annotated[list[Count], Field(min_length=1, max_length=7)] = Field(
         [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one image."
     )
     rounds: PositiveInt = Field(8, description="In each, every form takes its turns; fewer than six bound no ratio.")
@@ -216,10 +218,10 @@ class Variant(Section):
         "parameters, gradients and optimizer state in shares. pipeline: the model in stages, one a process. tensor: "
         "pairs of linear layers in shares.",
     )
-    processes: PositiveInt | Literal["auto"] = Field(
+    processes: Count | Literal["auto"] = Field(
         "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
     )
-    replicas: PositiveInt = Field(
+    replicas: Count = Field(
         1,
         description="With fsdp, pipeline or tensor: how many whole models the processes hold, which share the batch as "
         "by ddp.",
@@ -249,7 +251,7 @@ class Variant(Section):
         description="strong: train.batch_size is shared out. weak: each data-parallel process takes that many samples, "
         "and the learning rate is multiplied by the number of processes.",
     )
-    bucket_mb: PositiveFloat | None = Field(
+    bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = Field(
         None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."
     )
     gradient_as_bucket_view: bool = Field(
@@ -286,7 +288,7 @@ class Variant(Section):
         description="Where batches come from: as train.placement says (auto), data on the device, streamed from the "
         "memory map, or PyTorch's DataLoader with loader_workers processes.",
     )
-    loader_workers: NonNegativeInt = Field(
+    loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
         2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
     )
     optimizer_in_backward: bool = Field(

@@ -18,10 +18,12 @@ class Interruption:
 
     The first signal waits for the step. A single process takes a second one literally and ends at once; ranks cannot
     tell it from their launcher's, which passes on what the whole group has heard, so they stay with the first.
+
+    ``free_steps``: how many steps a rank may be ahead of the main one, because not every step waits for all ranks.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, free_steps: int = 0) -> None:
+        self.world, self.free_steps = world, free_steps
         self.signal: int | None = None
         """The signal that this process has heard."""
         self._steps = 0
@@ -37,9 +39,10 @@ class Interruption:
         """Whether all ranks end here. To be called after every step, on every rank.
 
         Costs nothing until a signal comes. Then each rank that has heard it says so in the group's store, and once all
-        have, the main rank names its next step as the last. No rank can be past that step by then: from its signal on a
-        rank waits for its device after a step, and no step ends before the main rank has taken part in it. Where not
-        all ranks hear it, the training goes on until the launcher ends it.
+        have, the main rank names its next step as the last, or the one after the free steps. No rank can be past that
+        step by then: from its signal on a rank waits for its device after a step, and no step but a free one ends
+        before the main rank has taken part in it. Where not all ranks hear it, the training goes on until the launcher
+        ends it.
         """
         self._steps += 1
         if self.signal is None or self.world.size == 1:
@@ -51,7 +54,7 @@ class Interruption:
                 store.add("interrupted", 1)
                 self._announced = True
             if self.world.is_main and self._last is None and store.add("interrupted", 0) == self.world.size:
-                store.set("last_step", str(self._steps + 1))
+                store.set("last_step", str(self._steps + 1 + self.free_steps))
             if self._last is None and store.check(["last_step"]):
                 self._last = int(store.get("last_step"))
         except RuntimeError:  # the launcher is gone, and the store with it: its end was the signal
@@ -66,9 +69,9 @@ class Interruption:
 
 
 @contextmanager
-def interruption(world: World) -> Iterator[Interruption]:
+def interruption(world: World, free_steps: int = 0) -> Iterator[Interruption]:
     """While the block runs, SIGINT and SIGTERM end no process; see ``Interruption``. For the main thread."""
-    heard = Interruption(world)
+    heard = Interruption(world, free_steps)
     before = {number: signal.signal(number, heard._hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield heard

@@ -123,6 +123,8 @@ def forms_on(
         try:
             made[name] = _prepared(kind, trained, batches, world)
         except Unavailable as reason:
+            if name == PLAIN:
+                raise PipelineError(f"the trained model has no plain form to compare with: {reason}.") from None
             reasons[name] = str(reason)
         except Exception as error:  # whatever compilers, exporters and kernels raise; the reason goes into the record
             if name == PLAIN:

@@ -91,6 +91,8 @@ def _marked(items: Iterator[T]) -> Iterator[T]:
 def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
     """Profile ``steps`` steps of one epoch after the training's warm-up, into ``file``, a Chrome trace.
 
+    The training has not begun. What a technique leaves for later than its start begins at once (``begin_after``).
+
     Returns the trace, and this rank's median step time in seconds without and under the profiler. All ranks call it
     together.
     """
@@ -104,6 +106,8 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
         training.advance(steps)
         return training.clock.step_seconds[-steps:]
 
+    for technique in training.techniques:
+        technique.begin_after(0)
     training.settle(training.train.warmup_steps)
     training.advance(training.train.warmup_steps)
     plain = advance()

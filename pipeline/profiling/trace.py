@@ -4,7 +4,8 @@ Each instant of the profiled window belongs to one part, the first of these that
 
 1. *forward, backward, optimizer, rest*: the device works. On a GPU a kernel or a copy runs; on a CPU an operator runs
    on the thread of the step or of its backward pass. The work belongs to the part of the step that launched it.
-2. *communication*, the exposed share: nothing of this, and a collective is under way, perhaps waiting for another rank.
+2. *communication*, the exposed share: nothing of this, and a collective is under way, perhaps waiting for another rank;
+   on a CPU also the step's own call of it, which can wait for the thread that carries it out.
 3. *input*: the step waits for its batch, or the device does nothing but prepare it.
 4. *idle*: none of it. On a GPU mostly the host's launching of kernels, on a CPU Python and dispatch between operators.
 
@@ -37,6 +38,8 @@ PARTS = (*WORK, "communication", "input", "idle")
 
 _ENGINE = "autograd::engine::evaluate_function"
 """Around each node of the backward pass and its hooks, in which DDP and FSDP also wait: no work in itself."""
+_WAITING = (_ENGINE, "c10d::", "c10d_functional", "_c10d_functional", "gloo:", "record_param_comms")
+"""How operators begin that send, receive or wait, and compute nothing. DTensor calls them from within others."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -126,10 +129,13 @@ class Trace:
         self._phases = {"input": self.input, "optimizer": optimizer, "backward": backward, "forward": forward}
         self._starts = {name: [start for start, _ in spans] for name, spans in self._phases.items()}
         self.work: dict[str, list[Event]] = {name: [] for name in (*WORK, "input")}
+        self.waits: list[Event] = []
+        """On a CPU: what the step's threads send, receive or wait for."""
         self.operator_of: dict[int, str] = {}
         if gpu is None:
-            self.communication = union(event.span for event in events if event.name.startswith("gloo:"))
             self._tell_operators(events)
+            gloo = [event for event in events if event.name.startswith("gloo:")]
+            self.communication = union(event.span for event in (*gloo, *self.waits))
         else:
             self.communication = []
             self._tell_kernels(events, gpu)
@@ -138,7 +144,8 @@ class Trace:
         """The partition of the window, from its first step's start to its last one's end on host and device."""
         ends = [event.end for events in self.work.values() for event in events]
         whole = (self.first, max([self.last, *ends, *(end for start, end in self.communication if start < self.last)]))
-        claims = {name: union(event.span for event in self.work[name]) for name in WORK}
+        waits = union(event.span for event in self.waits)
+        claims = {name: difference(union(event.span for event in self.work[name]), waits) for name in WORK}
         claims["communication"] = self.communication
         claims["input"] = union([*self.input, *(event.span for event in self.work["input"])])
         shares = partition(whole, claims, rest="idle")
@@ -154,8 +161,11 @@ class Trace:
         """What took the device's time, the longest first."""
         calls: dict[str, int] = defaultdict(int)
         spent: dict[str, int] = defaultdict(int)
+        waits = {id(event) for event in self.waits}
         for events in self._by_thread():
             for event, own in _own_times(events):
+                if id(event) in waits:
+                    continue
                 name = self.operator_of.get(event.arguments.get("External id", -1), event.name)
                 calls[name] += 1
                 spent[name] += own
@@ -164,7 +174,7 @@ class Trace:
 
     def _by_thread(self) -> Iterable[list[Event]]:
         threads: dict[Any, list[Event]] = defaultdict(list)
-        for events in self.work.values():
+        for events in (*self.work.values(), self.waits):
             for event in events:
                 threads[event.thread].append(event)
         return threads.values()
@@ -181,13 +191,11 @@ class Trace:
         """On a CPU: the operators on the step's threads are its work. A thread that reads ahead is no work of it."""
         threads = {self.main, *self._backward_threads}
         for event in events:
-            if (
-                event.category == "cpu_op"
-                and event.thread in threads
-                and self.first <= event.start < self.last
-                and not event.name.startswith((_ENGINE, "c10d::", "gloo:", "record_param_comms"))
-            ):
-                self.work[self._phase(event.start)].append(event)
+            if event.category == "cpu_op" and event.thread in threads and self.first <= event.start < self.last:
+                if not event.name.startswith(_WAITING):
+                    self.work[self._phase(event.start)].append(event)
+                elif not event.name.startswith(_ENGINE):
+                    self.waits.append(event)
 
     def _tell_kernels(self, events: Sequence[Event], gpu: int) -> None:
         """On a GPU: kernels and copies, by the part of the step in which the host launched them."""

@@ -249,13 +249,18 @@ def noise_text(noise: Noise) -> str:
 
 
 def left_out(each: Compared) -> list[str]:
-    """Techniques that were asked for and are in none of the variant's numbers, and where its job is not the others'."""
+    """Techniques that were asked for and are in none of the variant's numbers, and what else these leave out: where its
+    job is not the others', and whose memory is not counted."""
     found = [f"Left out: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
         found.append(
             f"Weak scaling: another job than the others', with a global batch of {each.batch_size:,} and a peak "
             f"learning rate of {each.learning_rate:g}. Throughput is in samples, so its ratio stands; a step is longer."
+        )
+    if "dataloader" in each.techniques:
+        found.append(
+            "Peak memory is the trainer's: that of the DataLoader's worker processes, if any, is in no figure."
         )
     return found
 

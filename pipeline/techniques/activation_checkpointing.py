@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from pipeline.config import ConfigError
@@ -41,7 +42,7 @@ class ActivationCheckpointing(Technique):
     """Every block of the model (see ``blocks``) keeps its input alone, and runs again when its gradient is due.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same
-    to the last bit; a block's random draws are repeated, and BatchNorm's running statistics are updated
+    to the last bit; a block's random draws are repeated, and the norms' running statistics are updated
     by the first forward pass alone.
     """
 
@@ -97,11 +98,13 @@ class SelectiveCheckpointing(ActivationCheckpointing):
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules to checkpoint: the outermost ones with parts and parameters that contain no sequence of such blocks.
 
+    A list or dictionary of modules is none: a model calls what is in it, and never the list.
+
     For a ResNet these are its residual blocks, for a vision transformer its encoder blocks, for a plain
     stack of Sequentials each Sequential of layers.
     """
     for child in model.children():
-        if _holds_a_sequence_of_blocks(child):
+        if _holds_a_sequence_of_blocks(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from blocks(child)
         elif any(child.children()) and any(True for _ in child.parameters()):
             yield child
@@ -116,7 +119,7 @@ def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
 
 def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[..., Any]:
     forward = block.forward
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    norms = [module for module in block.modules() if isinstance(module, _NormBase) and module.track_running_stats]
 
     def with_statistics_held() -> Contexts:
         first, again = contexts()
@@ -140,15 +143,17 @@ def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContext
 
 
 @contextmanager
-def _statistics_held(norms: list[_BatchNorm]) -> Iterator[None]:
-    """While a block runs for the second time, its BatchNorms normalise as before but do not count the batch again."""
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
+    """While a block runs for the second time, its norms normalise as before but do not count the batch again."""
+    before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
+        if not isinstance(norm, _BatchNorm):  # InstanceNorm's are means over the samples, rounded in any case
+            norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
         if isinstance(norm, nn.SyncBatchNorm):  # it insists on a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count
+        for norm, held in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var = held

@@ -65,6 +65,8 @@ class Technique:
     reads the whole, which is evaluated."""
     draws_alike: ClassVar[bool] = False
     """Whether the ranks that hold one model together must draw the same random numbers."""
+    free_steps: ClassVar[int] = 0
+    """How many steps a rank may be ahead of another: more than none where not every step waits for all ranks."""
     recomputes: ClassVar[bool] = False
     """Whether a step then takes more floating-point operations."""
     foreseen: ClassVar[bool] = True
@@ -130,6 +132,11 @@ class Technique:
         return zero_grad
 
     def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
+        return update
+
+    def trial_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
+        """The update of a trial step, for which a rank may lack the memory: whatever makes ranks wait for each other
+        must not be in it."""
         return update
 
     def wrap_step(self, step: Step) -> Step:

@@ -42,6 +42,8 @@ class CheckpointingBudget(ActivationCheckpointing):
                 f"({type(error).__name__}: {first_line(error)}); allowed: false, true or 'selective'."
             ) from error
         everything, least = kept.bytes(()), kept.bytes(range(len(found)))
+        if not everything:
+            raise ConfigError(f"{self.where}, but {type(model).__name__} keeps no activations; allowed: false.")
         if least > fraction * everything:
             raise ConfigError(
                 f"{self.where}, but with all {len(found)} blocks checkpointed {type(model).__name__} still keeps "

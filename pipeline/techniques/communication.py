@@ -94,6 +94,11 @@ class PowerSGD(_Hook):
                 f"variants.{self.plan.name}.communication_hook: found 'powersgd', but {scalars[0]} has no dimension, "
                 "which torch's PowerSGD cannot take for a matrix; allowed: another hook, or parameters of shape [1]."
             )
+        if not self._matrices(range(len(self._parameters))):
+            raise ConfigError(
+                f"variants.{self.plan.name}.communication_hook: found 'powersgd', but the model has no matrix of which "
+                f"factors of rank {RANK} would leave less than half; allowed: another hook."
+            )
         return super().wrap_model(model)
 
     def begin_after(self, warmup_steps: int) -> None:
@@ -185,6 +190,7 @@ class PostLocalSGD(_Hook):
 
     name = "post_local_sgd"
     shards_model = True
+    free_steps = LOCAL_STEPS - 1
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)

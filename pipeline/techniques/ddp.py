@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config import Plan
+from pipeline.config import ConfigError, Plan
 from pipeline.distributed import World
-from pipeline.techniques.base import HoldSync, Technique
+from pipeline.techniques.base import Forward, HoldSync, Technique
 
 _NO_BROADCAST = (
     "forward_sync_buffers"
@@ -87,6 +88,22 @@ class DDP(Technique):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         self.model = replicated(model, self.plan, self.world)
         return self.model
+
+    def wrap_forward(self, forward: Forward) -> Forward:
+        def told(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            try:
+                return forward(images, labels)
+            except RuntimeError as error:
+                if "finished reduction in the prior iteration" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"variants.{self.plan.name}.parallelism: found {self.plan.applied.parallelism!r}, which waits for "
+                    "the gradients of all parameters, but the step before has not used some of the model's. Set "
+                    "static_graph: true if every step uses the same ones, or parallelism: fsdp, or take them out of "
+                    "the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
+                ) from error
+
+        return told
 
     def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002
         return self.model.no_sync

@@ -46,7 +46,7 @@ class FSDP(Technique):
     foreseen = False
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        units = [block for block in blocks(model) if not isinstance(block, (nn.ModuleList, nn.ModuleDict))]
+        units = list(blocks(model))
         self._check(model, units)
         model.to(memory_format=torch.contiguous_format)  # all that it shards; channels_last is left to the input
         applied = self.plan.applied
@@ -109,7 +109,15 @@ class FSDP(Technique):
                 raise ConfigError(f"{where} has a parameter, {name!r}, that is a single number; allowed: [1] too.")
         inside = {part for unit in units for part in unit.modules()}
         own = {each for part in model.modules() if part not in inside for each in part.parameters(recurse=False)}
-        homes = Counter(each for group in (own, *(set(unit.parameters()) for unit in units)) for each in group)
+        groups = [own, *(set(unit.parameters()) for unit in units)]
+        for group in groups:
+            types = {each.dtype for each in group}
+            if len(types) > 1:
+                raise ConfigError(
+                    f"{where} has parameters of {' and '.join(sorted(map(str, types)))} in one block; allowed: 'ddp', "
+                    "or parameters of one type."
+                )
+        homes = Counter(each for group in groups for each in group)
         if any(count > 1 for count in homes.values()):
             raise ConfigError(f"{where} uses one parameter in several of its blocks; allowed: 'ddp' or 'zero1'.")
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from pipeline.config import ConfigError
 from pipeline.optimizers import OptimizerChoice
 from pipeline.techniques.base import Technique
+
+LEAST_VALUES = 4096
+"""Of a tensor, for bitsandbytes to keep its moments in 8 bits."""
 
 
 class LowBitOptimizer(Technique):
@@ -19,6 +25,14 @@ class LowBitOptimizer(Technique):
     @classmethod
     def prepare_process(cls) -> None:
         import bitsandbytes.optim  # noqa: F401
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        if all(parameter.numel() < LEAST_VALUES for parameter in model.parameters()):
+            raise ConfigError(
+                f"variants.{self.plan.name}.optimizer_state: found '8bit', but {type(model).__name__} has no parameter "
+                f"of {LEAST_VALUES} values or more, and the state of smaller ones stays in float32; allowed: 'fp32'."
+            )
+        return model
 
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         from bitsandbytes.optim import AdamW8bit  # an optional extra

@@ -49,7 +49,9 @@ class Float16(BFloat16):
             # The scaler puts its own flag in place of one that is set already, but it heeds what is in a gradient.
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
-                optimizer.param_groups[0]["params"][0].grad += found_inf / (1 - found_inf)  # 0: nothing; 1: infinity
+                parameters = (each for group in optimizer.param_groups for each in group["params"])
+                gradient = next(each.grad for each in parameters if each.grad is not None)  # some may be frozen
+                gradient += found_inf / (1 - found_inf)  # 0: nothing; 1: infinity
             self.scaler.step(optimizer)
             self.scaler.update()
 

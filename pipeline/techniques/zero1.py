@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from pipeline.config import ConfigError
 from pipeline.optimizers import OptimizerChoice
-from pipeline.techniques.base import Stored
+from pipeline.techniques.base import Stored, Update
 from pipeline.techniques.ddp import DDP
 
 
@@ -23,11 +25,32 @@ class Zero1(DDP):
     name = "zero1"
     foreseen = False
 
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        types = {parameter.dtype for parameter in model.parameters()}
+        if len(types) > 1:
+            raise ConfigError(
+                f"variants.{self.plan.name}.parallelism: found 'zero1', but {type(model).__name__} has parameters of "
+                f"{' and '.join(sorted(map(str, types)))}; allowed: 'ddp', or parameters of one type."
+            )
+        return super().wrap_model(model)
+
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         def make(parameters: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
             return _SharedOut(parameters, choice.cls, **options)
 
         return OptimizerChoice(make, choice.options)
+
+    def trial_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
+        """That of the rank's own share, which it sends to nobody."""
+        assert isinstance(optimizer, _SharedOut)
+        own = optimizer.optim
+
+        def tried() -> None:
+            for group in own.param_groups:
+                group["lr"] = 0.0
+            own.step()
+
+        return tried
 
     def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:  # noqa: ARG002
         assert isinstance(optimizer, _SharedOut)
@@ -79,9 +102,14 @@ class _SharedOut(ZeroRedundancyOptimizer):
         return torch.optim.Optimizer.state_dict(self)
 
     def load_own_state(self, whole: dict[str, Any]) -> None:
-        """This rank's share of a whole state dict."""
-        share = {id(parameter) for group in self.optim.param_groups for parameter in group["params"]}
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        own = {index: values for index, values in whole["state"].items() if id(parameters[index]) in share}
-        torch.optim.Optimizer.load_state_dict(self, whole | {"state": own})
-        self.optim.state = self.state
+        """This rank's share of a whole state dict, by its own optimizer, which knows the types of its state."""
+        parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        share = [parameters.index(id(each)) for group in self.optim.param_groups for each in group["params"]]
+        state = {place: whole["state"][index] for place, index in enumerate(share) if index in whole["state"]}
+        own_groups = self.optim.state_dict()["param_groups"]
+        groups = [
+            {**group, "params": own["params"]} for group, own in zip(whole["param_groups"], own_groups, strict=True)
+        ]
+        self.optim.load_state_dict({"state": state, "param_groups": groups})
+        self.state = self.optim.state
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)  # type: ignore[attr-defined]

@@ -155,6 +155,21 @@ def test_notes_say_what_a_variant_decided_and_that_weak_scaling_is_another_job()
         made(measured, refused={}, arms=bench.arms)
 
 
+def test_notes_say_whose_memory_is_not_counted() -> None:
+    baseline, ddp, _ = make_results()
+    changed = {"applied": {**ddp.applied, "data_loading": "dataloader"}}
+    measured = [baseline, ddp.model_copy(update=changed)]
+    arms = tuple(
+        arm.model_copy(update=changed) if arm.variant == "ddp" else arm for arm in make_bench(measured, refused={}).arms
+    )
+    comparison, _ = made(measured, refused={}, arms=arms)
+    (note,) = words.notes(comparison)
+    assert note == (
+        "ddp",
+        "Peak memory is the trainer's: that of the DataLoader's worker processes, if any, is in no figure.",
+    )
+
+
 def test_shares_that_disagree_or_are_missing_are_named(usual: Made) -> None:
     notes = words.share_notes(usual.comparison)
     assert any(note.startswith("activation_checkpointing in memory: The effect on peak memory") for note in notes)

@@ -62,6 +62,18 @@ def test_it_changes_no_bit_of_gradients_and_buffers(
     assert all(map(torch.equal, plain.state_dict().values(), checkpointed.state_dict().values()))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_instance_norm_counts_a_batch_once_too(kind: type[ActivationCheckpointing]) -> None:
+    norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+    plain = conv_net()
+    plain[0].insert(1, norm)  # type: ignore[operator]
+    checkpointed = _checkpointed(plain, kind)
+    assert all(map(torch.equal, _step(plain), _step(checkpointed)))
+    assert all(map(torch.equal, plain.state_dict().values(), checkpointed.state_dict().values()))
+    assert norm.running_mean is not None
+    assert norm.running_mean.any()
+
+
 def test_a_synchronised_batch_norm_counts_a_batch_once_too() -> None:
     norm: Any = nn.SyncBatchNorm(4)  # whose forward pass needs a GPU
     with _statistics_held([norm]):
@@ -148,6 +160,17 @@ def test_what_is_compiled_has_the_same_gradients_and_counts_a_batch_once(kind: t
 
 def test_names_in_the_state_dict_stay() -> None:
     assert list(_checkpointed(conv_net(norm=True)).state_dict()) == list(conv_net(norm=True).state_dict())
+
+
+def test_a_list_or_a_dictionary_is_no_block_but_what_is_in_it_can_be() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.heads = nn.ModuleDict({"one": nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "two": nn.Linear(4, 4)})
+
+    net = Net()
+    assert list(blocks(net)) == [net.heads["one"]]
 
 
 def test_blocks_are_residual_and_encoder_blocks() -> None:

@@ -109,6 +109,28 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
     )
 
 
+def _without_memory_for_the_update(joined: World, dataset: Dataset) -> str:
+    if joined.rank == 1:
+        vars(torch.optim)["AdamW"] = _Hungry  # this process ends with the test
+    variant = {"parallelism": "zero1", "gradient_accumulation": "auto"}
+    config = configure({"most": 64}, variant, optimizer="adamw", batch_size=8)
+    try:
+        with Assembly(config, plan(config, "tried", CPU_ONLY), joined, dataset, "resident").training(0):
+            return "there was memory"
+    except PipelineError as error:
+        return str(error)
+
+
+class _Hungry(torch.optim.AdamW):
+    def step(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        _fail()
+
+
+def test_a_rank_that_runs_out_of_memory_in_its_own_update_leaves_no_other_waiting(digits: Dataset) -> None:
+    said = run_ranks(_without_memory_for_the_update, digits)
+    assert all(each.startswith("variants.tried: a process runs out of memory with a single sample") for each in said)
+
+
 def test_a_job_that_goes_on_does_not_decide_anew(
     workspace: Path,  # noqa: ARG001, F811
     monkeypatch: pytest.MonkeyPatch,

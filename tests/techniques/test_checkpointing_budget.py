@@ -126,3 +126,8 @@ class _LooksAtValues(nn.Module):
 def test_a_model_that_looks_at_values_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot be measured on tensors without values .*; allowed: false, true or"):
         _technique(0.5).wrap_model(_LooksAtValues())
+
+
+def test_a_model_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Sequential keeps no activations; allowed: false\."):
+        _technique(0.5).wrap_model(nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))))

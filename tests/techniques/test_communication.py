@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.evaluation import evaluate
-from pipeline.techniques import chosen
+from pipeline.techniques import chosen, of_plan
 from pipeline.techniques.communication import LOCAL_STEPS, RANK
 from pipeline.training import Training
 from tests.nets import ALONE, conv_net, make_plan
@@ -221,3 +221,20 @@ def _scalar(joined: World) -> None:
 def test_powersgd_refuses_a_parameter_that_is_no_matrix() -> None:
     with pytest.raises(WorkerError, match=r"variants\.tried\.communication_hook: found 'powersgd', but module\.scale"):
         run_ranks(_scalar)
+
+
+def test_post_local_sgd_says_how_far_ranks_may_be_apart() -> None:
+    plans = [make_plan(parallelism="ddp", processes=2, communication_hook=hook) for hook in ("none", "post_local_sgd")]
+    assert [max(technique.free_steps for technique in of_plan(plan)) for plan in plans] == [0, LOCAL_STEPS - 1]
+
+
+def _flat(joined: World) -> None:
+    plan = make_plan(parallelism="ddp", processes=2, communication_hook="powersgd")
+    model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    for technique in chosen(plan, joined):
+        model = technique.wrap_model(model)
+
+
+def test_powersgd_refuses_a_model_that_it_would_send_as_it_is() -> None:
+    with pytest.raises(WorkerError, match=r"no matrix of which factors of rank 2 would leave less than half"):
+        run_ranks(_flat)

@@ -147,6 +147,16 @@ class _Scaled(nn.Module):
         return logits
 
 
+class _Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.first, self.second = conv_net(), nn.Linear(10, 10), nn.Linear(10, 10).double()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.second(self.first(self.net(images)).double()).float()
+        return logits
+
+
 def _complaint(joined: World, net: type[nn.Module]) -> str:
     (technique,) = chosen(make_plan(parallelism="fsdp", processes=joined.size), joined)
     with pytest.raises(ConfigError) as caught:
@@ -159,6 +169,11 @@ def _complaint(joined: World, net: type[nn.Module]) -> str:
     [
         (_Tied, "_Tied uses one parameter in several of its blocks; allowed: 'ddp' or 'zero1'."),
         (_Scaled, "_Scaled has a parameter, 'scale', that is a single number; allowed: [1] too."),
+        (
+            _Mixed,
+            "_Mixed has parameters of torch.float32 and torch.float64 in one block; allowed: 'ddp', or parameters of "
+            "one type.",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_shared_out_is_refused(net: type[nn.Module], message: str) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from pipeline import ledger
 from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
-from tests.nets import ALONE
+from pipeline.techniques import chosen, low_bit_optimizer
+from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
 WITHOUT = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -50,6 +51,12 @@ def test_what_it_takes_is_not_foreseen(digits: Dataset) -> None:
         ledger.predicted(config, plan(config, "small", WITH), digits)
 
 
+def test_a_model_of_which_nothing_would_be_kept_in_8_bits_is_refused() -> None:
+    (technique,) = chosen(make_plan(optimizer_state="8bit"), ALONE)
+    with pytest.raises(ConfigError, match="Sequential has no parameter of 4096 values or more"):
+        technique.wrap_model(conv_net())
+
+
 class TestWithTheLibrary:
     @pytest.fixture(autouse=True)
     def _library(self) -> None:
@@ -85,7 +92,10 @@ class TestWithTheLibrary:
         assert resumes_exactly(*(_training(digits, seed, **how) for seed in (0, 0, 5)))
 
     @pytest.mark.parametrize("in_backward", [False, True])
-    def test_a_loss_that_is_not_finite_changes_no_parameter(self, digits: Dataset, in_backward: bool) -> None:
+    def test_a_loss_that_is_not_finite_changes_no_parameter(
+        self, digits: Dataset, in_backward: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(low_bit_optimizer, "LEAST_VALUES", 1)  # of a net that is small
         message, before, after = _until_broken(
             ALONE, digits, 0, True, train=ADAMW, optimizer_state="8bit", optimizer_in_backward=in_backward
         )

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.assembly import Assembly
 from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
@@ -73,3 +74,22 @@ def test_two_ranks_train_as_one_device_with_twice_the_batch_and_rate(digits: Dat
         assert rank_losses == pytest.approx(losses, rel=1e-3)
         assert rank_rates == pytest.approx(rates)
         assert rank_steps == steps
+
+
+def _beyond_the_data(joined: World, dataset: Dataset) -> str:
+    config = parse({"train": {"batch_size": 1000}, "variants": {"baseline": WEAK}})
+    made = plan(config, "baseline", CPU)
+    with pytest.raises(ConfigError) as caught, Assembly(config, made, joined, dataset, "resident").training(0):
+        pass
+    return str(caught.value)
+
+
+def test_a_batch_that_outgrows_the_data_is_refused_in_the_user_s_terms(digits: Dataset) -> None:
+    assert (
+        run_ranks(_beyond_the_data, digits)
+        == [
+            "variants.baseline.scaling: found 'weak', with which 2 processes take 2000 samples a step, but digits has "
+            "1438; allowed: 'strong', or a train.batch_size of at most 719."
+        ]
+        * 2
+    )

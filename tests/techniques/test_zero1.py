@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pipeline import optimizers
+from pipeline.config import ConfigError
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.optimizers import OptimizerChoice
@@ -14,6 +15,7 @@ from pipeline.techniques import chosen
 from tests.nets import conv_net, make_plan
 from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training
 from tests.ranks import run_ranks
+from tests.test_training import make_training, weights
 
 
 @pytest.mark.parametrize(("optimizer", "values"), [("sgd", 1), ("adamw", 2)])
@@ -81,3 +83,44 @@ def test_an_overflow_reaches_an_optimizer_that_is_not_fused() -> None:
 
 def test_an_overflow_and_a_loss_scale_reach_the_rank_s_own_optimizer() -> None:
     assert run_ranks(_left_out) == [(True, True, True)] * 2
+
+
+def _complaint(joined: World) -> str:
+    (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
+    with pytest.raises(ConfigError) as caught:
+        technique.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()))
+    return str(caught.value)
+
+
+def test_parameters_of_two_types_are_refused() -> None:
+    for complaint in run_ranks(_complaint):
+        assert complaint == (
+            "variants.tried.parallelism: found 'zero1', but Sequential has parameters of torch.float32 and "
+            "torch.float64; allowed: 'ddp', or parameters of one type."
+        )
+
+
+def _wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def _resumed(joined: World, dataset: Dataset) -> tuple[str, str]:
+    """The weights at the end of a run of 30 steps, and of one that was stopped after 13."""
+    train = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002, "epochs": 2})
+    whole, half, resumed = (
+        make_training(dataset, joined, model=_wide(), train=train, parallelism="zero1", optimizer_state="8bit")
+        for _ in range(3)
+    )
+    whole.advance(30)
+    half.advance(13)
+    state = joined.broadcast(half.state())
+    resumed.restore({**state, "model": {name: value.clone() for name, value in state["model"].items()}})
+    resumed.advance(17)
+    return weights(whole), weights(resumed)
+
+
+def test_a_share_of_eight_bits_a_value_is_resumed_to_the_last_bit(digits: Dataset) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra low-bit")
+    for whole, resumed in run_ranks(_resumed, digits):
+        assert whole == resumed

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from pipeline.config import outside
-from pipeline.config.catalogue.base import Entry
+from pipeline.config.catalogue.base import Changes, Entry
 from pipeline.config.catalogue.communication import COMMUNICATION
 from pipeline.config.catalogue.data_loading import DATA_LOADING
 from pipeline.config.catalogue.memory import MEMORY
@@ -149,6 +149,11 @@ def _from_outside(name: str) -> Entry:
     found = outside.load(outside.CATALOGUE, name)
     if not isinstance(found, Entry) or found.name != name:
         raise ConfigError(f"the entry point {name!r} of the group {outside.CATALOGUE} is {found!r}, not its Entry.")
+    where = f"the entry point {name!r} of the group {outside.CATALOGUE}"
+    if found.changes not in get_args(Changes):
+        raise ConfigError(f"{where}: found changes {found.changes!r}; expected one of {', '.join(get_args(Changes))}.")
+    if found.key != "extra":
+        raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
     if name in _BY_NAME:
         raise ConfigError(f"an installed package brings a technique {name!r}, which is the name of a built-in one.")
     return found

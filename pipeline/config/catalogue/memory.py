@@ -39,7 +39,8 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
         does="Blocks keep their input alone and run again in the backward pass",
         pays="when activations are most of the peak, and a larger batch or model is worth a third more arithmetic",
-        costs="a second forward pass of the blocks",
+        costs="a second forward pass of the blocks. What a block changes of itself in its forward pass, other than a "
+        "norm's statistics, it changes twice (spectral_norm, say)",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
         asked=lambda variant: variant.activation_checkpointing is True,
@@ -173,7 +174,8 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
         does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
         pays="where something holds on to the gradients' addresses; to see what set_to_none, the default, saves",
-        costs="the gradients' memory during the forward pass; a pass over it a step, and an addition instead of a move",
+        costs="the gradients' memory during the forward pass; a pass over it a step, and an addition instead of a "
+        "move. A parameter that some steps do not use has its momentum and weight decay in these too",
         source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
         changes="nothing",
         asked=lambda variant: not variant.set_to_none,

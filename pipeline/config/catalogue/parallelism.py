@@ -72,7 +72,8 @@ PARALLELISM: tuple[Entry, ...] = (
         ),
         does="Every process holds a share of parameters, gradients and optimizer state, gathers a block's parameters "
         "when it runs, and scatters their gradients; `replicas: N` does so in N groups, which average as by ddp",
-        pays="where model and optimizer state do not fit on one GPU",
+        pays="where parameters, gradients and optimizer state together do not fit on one GPU; the parameters alone "
+        "must, at the start and for evaluation",
         costs="about half as much communication again as ddp, in smaller pieces; BatchNorm sees its own share of the "
         "batch",
         source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
@@ -131,8 +132,8 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="parallelism: pipeline",
         searched_for=("pipeline parallelism", "model parallelism", "GPipe", "1F1B", "PipelineStage", "stages"),
         does="The model is cut into stages of equal cost, one a process; micro-batches follow each other through them",
-        pays="when the model and its optimizer state do not fit on one GPU, and between hosts: only activations at the "
-        "cuts are sent",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU (the parameters alone "
+        "must, at the start and for evaluation), and between hosts: only activations at the cuts are sent",
         costs="with p stages and m micro-batches a share (p - 1) / (m + p - 1) of the time, in which stages wait; "
         "BatchNorm sees micro-batches",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
