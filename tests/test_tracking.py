@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -759,12 +760,30 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
+class QuietHandler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def served(handler: type[QuietHandler]) -> Iterator[str]:
+    """The address of a server that answers as ``handler`` does, while the block runs."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def junk_server() -> Iterator[tuple[str, list[str]]]:
     """Its address and what it was asked for; it answers everything with a page of something else."""
     asked = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_response(200)
@@ -773,15 +792,8 @@ def junk_server() -> Iterator[tuple[str, list[str]]]:
 
         do_POST = do_GET
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
-        thread.join()
+    with served(Handler) as address:
+        yield address, asked
 
 
 def assert_one_warning(root: Path, uri: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -825,7 +837,7 @@ def locked_server() -> Iterator[tuple[str, str]]:
     password = "s%41@cret"
     wanted = "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"] or 0))
             self.send_response(200 if self.headers["Authorization"] == wanted else 401)
@@ -834,15 +846,8 @@ def locked_server() -> Iterator[tuple[str, str]]:
 
         do_POST = do_GET
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", password
-        server.shutdown()
-        thread.join()
+    with served(Handler) as address:
+        yield address, password
 
 
 def test_the_cheap_look_has_the_credentials_of_the_address_or_of_the_variables(
