@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does, for both arms of every pair
 
-from benchmarks import data_path, ledgers, stages, turns
+from benchmarks import data_path, ledgers, machines, stages, turns
 from pipeline import environment, results
-
-FIGURES = Path(__file__).parent / "figures"
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.ratio_of("plain"),
@@ -35,17 +32,15 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none: all")
-    parser.add_argument("--figures", type=Path, default=FIGURES, metavar="DIRECTORY", help="where the figures go")
+    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="for the figures")
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)
     if unknown := set(names) - set(BENCHMARKS):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
 
     fingerprint = environment.fingerprint()
-    hardware = fingerprint["hardware"]
-    cpu = hardware["cpu"]
-    machine = " ".join([*(gpu["name"] for gpu in hardware["gpus"]), cpu["model"], f"{cpu['cores']:g} cores"])
-    path = arguments.figures / f"{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
+    machine = machines.name_of(fingerprint)
+    path = arguments.figures / f"{machines.stem(machine)}.json"
     figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"benchmarks": {}}
     figures = {"machine": machine, "environment": fingerprint, "benchmarks": figures["benchmarks"]}
     for name in names:

@@ -29,17 +29,16 @@ for kind in profile infer; do
 done
 cp -r profiles inference "$out"
 
-# All variants that can run here, side by side. params.yaml is put back.
+# verify of all variants that can run here. params.yaml is put back.
 cp params.yaml "$out/params.yaml"
 trap 'cp "$out/params.yaml" params.yaml' EXIT
 for set in variants/*.yaml; do
     step python -m pipeline variants "$(basename "$set" .yaml)" --add
 done
-step python -m pipeline bench
-cp bench.json "$out/bench-of-all-variants.json"
 python -m pipeline verify --json >"$out/verify.json" || failed=$((failed + 1))
 cp "$out/params.yaml" params.yaml
 
 step python -m benchmarks --figures "$out" "$@"
+step python -m benchmarks.ready_made --figures "$out"
 echo "$failed step(s) failed"
 exit "$failed"

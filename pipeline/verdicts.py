@@ -85,13 +85,15 @@ def untold(arms: Sequence[Arm], quantity: Quantity) -> bool:
 
 def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> Noise:
     """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
-    above, below, _, why_untrusted = _pairs(again, baseline, quantity)
+    pairs = _pairs(again, baseline, quantity)
+    above, below, why_untrusted = pairs.above, pairs.below, pairs.why_untrusted
     if not above:
         return Noise(
             estimate=None, low=None, high=None, pairs=0, max_spread=max_spread, why_untrusted=why_untrusted
         )  # fmt: skip
     interval = stats.paired_ratio(above, below)
     noisy = stats.distrust(interval, stats.paired_ratio(above, below, confidence=0.99), max_spread)
+    remedy = pairs.why_refused or "let nothing else run here, or measure more rounds"
     low, high = _bounds(interval)
     return Noise(
         estimate=interval.estimate,
@@ -99,16 +101,16 @@ def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> N
         high=high,
         pairs=interval.count,
         max_spread=max_spread,
-        why_untrusted=why_untrusted
-        or (f"{quantity.noun}: {noisy}; let nothing else run here, or measure more rounds" if noisy else None),
+        why_untrusted=why_untrusted or (f"{quantity.noun}: {noisy}; {remedy}" if noisy else None),
     )
 
 
 def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
     """``arm`` over ``reference``. Untrusted if the machine was too noisy, or most rounds had to be refused."""
-    above, below, refused, why_untrusted = _pairs(arm, reference, quantity)
-    interval = stats.paired_ratio(above, below) if above else None
-    return decided(interval, quantity, margin, refused=refused, why_untrusted=why_untrusted or machine.why_untrusted)
+    pairs = _pairs(arm, reference, quantity)
+    interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
+    why_untrusted = pairs.why_untrusted or machine.why_untrusted
+    return decided(interval, quantity, margin, refused=pairs.refused, why_untrusted=why_untrusted)
 
 
 def decided(
@@ -214,6 +216,8 @@ class _Pairs(NamedTuple):
     """The figures of the rounds in which neither was refused."""
     refused: int
     """The other rounds."""
+    why_refused: str | None
+    """How many they are, and the most common reason."""
     why_untrusted: str | None
     """They are the most."""
 
@@ -223,16 +227,16 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     figures = [(getattr(sample, quantity.field), getattr(other, quantity.field)) for sample, other in rounds]
     known = [(a, b) for a, b in figures if a and b]
     refused = len(rounds) - len(known)
-    why_untrusted = None
-    if refused > len(known):
+    why_refused = why_untrusted = None
+    if refused:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
         why = most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
-        why_untrusted = (
-            f"{quantity.noun}: {refused} of {len(rounds)} rounds had to be refused, most often because {why}"
-        )
+        why_refused = f"{refused} of {len(rounds)} rounds had to be refused, most often because {why}"
+    if refused > len(known):
+        why_untrusted = f"{quantity.noun}: {why_refused}"
     elif not rounds:
         why_untrusted = f"{quantity.noun}: no round was measured"
-    return _Pairs([a for a, _ in known], [b for _, b in known], refused, why_untrusted)
+    return _Pairs([a for a, _ in known], [b for _, b in known], refused, why_refused, why_untrusted)
 
 
 def most_common(reasons: Sequence[str]) -> str | None:

@@ -1,0 +1,154 @@
+"""What every ready-made variant that this machine can run gives beside the baseline of the default job.
+
+    python -m benchmarks.ready_made [SET ...] [--rounds 7] [--figures DIRECTORY]
+
+Each set of ``variants/`` is one bench, all its variants side by side. The figures go to ``ready-made-<machine>.json``,
+and a table of them to the ``.md`` beside it; sets that are not named keep theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does
+
+from benchmarks import machines
+from benchmarks.pairs import ROOT, Checkout
+from benchmarks.stages import fashion_mnist
+from pipeline import config, environment, results, verdicts
+from pipeline.report import words
+
+SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
+SECTIONS: dict[str, dict[str, Any]] = {"memory": {"optimizer": "adamw", "learning_rate": 0.001}}
+"""Set -> what of ``train`` it needs otherwise: some techniques are for AdamW's state."""
+LONG_ENOUGH = 60.0
+"""Minutes: not they end a bench, but the number of its rounds."""
+FIELDS = (verdicts.THROUGHPUT.field, verdicts.MEMORY.field)
+
+
+def measure(name: str, rounds: int) -> dict[str, Any] | None:
+    """One bench of a set's variants and the baseline: what each comes to, as a ratio to the baseline.
+
+    None if nothing of the set can run here.
+    """
+    params = config.load(ROOT / config.PARAMS_FILE)
+    values = params.model_dump(mode="json")
+    values["train"] |= SECTIONS.get(name, {})
+    values["bench"] |= {"max_minutes": LONG_ENOUGH, "max_rounds": rounds}
+    values["variants"] = {params.compare.baseline: {}}
+    with tempfile.TemporaryDirectory() as folder:
+        _, packed = fashion_mnist(Path(folder))
+        checkout = Checkout(Path(folder, "checkout"), **values)
+        checkout.use(packed)
+        shutil.copytree(ROOT / "variants", checkout.path / "variants")
+        checkout.stage("variants", name, "--add")
+        if len(config.load(checkout.path / config.PARAMS_FILE).variants) == 1:
+            return None
+        checkout.stage("bench")
+        bench = results.read_bench(checkout.path / results.BENCH_FILE)
+    reference, again = bench.arm("variant", bench.baseline), bench.arm("again", bench.baseline)
+    assert reference is not None
+    assert again is not None
+    margins, most = params.compare.margins, params.compare.max_spread
+    quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
+    noises = [verdicts.noise(reference, again, quantity, most) for quantity, _ in quantities]
+    return {
+        "measured_on": time.strftime("%Y-%m-%d"),
+        "commit": environment.checked_out(),
+        "optimizer": values["train"]["optimizer"],
+        "seconds": round(bench.seconds),
+        "steps": bench.steps,
+        "rounds": len(reference.samples),
+        "noise": [noise.model_dump(mode="json") for noise in noises],
+        "variants": {
+            arm.variant: {
+                "world_size": arm.world_size,
+                "left_out": arm.left_out,
+                "decided": arm.decided,
+                **{
+                    quantity.field: verdicts.ratio(arm, reference, quantity, margin, noise).model_dump(mode="json")
+                    for (quantity, margin), noise in zip(quantities, noises, strict=True)
+                },
+            }
+            for arm in bench.arms
+            if arm.role == "variant" and arm is not reference
+        },
+    }
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    """The figures of all sets as Markdown."""
+    lines = [
+        f"# Ready-made variants on {figures['machine']}",
+        "Ratios to the baseline of the default job, with 95% intervals, by `python -m benchmarks.ready_made`.",
+    ]
+    for name, found in figures["sets"].items():
+        noise = [words.interval(verdicts.Noise.model_validate(each)) for each in found["noise"]]
+        lines += [
+            f"## {name}",
+            f"{words.count(found['rounds'], 'round')} of {found['steps']} steps with {found['optimizer']}, "
+            f"{found['measured_on']}. The baseline against itself: throughput {noise[0]}, peak memory {noise[1]}.",
+            "\n".join(_table(found["variants"])),
+            "\n".join(_notes(found["variants"])),
+        ]
+    return "\n\n".join(line for line in lines if line).replace(words.JOINED, " ") + "\n"
+
+
+def _table(variants: Mapping[str, Any]) -> Iterator[str]:
+    yield "| variant | processes | throughput | peak memory |"
+    yield "| --- | --- | --- | --- |"
+    for name, each in variants.items():
+        cells = (words.ratio_text(verdicts.Ratio.model_validate(each[field])) for field in FIELDS)
+        yield f"| `{name}` | {each['world_size']} | {' | '.join(cells)} |"
+
+
+def _notes(variants: Mapping[str, Any]) -> Iterator[str]:
+    for name, each in variants.items():
+        for technique, why in each["left_out"].items():
+            yield f"* `{name}`: {technique} is left out: {why}"
+        for technique, what in each["decided"].items():
+            yield f"* `{name}`: {technique}: {what}"
+        for why in dict.fromkeys(each[field]["why_untrusted"] for field in FIELDS):
+            if why:
+                yield f"* `{name}`: {why}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ready_made",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(SETS)}; none: all")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.sets) - set(SETS):
+        parser.error(f"no such set: {', '.join(sorted(unknown))}")
+
+    fingerprint = environment.fingerprint()
+    machine = machines.name_of(fingerprint)
+    path = arguments.figures / f"ready-made-{machines.stem(machine)}.json"
+    there = json.loads(path.read_text(encoding="utf-8"))["sets"] if path.exists() else {}
+    for name in arguments.sets or SETS:
+        found = measure(name, arguments.rounds)
+        if found is None:
+            print(f"{name}: nothing of it can run here", flush=True)
+            continue
+        there[name] = found
+        figures = {"machine": machine, "environment": fingerprint, "sets": dict(sorted(there.items()))}
+        results.write_text(path, json.dumps(figures, indent=1) + "\n")
+        results.write_text(path.with_suffix(".md"), page(figures))
+        print(f"{name}: {found['rounds']} rounds in {found['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
