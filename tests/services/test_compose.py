@@ -54,6 +54,31 @@ def test_state_is_in_named_volumes() -> None:
     assert {volumes[0].partition(":")[0] for volumes in mounted.values()} == set(named) == set(mounted)
 
 
+def test_one_service_builds_the_image_that_several_use() -> None:
+    """Built side by side under one name, one of them can fail: the name is taken."""
+    using = {name for name, service in SERVICES.items() if service["image"] == SERVICES["mlflow"]["image"]}
+    assert using == {"bucket", "mlflow", "pipeline", "pipeline-cpu"}
+    assert {name for name, service in SERVICES.items() if "build" in service} == {"mlflow"}
+
+
+@pytest.mark.filterwarnings("ignore")  # what MLflow's server does as it is imported
+@pytest.mark.parametrize("name", [None, "mlflow.example.org"])
+def test_the_page_works_under_the_name_that_a_proxy_gives_it(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.server import security_utils
+
+    given = dict.fromkeys(SECRETS, "given") | ({"MLFLOW_NAME": name} if name else {})
+    for variable, value in compose.read(given)["services"]["mlflow"]["environment"].items():
+        monkeypatch.setenv(variable, value)
+    hosts, origins = security_utils.get_allowed_hosts_from_env(), security_utils.get_allowed_origins_from_env()
+    assert hosts
+    for host in ("mlflow.example.org", "evil.example.org"):
+        let_in = host == name
+        assert security_utils.is_allowed_host_header(hosts, host) is let_in
+        assert security_utils.should_block_cors_request(f"https://{host}", "POST", origins) is not let_in
+    assert security_utils.is_allowed_host_header(hosts, "127.0.0.1:5000")
+    assert not security_utils.should_block_cors_request("http://127.0.0.1:5000", "POST", origins)
+
+
 def test_images_are_pinned_to_a_version() -> None:
     for name in ("postgres", "s3"):
         version = SERVICES[name]["image"].rpartition(":")[2]
