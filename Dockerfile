@@ -42,6 +42,8 @@ RUN if getent passwd ubuntu; then userdel --remove ubuntu; fi \
     && groupadd --force --non-unique --gid "${GID}" pipeline \
     && useradd --no-log-init --non-unique --uid "${UID}" --gid "${GID}" --create-home pipeline \
     && chmod 1777 /home/pipeline
+# NVIDIA's base asks the driver for its own minor version of CUDA, or the container is refused. torch needs the major
+# version alone, and where that is missing, `doctor` says so.
 ARG BASE
 ENV PATH=/opt/venv/bin:$PATH \
     HOME=/home/pipeline \
@@ -49,6 +51,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NVIDIA_DISABLE_REQUIRE=true \
     PIPELINE_IMAGE=${BASE}
 
 # A checkout is mounted over this copy of the code. The copy has no git history, so DVC is told to do without.

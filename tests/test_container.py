@@ -30,3 +30,9 @@ def test_the_base_has_the_cuda_of_the_locked_torch() -> None:
     [locked] = re.findall(r"^cuda-toolkit==(\d+\.\d+)\.", lock, flags=re.MULTILINE)
     [base] = re.findall(r"^ARG BASE=nvidia/cuda:(\d+\.\d+)\.", dockerfile, flags=re.MULTILINE)
     assert base == locked
+
+
+def test_a_driver_that_torch_can_use_is_not_refused_for_the_bases_sake() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    variables = dockerfile.rpartition("\nENV ")[2].partition("\n\n")[0]
+    assert "NVIDIA_DISABLE_REQUIRE=true" in variables.split()
