@@ -1102,18 +1102,35 @@ def test_the_champion_carries_its_evidence_and_is_named_once(
 def test_a_run_says_where_it_came_from(root: Path) -> None:
     software = ENVIRONMENT["software"] | {"image": "registry.example.org/pipeline:1"}
     (root / "environment.json").write_text(json.dumps(ENVIRONMENT | {"software": software}))
-    (root / "dvc.lock").write_text("schema: '2.0'\n")
+    locked = "schema: '2.0'\nstages:\n  compare:\n    cmd: python -m pipeline compare\n"
+    (root / "dvc.lock").write_text(locked)
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "-C", str(root), *identity, "commit", "--quiet", "--allow-empty", "-m", "state"], check=True)
+    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     tracking.publish(config_of(), root)
     parent, children = family(root)
     shared = {
+        "mlflow.source.git.commit": commit.stdout.strip(),
         "image": "registry.example.org/pipeline:1",
         "device": "Example CPU @ 2.0 GHz",
         "environment": ENVIRONMENT["hash"],
-        "dvc_lock_sha256": hashlib.sha256(b"schema: '2.0'\n").hexdigest(),
+        "dvc_lock_sha256": hashlib.sha256(locked.encode()).hexdigest(),
     }
     assert shared.items() <= parent.data.tags.items()
     own = {"dvc_stage": "train@ddp", "world_size": "1", "seed": "1"}
     assert (shared | own).items() <= children["ddp-seed1"].data.tags.items()
+
+
+def test_the_lock_has_one_hash_before_dvc_enters_the_stage_publish_and_after(tmp_path: Path) -> None:
+    lock = tmp_path / "dvc.lock"
+    before, entry, behind = "schema: '2.0'\nstages:\n  compare:\n    cmd: a\n", "  publish:\n    cmd: {}\n", "  z:\n"
+    hashes = []
+    for text in (before, before + entry.format("b"), before + entry.format("c"), before + entry.format("c") + behind):
+        lock.write_text(text)
+        hashes.append(contents.lock_sha256(lock))
+    assert hashes[0] == hashes[1] == hashes[2] == hashlib.sha256(before.encode()).hexdigest()
+    assert hashes[3] == hashlib.sha256((before + behind).encode()).hexdigest()
 
 
 def test_the_image_of_another_environment_is_not_claimed(root: Path) -> None:

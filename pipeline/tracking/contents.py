@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import getpass
+import hashlib
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from pipeline import results
 from pipeline.config import Config
 from pipeline.results import HistoryRow, Result, Run
-from pipeline.tracking.comparisons import ENVIRONMENT_FILE, RUN, Child, Wanted, sha256
+from pipeline.tracking.comparisons import ENVIRONMENT_FILE, RUN, Child, Wanted
 
 NOTE = "mlflow.note.content"
 
@@ -241,6 +242,15 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
     return tags
 
 
+def lock_sha256(lock: Path) -> str:
+    """The digest of dvc.lock without the stage ``publish``, which DVC enters only after we have run.
+
+    So the file that is then committed has the same one.
+    """
+    stages = re.split(r"^(?=  \S)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()
+
+
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:
     """Nested values as ``a.b.c`` -> text; what is not text is JSON.
 
@@ -272,7 +282,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     if known.get("hash") == result.environment and known["software"]["image"]:
         tags["image"] = known["software"]["image"]
     if lock.exists():
-        tags["dvc_lock_sha256"] = sha256(lock)
+        tags["dvc_lock_sha256"] = lock_sha256(lock)
     return tags
 
 
