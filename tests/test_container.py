@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -36,3 +38,19 @@ def test_a_driver_that_torch_can_use_is_not_refused_for_the_bases_sake() -> None
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     variables = dockerfile.rpartition("\nENV ")[2].partition("\n\n")[0]
     assert "NVIDIA_DISABLE_REQUIRE=true" in variables.split()
+
+
+def test_the_readmes_container_gets_the_gpus_and_keeps_the_checkouts_path() -> None:
+    """MLflow writes absolute paths into mlflow.db, which `make ui` on the host is to find."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [line] = re.findall(r"^\$ (docker run .*)$", readme, flags=re.MULTILINE)
+    *words, image = shlex.split(line)
+    following = dict(itertools.pairwise(words))
+    assert {name: following[name] for name in ("--gpus", "--user", "--volume", "--workdir")} == {
+        "--gpus": "all",
+        "--user": "$(id -u):$(id -g)",
+        "--volume": "$PWD:$PWD",
+        "--workdir": "$PWD",
+    }
+    assert "--ipc=host" in words
+    assert image == "pipeline"
