@@ -156,13 +156,18 @@ def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
 
     ``aa`` is the 95% interval, whose width says how noisy the machine was. ``wide`` is the 99% interval of the same
     pairs: if it excludes 1, by more than the ``NEGLIGIBLE`` that changes no decision, the arms of a pair did not meet
-    the same machine. A quiet one is distrusted in about 1% of all cases: that is what an interval means.
+    the same machine. A quiet one is distrusted in about 1% of all cases: that is what an interval means. Pairs too few
+    for 99% are held against the 95% interval, for no machine is trusted unseen.
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
         return f"{shown} in {aa.count} pair(s), and at least {FEWEST_PAIRS} are needed to know how noisy the machine is"
-    if wide.low > 1 + NEGLIGIBLE or wide.high < 1 / (1 + NEGLIGIBLE):
-        return f"{shown} ({wide.low:.3f} to {wide.high:.3f}, 99%), which excludes 1: the machine changed within pairs"
+    held, confidence = (wide, "99%") if wide.low > 0 else (aa, "95%")
+    if held.low > 1 + NEGLIGIBLE or held.high < 1 / (1 + NEGLIGIBLE):
+        return (
+            f"{shown} ({held.low:.3f} to {held.high:.3f}, {confidence}), which excludes 1: the machine changed within "
+            "pairs"
+        )
     if aa.spread > max_spread:
         return (
             f"{shown} ({aa.low:.3f} to {aa.high:.3f}), a spread of {aa.spread:.1%}; at most {max_spread:.1%} is allowed"

@@ -228,6 +228,7 @@ def test_what_cannot_be_foreseen_is_not_guessed(interval: Interval) -> None:
         ((0.96, 0.98), (0.95, 0.99), "which excludes 1"),
         ((0.9, 1.08), (0.85, 1.1), "(0.900 to 1.080), a spread of 20.0%; at most 5.0% is allowed"),
         ((0.99, 1.01), (0.0, math.inf), None),  # enough pairs for 95%, too few for 99%
+        ((1.01, 1.03), (0.0, math.inf), "ratio of 1.020 (1.010 to 1.030, 95%), which excludes 1"),
         ((0.0, math.inf), (0.0, math.inf), "in 3 pair(s), and at least 6 are needed"),
     ],
 )

@@ -141,13 +141,14 @@ def test_a_calm_machine_is_trusted() -> None:
     ("again", "baseline", "why"),
     [
         ([1.05 * each for each in STEADY], STEADY, "which excludes 1"),
+        ([1.05 * each for each in STEADY[:6]], STEADY[:6], "which excludes 1"),
         ([each * (1.3 if index % 2 else 0.75) for index, each in enumerate(STEADY)], STEADY, "at most 15.0%"),
         (STEADY[:5], STEADY[:5], "5 pair(s), and at least 6 are needed"),
         ([*["the GPU throttled"] * 5, *STEADY[5:]], STEADY, "; 5 of 10 rounds had to be refused, most often"),
         ([*["the GPU throttled"] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be refused"),
         (["the GPU throttled"] * 10, STEADY, "10 of 10 rounds had to be refused"),
     ],
-    ids=["biased", "spread", "few", "half refused", "most refused", "all refused"],
+    ids=["biased", "biased in few", "spread", "few", "half refused", "most refused", "all refused"],
 )
 def test_a_noisy_machine_makes_every_ratio_untrusted(again: list[Any], baseline: list[Any], why: str) -> None:
     found = noise(again, baseline)
