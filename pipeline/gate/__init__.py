@@ -25,8 +25,8 @@ MARKDOWN_FILE = REPORTS / "gate.md"
 def run(config: Config, against: str) -> int:
     """Hold this work tree against ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
 
-    Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell. Raises
-    GateError and other PipelineErrors.
+    Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell, or the
+    head's own samples had to be refused. Raises GateError and other PipelineErrors.
     """
     gated = recorded(config, Path(against)) if Path(against).is_file() else measured(config, against)
     text = markdown(gated)

@@ -43,6 +43,8 @@ class Judged(Record):
     together: Held | None
     """The geometric mean of all variants' ratios in each round: what hits all of them shows here first. None for a
     single variant, and for recordings."""
+    hidden: tuple[str, ...]
+    """What the base shows and the head mostly does not, in words. It may be worse, so it is no pass."""
 
 
 class Side(Record):
@@ -120,12 +122,20 @@ def judge(
             memory=ratio(*_means(*arms, MEMORY), MEMORY),
             accuracy=None,
         )
+    hidden = [
+        f"{name}: of the {quantity.noun}, the base's samples stand and most of the head's do not, so nothing says that "
+        "it did not get worse"
+        for name in names
+        for quantity in (THROUGHPUT, MEMORY)
+        if not _mostly_known(head[name], quantity) and _mostly_known(base[name], quantity)
+    ]
     return Judged(
-        outcome=_outcome([*held, together] if together else held),
+        outcome=_outcome([*held, together] if together else held, bool(hidden)),
         noise_throughput=noise[0],
         noise_memory=noise[1],
         variants=tuple(held),
         together=together,
+        hidden=tuple(hidden),
     )
 
 
@@ -157,13 +167,19 @@ def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machin
     return verdicts.decided(interval, quantity, margin, refused=sum(missing), why_untrusted=why_untrusted)
 
 
-def _outcome(held: Sequence[Held]) -> Outcome:
-    """Something worse counts, whatever else cannot be told; a quantity of which nothing can be told is no pass."""
+def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
+    known = sum(bool(getattr(sample, quantity.field)) for sample in arm.samples)
+    return 2 * known >= len(arm.samples)
+
+
+def _outcome(held: Sequence[Held], hides: bool) -> Outcome:
+    """Something worse counts, whatever else cannot be told; a quantity of which nothing can be told is no pass, nor is
+    one that the head ``hides``."""
     columns = zip(*((each.throughput, each.memory, each.accuracy) for each in held), strict=True)
     decisions = [{each.decision for each in column if each} for column in columns]
     if any("worse" in each for each in decisions):
         return "worse"
-    return "untrusted" if {"untrusted"} in decisions else "passed"
+    return "untrusted" if {"untrusted"} in decisions or hides else "passed"
 
 
 def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:
@@ -199,15 +215,17 @@ def accuracies(
     names: Sequence[str],
     base: Mapping[str, Mapping[int, float]],
     head: Mapping[str, Mapping[int, float]],
+    test_count: int,
 ) -> tuple[dict[str, Accuracy], list[str]]:
-    """The head's test accuracies (variant -> seed -> fraction) minus the base's; and why some are not compared."""
+    """The head's test accuracies (variant -> seed -> fraction of ``test_count`` samples) minus the base's; and why some
+    are not compared."""
     if not config.gate.accuracy:
         return {}, ["Accuracy was not compared: gate.accuracy is false."]
     found, missing = {}, []
     for name in names:
         if seeds := sorted(base[name].keys() & head[name].keys()):
             differences = [head[name][seed] - base[name][seed] for seed in seeds]
-            found[name] = verdicts.accuracy(differences, config.compare.margins.accuracy)
+            found[name] = verdicts.accuracy(differences, config.compare.margins.accuracy, 1 / test_count)
         else:
             missing.append(f"The accuracy of {name} was not compared: the two have trained no seed in common.")
     return found, missing

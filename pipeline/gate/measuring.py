@@ -16,6 +16,10 @@ from pipeline.config import Config
 from pipeline.environment import checked_out
 from pipeline.gate.copies import check_arms, commit_of, copies, dvc
 from pipeline.gate.decision import Gated, GateError, Side, accuracies, differing, in_common, judge, noises, unshared
+from pipeline.verdicts import Accuracy
+
+RULERS = ("arm.py", "detectors/*.py", "evaluation.py", "heap.py", "measurement.py", "records.py")
+"""Modules that make numbers of a training; each side is measured by its own."""
 
 
 def measured(config: Config, revision: str) -> Gated:
@@ -26,6 +30,7 @@ def measured(config: Config, revision: str) -> Gated:
     commit, head_is = commit_of(revision), checked_out()
     with copies(commit) as roots:
         check_arms(roots[0], f"{revision} ({commit[:12]})")
+        rulers = _other_rulers(*roots)
         for root in roots:
             dvc(root, "repro", "environment", "prepare")
         with Server(roots[0]) as base, Server(roots[1]) as head:
@@ -52,7 +57,10 @@ def measured(config: Config, revision: str) -> Gated:
         raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
     of_base, of_head = ({name: arms[f"{side} {name}"] for name in names} for side in ("base", "head"))
     settings = config.compare
-    compared, missing = accuracies(config, names, *trained)
+    compared: dict[str, Accuracy] = {}
+    missing = ["Accuracy was not compared: by train.metric, the two mean different things by it."]
+    if there["train"].get("metric") == here["train"].get("metric"):
+        compared, missing = accuracies(config, names, *trained, here["dataset"]["test_count"])
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     machine = noises(of_base[baseline], again, settings.max_spread)
     return Gated(
@@ -74,6 +82,7 @@ def measured(config: Config, revision: str) -> Gated:
         ),
         remarks=(
             *([f"Interrupted after {count} rounds."] if rounds.interrupted else []),
+            *rulers,
             *unshared(there["variants"], here["variants"]),
             *differing(there["train"], here["train"], "train"),
             *(line for key in ("compare", "gate", "bench") for line in differing(there.get(key), here.get(key), key)),
@@ -116,6 +125,17 @@ def _rounds(config: Config, arms: Sequence[Asked], turns: int) -> Rounds:
             "base and head report their samples in different forms, so one of them is of another version: hold this "
             f"against a newer commit, or against a recorded reports/comparison.json. ({error})"
         ) from None
+
+
+def _other_rulers(base: Path, head: Path) -> list[str]:
+    """Says which of the ``RULERS`` differ."""
+    roots = base, head
+    found = {path.relative_to(root) for root in roots for name in RULERS for path in root.glob(f"pipeline/{name}")}
+    texts = {path: [(root / path).read_bytes() for root in roots if (root / path).exists()] for path in found}
+    changed = [path.as_posix() for path, (text, *other) in sorted(texts.items()) if other != [text]]
+    if not changed:
+        return []
+    return [f"The two sides measure by different code, so a difference may be the ruler's: {', '.join(changed)}."]
 
 
 def _has_own_code(train: Mapping[str, Any]) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.comparison import Comparison
@@ -29,18 +32,26 @@ COMPARISON_FILE = REPORTS / "comparison.json"
 def recorded(config: Config, path: Path) -> Gated:
     """Hold ``reports/comparison.json`` against the comparison in ``path``.
 
-    Raises GateError if they are not of one job in one environment, naming what differs.
+    Raises GateError if they are not of one job in one environment, naming what differs, or if this checkout's is not of
+    what is here now.
     """
     base, head = _read(path), _read(COMPARISON_FILE)
     if problems := [*_environment_problems(base, head, path), *_job_problems(base, head, path)]:
         raise GateError("\n".join(problems))
     there, here = ({arm.variant: arm for arm in each.bench.arms if arm.role == "variant"} for each in (base, head))
     names = in_common(there, here, str(path))
+    if changed := _changed(names):
+        raise GateError(
+            f"{COMPARISON_FILE} is not of what is here now: since it was made, {', '.join(changed)} changed. "
+            "Run `dvc repro`, which measures it again."
+        )
     settings = config.compare
     found = _noise(base, settings.max_spread, path), _noise(head, settings.max_spread, COMPARISON_FILE)
     throughput, memory = (max(each, key=_loudness) for each in zip(*found, strict=True))
     of_base, of_head = _side(base), _side(head)
-    compared, missing = accuracies(config, names, of_base.test_accuracies, of_head.test_accuracies)
+    compared, missing = accuracies(
+        config, names, of_base.test_accuracies, of_head.test_accuracies, head.dataset.test_count
+    )
     variants = [{name: each.bench.config["variants"][name] for name in names} for each in (base, head)]
     return Gated(
         **dict(judge(there, here, (throughput, memory), settings.margins, compared, paired=False)),
@@ -60,6 +71,22 @@ def recorded(config: Config, path: Path) -> Gated:
         seconds=None,
         budget="bench.max_minutes",
     )
+
+
+def _changed(names: Sequence[str]) -> list[str]:
+    """What this checkout's comparison rests on and was modified since, as far as DVC knows it."""
+    if not Path(".dvc").is_dir():
+        return []
+    stages = [*(f"train@{name}" for name in names), "bench", "compare"]
+    command = [sys.executable, "-m", "dvc", "status", "--json", *stages]
+    done = subprocess.run(command, capture_output=True, text=True)
+    known = json.loads(done.stdout) if done.returncode == 0 else {}  # it may not know these stages
+    modified: dict[str, None] = {}
+    for change in (each for changes in known.values() for each in changes if isinstance(each, dict)):
+        for path, how in change.get("changed deps", {}).items():
+            keys = how if isinstance(how, dict) else {path: how}  # parameters, or a file
+            modified |= dict.fromkeys(key for key, what in keys.items() if what == "modified")
+    return list(modified)
 
 
 def _stale(head: Comparison) -> list[str]:

@@ -15,7 +15,7 @@ def markdown(gated: Gated) -> str:
     arm, margins = gated.base.arms[0], gated.margins
     rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
     took = "" if gated.seconds is None else f" in {gated.seconds:.0f} s"
-    remarks = dict.fromkeys([*_open(gated, rows), *gated.remarks])
+    remarks = dict.fromkeys([*_open(gated, rows), *gated.hidden, *gated.remarks])
     lines = [
         f"**{_headline(gated, rows)}**",
         "",
