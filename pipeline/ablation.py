@@ -28,7 +28,7 @@ class Share(Record):
     accuracy_from: str | None = None
     """That variant's name."""
     verdict: Verdict | None = None
-    """Of the technique alone, added to the baseline. Accuracy counts only where it is known."""
+    """Of the technique alone, added to the baseline. Accuracy and memory count only where they are known."""
     interaction: str | None = None
     """Where added and stacked disagree, in a sentence a quantity."""
     why_not: str | None = None
@@ -55,6 +55,8 @@ def shares(
         added, stacked = _ratios(alone, base, margins, *noises), _ratios(whole, reduced, margins, *noises)
         trained = _trained(bench, alone, accuracies) if alone else None
         accuracy = accuracies[trained] if trained else None
+        untold = verdicts.untold([arm for arm in (alone, base) if arm], MEMORY)
+        judged = (added[0], None if untold else added[1], accuracy)
         found.append(
             Share(
                 variant=variant,
@@ -65,7 +67,7 @@ def shares(
                 stacked_memory=stacked[1],
                 accuracy=accuracy,
                 accuracy_from=trained,
-                verdict=verdicts.verdict([each.decision for each in (*added, accuracy) if each]) if alone else None,
+                verdict=verdicts.verdict([each.decision for each in judged if each]) if alone else None,
                 interaction=_interaction(added, stacked),
             )
         )

@@ -118,6 +118,19 @@ def test_a_noisy_machine_leaves_no_share_to_trust() -> None:
     assert (share.verdict, share.added_throughput.decision, share.interaction) == ("untrusted", "untrusted", None)
 
 
+def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -> None:
+    told = bench_of(alone=(1.3, 1.0))
+    blind = tuple(
+        arm.model_copy(
+            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
+        )
+        for arm in told.arms
+    )
+    (share,) = shares(told.model_copy(update={"arms": blind}), {}, Margins(), (CALM, NOISY))
+    assert share.added_memory
+    assert (share.verdict, share.added_memory.decision) == ("pays", "untrusted")
+
+
 def test_a_technique_that_was_mostly_refused_is_untrusted() -> None:
     throttled = dict.fromkeys(range(8), "it throttled")
     share = found(bench_of(alone=(1.5, 1.0), refused=throttled))["channels_last"]

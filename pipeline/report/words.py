@@ -210,6 +210,11 @@ def share_notes(comparison: Comparison) -> list[str]:
             notes.append(f"{name} was not measured: {share.why_not.rstrip('.')}.")
         if share.interaction:
             notes.append(f"{name}: {share.interaction}")
+    if any(share.verdict and share.accuracy is None for share in comparison.shares):
+        notes.append(
+            "A verdict beside an accuracy that is not trained alone is of throughput and peak memory: a variant with "
+            "just that technique would tell its accuracy."
+        )
     return notes
 
 

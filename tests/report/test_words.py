@@ -174,6 +174,9 @@ def test_shares_that_disagree_or_are_missing_are_named(usual: Made) -> None:
     notes = words.share_notes(usual.comparison)
     assert any(note.startswith("activation_checkpointing in memory: The effect on peak memory") for note in notes)
     assert "bf16 in memory was not measured: this CPU would emulate it." in notes
+    assert notes[-1].startswith("A verdict beside an accuracy that is not trained alone is of throughput and peak")
+    known = [each.model_copy(update={"verdict": None}) for each in usual.comparison.shares]
+    assert words.share_notes(usual.comparison.model_copy(update={"shares": tuple(known)})) == notes[:-1]
 
 
 @pytest.mark.parametrize(
