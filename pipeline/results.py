@@ -32,9 +32,9 @@ class ResultError(PipelineError, ValueError):
 
 
 class Record(BaseModel):
-    """A part of the result's file: frozen, and strict about its keys."""
+    """A part of the result's file: frozen, strict about its keys, and without a number that is none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 R = TypeVar("R", bound=Record)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -606,6 +607,17 @@ def test_files_are_read_in_the_order_asked_for(tmp_path: Path) -> None:
     found, histories = read_all(["baseline", "ddp"], tmp_path)
     assert found == [BASELINE, make_result("ddp")]
     assert histories == {"baseline": make_history(), "ddp": make_history()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_no_result(tmp_path: Path, value: float) -> None:
+    save(BASELINE, tmp_path)
+    file = results.result_file("baseline", tmp_path)
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["runs"][0]["samples_per_second"] = value
+    file.write_text(json.dumps(values), encoding="utf-8")  # JSON proper knows neither, Python's does
+    with pytest.raises(ComparisonError, match=r"baseline\.json is not a result"):
+        read_all(["baseline"], tmp_path)
 
 
 def test_every_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
