@@ -158,7 +158,11 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
                             f"{name} ran differently from round to round: {facts[name]}, then {found}. "
                             "If the placement differs, set train.placement; else leave its code as it is."
                         )
-                rounds.append({name: Window.model_validate(answer["window"]) for name, answer in answers.items()})
+                windows = {name: Window.model_validate(answer["window"]) for name, answer in answers.items()}
+                for name, window in windows.items():
+                    if window.measured_steps < steps and not window.refusals:
+                        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and says not why.")
+                rounds.append(windows)
                 longest = max(longest, time.monotonic() - began)
         except KeyboardInterrupt:
             if not rounds:

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +156,19 @@ def test_an_arm_that_runs_differently_from_round_to_round_is_an_error(monkeypatc
         measure(arms(server, "a"), seconds=60, max_rounds=4, steps=1, turns=1)
 
 
+def test_a_sample_of_fewer_steps_that_no_reason_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    closed = server.close
+
+    def short(name: str) -> dict[str, Any]:
+        answer = closed(name)
+        return answer | {"window": answer["window"] | {"measured_steps": 3}}
+
+    monkeypatch.setattr(server, "close", short)
+    with pytest.raises(BenchError, match="a measured 3 of 4 steps"):
+        measure(arms(server, "a"), seconds=60, max_rounds=1, steps=4, turns=1)
+
+
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0], "batch_size": 128, "warmup_steps": 2},
@@ -243,3 +262,89 @@ def test_a_window_is_what_the_server_says(workspace: Path) -> None:  # noqa: ARG
     assert about["variants"]["stack"]["gradient_accumulation"] == 2
     window = Window.model_validate(answer["window"])
     assert (window.measured_steps, answer["applied"]["gradient_accumulation"]) == (8, 4)
+
+
+def test_every_sample_is_of_a_fresh_process(workspace: Path) -> None:
+    (workspace / "noted.py").write_text(
+        "import os\nfrom torch import nn\n\n"
+        "def net(*, channels, height, width, classes):\n"
+        "    with open('pids', 'a') as file:\n"
+        "        print(os.getpid(), file=file)\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))\n",
+        encoding="utf-8",
+    )
+    params = PARAMS | {"train": PARAMS["train"] | {"model": "noted:net"}}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    with Server() as server:
+        measure(arms(server, "a", "b"), seconds=600, max_rounds=2, steps=4, turns=2)
+        pids = set(map(int, Path("pids").read_text(encoding="utf-8").split()))
+        assert len(pids - {server._process.pid}) == 4
+
+
+RESTLESS = """
+import torch
+import torch._dynamo
+from torch import nn
+
+torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
+
+
+@torch.compile(backend="eager", dynamic=False)
+def doubled(values):
+    return (values * 2).sum()
+
+
+class Net(nn.Module):
+    def __init__(self, features, classes):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(features, classes), 0
+
+    def forward(self, images):
+        self.calls += 1
+        return self.layer(images.flatten(1)) + 0 * doubled(torch.ones(self.calls))
+
+
+def net(*, channels, height, width, classes):
+    return Net(channels * height * width, classes)
+"""
+"""A model whose every step compiles something new."""
+
+
+def test_what_happens_in_an_arm_is_seen_and_refused(workspace: Path) -> None:
+    (workspace / "restless.py").write_text(RESTLESS, encoding="utf-8")
+    train, bench = PARAMS["train"] | {"model": "restless:net"}, PARAMS["bench"] | {"max_input_wait": 0.0}
+    Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"train": train, "bench": bench}), encoding="utf-8")
+    with Server() as server:
+        answer = server.measure("restless", Variant().model_dump(mode="json"), 8)
+    window = Window.model_validate(answer["window"])
+    said = "\n".join(window.refusals)
+    assert "torch.compile compiled for" in said
+    assert "the steps waited for input" in said
+    assert (window.samples_per_second, window.step_p50_ms, window.measured_steps) == (None, None, 8)
+    assert window.peak_memory_bytes
+
+
+def test_ctrl_c_keeps_the_complete_rounds(workspace: Path) -> None:  # noqa: ARG001
+    """As a terminal sends it: to the bench, to its server and to the arms."""
+    alone = {"variants": {"baseline": {}}, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
+    Path("params.yaml").write_text(yaml.safe_dump(PARAMS | alone), encoding="utf-8")
+    screen, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 200))  # on a screen without a width nothing is shown
+    command = [sys.executable, "-m", "pipeline", "bench"]
+    process = subprocess.Popen(command, stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    shown, asked = b"", False
+    try:
+        while part := os.read(screen, 4096):
+            shown += part
+            if not asked and b"round 3" in shown:
+                os.killpg(process.pid, signal.SIGINT)
+                asked = True
+    except OSError:  # nobody writes to it any more
+        pass
+    os.close(screen)
+    assert process.wait(timeout=60) == 130, shown.decode()
+    bench = read_bench()
+    assert bench.interrupted
+    assert {len(arm.samples) for arm in bench.arms} <= {2, 3}
+    assert len({len(arm.samples) for arm in bench.arms}) == 1
