@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -144,6 +145,8 @@ class Memory(_Resumable):
         """None before a measured window has ended, and where this machine cannot tell."""
         self.reserved_bytes: int | None = None
         """CUDA: the highest ``max_memory_reserved``."""
+        self.driver_bytes: int | None = None
+        """CUDA: the most that ``driver_bytes`` told at a window's end."""
         self.retries: int | None = None
         """CUDA: how often the allocator had to flush its cache and try again."""
 
@@ -169,6 +172,8 @@ class Memory(_Resumable):
             peaks = (torch.cuda.max_memory_allocated(device) + graphs_bytes(device) for device in self._devices)
             self.peak_bytes = max(self.peak_bytes or 0, *peaks)
             self.reserved_bytes = max(self.reserved_bytes or 0, *map(torch.cuda.max_memory_reserved, self._devices))
+            told = [driver_bytes(device) for device in self._devices]
+            self.driver_bytes = max((each for each in [*told, self.driver_bytes] if each is not None), default=None)
             self.retries = (self.retries or 0) + self._retries_so_far() - self._retries
         elif self._resets and self.imported_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, (own_peak_bytes() or 0) - self.imported_bytes)
@@ -188,6 +193,23 @@ def graphs_bytes(device: torch.device) -> int:
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
+
+
+def driver_bytes(device: torch.device) -> int | None:
+    """What the driver counts for this process on ``device`` now: the allocator's cache, CUDA's context, libraries.
+
+    None where it does not tell, and in a container with process ids of its own: the driver lists the host's.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return None
+    own = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
+    return None if None in own or not own else sum(own)
 
 
 def own_peak_bytes() -> int | None:

@@ -62,6 +62,7 @@ def window_of(training: Training, *, asked_steps: int, max_input_wait: float | N
     refused = of_steps(steps, asked=asked_steps, warmup=training.train.warmup_steps) + of_ranks(refusals)
     slowest = max(clocks, key=lambda each: each["measured_seconds"])
     peaks = tuple(each["peak_bytes"] for each in memories)
+    held = [each["driver_bytes"] for each in memories]
     unknown = None in peaks or any(refusal.voids_memory for refusal in refused)
     seconds = slowest["measured_seconds"]
 
@@ -82,6 +83,7 @@ def window_of(training: Training, *, asked_steps: int, max_input_wait: float | N
         peak_reserved_bytes=(
             None if memory.reserved_bytes is None else max(each["reserved_bytes"] for each in memories)
         ),
+        driver_memory_bytes=None if None in held else max(held),
         allocator_retries=None if memory.retries is None else sum(each["retries"] for each in memories),
         refusals=tuple(refusal.reason for refusal in refused),
     )

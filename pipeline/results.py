@@ -84,6 +84,9 @@ class Window(Record):
     """The same, one a rank."""
     peak_reserved_bytes: int | None
     """CUDA: max_memory_reserved, largest rank. None on CPU."""
+    driver_memory_bytes: int | None = None
+    """CUDA: what the driver held for the process when the window ended, largest rank, with the context and libraries.
+    None on CPU, and where the driver does not tell."""
     allocator_retries: int | None
     """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
     refusals: tuple[str, ...]

@@ -275,6 +275,19 @@ def test_figures_are_medians_of_the_samples_that_were_not_refused() -> None:
     assert (found.peak_memory_bytes, found.refused) == (4000, 1)  # the seventh sample's memory counts
 
 
+def test_beside_the_peak_on_a_gpu_stands_what_allocator_and_driver_held() -> None:
+    windows = [
+        make_window(peak_reserved_bytes=100 * index, driver_memory_bytes=200 * index, allocator_retries=index // 7)
+        for index in range(1, 8)
+    ]
+    bench = make_bench([BASELINE])
+    arms = tuple(arm.model_copy(update={"samples": tuple(windows)}) for arm in bench.arms)
+    (found,) = make_comparison([BASELINE], bench.model_copy(update={"arms": arms})).variants
+    assert (found.peak_reserved_bytes, found.driver_memory_bytes, found.allocator_retries) == (400, 800, 1)
+    (found,) = make_comparison([BASELINE], bench).variants
+    assert (found.peak_reserved_bytes, found.driver_memory_bytes, found.allocator_retries) == (None, None, None)
+
+
 def test_figures_that_are_not_trusted_are_not_shown() -> None:
     results = make_results()
     reasons = dict.fromkeys(range(8), "other processes took 31% of the CPU's time")

@@ -531,6 +531,7 @@ def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": retries})
     for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr("pipeline.measurement.driver_bytes", lambda _: None)
     memory = Memory(GPU)
     memory.open()
     memory.close(measured=True)

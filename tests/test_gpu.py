@@ -51,6 +51,7 @@ def test_each_variant_trains_and_is_measured(variant: str, monkeypatch: pytest.M
         assert run.peak_memory_bytes
         assert run.peak_reserved_bytes
         assert run.peak_reserved_bytes >= run.peak_memory_bytes
+        assert run.driver_memory_bytes is None or run.driver_memory_bytes > run.peak_memory_bytes
         assert run.allocator_retries == 0
 
 

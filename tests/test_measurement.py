@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pynvml
 import pytest
 import torch
 
-from pipeline.measurement import Clock, Memory, own_peak_bytes, percentile_ms
+from pipeline.measurement import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 2**20
 
 
@@ -148,3 +152,52 @@ def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.Mo
     memory.open()
     memory.close(measured=True)
     assert memory.peak_bytes is None
+
+
+def _running(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None]) -> None:
+    """The driver lists these processes, each with its bytes, on the GPU with the UUID of the device's properties."""
+
+    def handle_of(uuid: str) -> str:
+        assert uuid == "GPU-1234"
+        return "this one"
+
+    def listed(handle: str) -> list[Any]:
+        assert handle == "this one"
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle_of)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", listed)
+
+
+def test_the_drivers_figure_is_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _running(monkeypatch, (1, 9 * MIB), (os.getpid(), 500 * MIB))
+    assert driver_bytes(GPU) == 500 * MIB
+    for silent in ([], [(1, 9 * MIB)], [(os.getpid(), None)]):  # a container sees no pid of its own there
+        _running(monkeypatch, *silent)
+        assert driver_bytes(GPU) is None
+
+    def fails() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fails)
+    assert driver_bytes(GPU) is None
+
+
+def test_beside_the_peak_of_tensors_stands_what_allocator_and_driver_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    _running(monkeypatch, (os.getpid(), 500 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 0})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100 * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 120 * MIB)
+    memory = Memory(GPU)
+    for used, measured in ((500, True), (900, False), (400, True)):
+        _running(monkeypatch, (os.getpid(), used * MIB))
+        memory.open()
+        memory.close(measured=measured)
+    assert (memory.peak_bytes, memory.reserved_bytes, memory.driver_bytes) == (100 * MIB, 120 * MIB, 500 * MIB)
+    _running(monkeypatch)
+    memory.open()
+    memory.close(measured=True)
+    assert memory.driver_bytes == 500 * MIB, "what is told no more is not forgotten"

@@ -85,6 +85,11 @@ class Compared(Record):
     input_wait_fraction: float | None
     peak_memory_bytes: int | None
     """The largest rank's."""
+    peak_reserved_bytes: int | None = None
+    """This and the next, on a GPU: medians of what its allocator and its driver held, of the rank with most."""
+    driver_memory_bytes: int | None = None
+    allocator_retries: int | None = None
+    """Of all samples; a sample with one is refused. None on a CPU."""
     refused: int
     """How many of the bench's samples of this variant were refused, in part or whole."""
 

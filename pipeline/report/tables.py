@@ -34,7 +34,7 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
     return (
         Table("The comparison", _headline(comparison)),
         Table("Where the time goes", _time(comparison)),
-        Table("Memory and arithmetic", _work()),
+        Table("Memory and arithmetic", _work(comparison)),
     )
 
 
@@ -131,7 +131,13 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
     )
 
 
-def _work() -> tuple[Column, ...]:
+def _work(comparison: Comparison) -> tuple[Column, ...]:
+    on_gpu = any(each.allocator_retries is not None for each in comparison.variants)
+
+    def held(each: Compared) -> Cell:
+        beside = (f"{each.allocator_retries:,} retried",) if each.allocator_retries else ()
+        return Cell(f"{words.size(each.peak_reserved_bytes)} / {words.size(each.driver_memory_bytes)}", beside)
+
     def predicted(each: Compared) -> Cell:
         ledgers = each.ledgers
         if ledgers is None or ledgers.predicted is None:
@@ -152,7 +158,14 @@ def _work() -> tuple[Column, ...]:
         beside = (f"{words.times(executed / model)} executed",) if executed > model > 0 else ()
         return Cell(words.scaled(model, "FLOP"), beside)
 
+    beside_the_peak = Column(
+        "Reserved / driver",
+        "What PyTorch's allocator held of the GPU at most, and what the driver held for the process, with CUDA's "
+        "context and libraries; medians over rounds. Retried: how often the allocator ran out, which refuses a sample.",
+        held,
+    )
     return (
+        *([beside_the_peak] if on_gpu else []),
         Column(
             "Predicted",
             "Peak of what tensors take, foreseen from fake tensors without running the job on the device.",

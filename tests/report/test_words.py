@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.comparison import ComparisonError
+from pipeline.comparison import Comparison, ComparisonError
 from pipeline.report import words
+from pipeline.report.tables import tables
 from pipeline.verdicts import Accuracy, Ratio
 from tests.factories import make_bench, make_results, make_run
 from tests.report.conftest import REASON, Made, made, plain
@@ -96,6 +97,19 @@ def test_the_baseline_is_the_reference(usual: Made, alone: Made) -> None:
         "The reference: 20,215 samples/s, 200 MiB of peak memory, 90.07% test accuracy (mean of 3 seeds)."
     )
     assert "throughput unknown" in words.sentence(alone.comparison.variants[0])
+
+
+def test_on_a_gpu_the_tables_show_what_allocator_and_driver_held(usual: Made) -> None:
+    def headings(comparison: Comparison) -> list[str]:
+        return [column.heading for column in tables(comparison)[2].columns]
+
+    assert "Reserved / driver" not in headings(usual.comparison)
+    told = {"peak_reserved_bytes": 2**30, "driver_memory_bytes": 3 * 2**29, "allocator_retries": 2}
+    variants = [each.model_copy(update=told) for each in usual.comparison.variants]
+    on_gpu = usual.comparison.model_copy(update={"variants": tuple(variants)})
+    assert headings(on_gpu)[0] == "Reserved / driver"
+    cell = tables(on_gpu)[2].columns[0].cell(variants[0])
+    assert (plain(cell.value), cell.beside) == ("1.00 GiB / 1.50 GiB", ("2 retried",))
 
 
 def test_the_basis_names_rounds_margins_and_the_baseline_against_itself(usual: Made) -> None:

@@ -1,0 +1,104 @@
+"""Each number of a window has one definition: known answers of ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pipeline.detectors import Refusal
+from pipeline.measurement import Clock, Memory
+from pipeline.records import window_of
+from pipeline.results import Window
+from pipeline.training import Training
+
+MIB = 2**20
+SPEEDS = ("samples_per_second", "step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")
+
+
+def rank(
+    step_seconds: Sequence[float], *, wait: float = 0.0, peak: int | None = 100 * MIB, retries: int | None = None
+) -> tuple[Clock, Memory]:
+    """What one rank measured: its steps, how long it waited for input in all, and its peak."""
+    clock, memory = Clock(torch.device("cpu")), Memory(torch.device("cpu"))
+    clock.step_seconds, clock.measured_seconds, clock.input_seconds = list(step_seconds), sum(step_seconds), wait
+    memory.peak_bytes, memory.retries = peak, retries
+    memory.reserved_bytes = None if retries is None else 2 * (peak or 0)
+    memory.driver_bytes = None if retries is None else 3 * (peak or 0)
+    return clock, memory
+
+
+def window(
+    *ranks: tuple[Clock, Memory],
+    seen: Sequence[Refusal] = (),
+    asked: int = 4,
+    batch_size: int = 256,
+    max_input_wait: float | None = None,
+) -> Window:
+    """The first rank's record of all. ``seen``: what its detectors say; the others' say nothing."""
+    others = [(clock.state(), memory.state(), []) for clock, memory in ranks[1:]]
+    training: Any = SimpleNamespace(
+        clock=ranks[0][0],
+        memory=ranks[0][1],
+        detectors=[SimpleNamespace(refusals=lambda: list(seen))],
+        world=SimpleNamespace(gather=lambda mine: [mine, *others]),
+        train=SimpleNamespace(warmup_steps=10, batch_size=batch_size),
+    )
+    return window_of(cast(Training, training), asked_steps=asked, max_input_wait=max_input_wait)
+
+
+def test_throughput_is_the_global_batch_over_the_slowest_rank() -> None:
+    quick, slow = rank([0.1] * 4), rank([0.1, 0.1, 0.1, 0.5])
+    for found in (window(quick, slow), window(slow, quick)):
+        assert found.samples_per_second == pytest.approx(4 * 256 / 0.8)
+        assert found.step_p50_ms == pytest.approx(100.0)
+        assert found.step_p99_ms == pytest.approx(100 + 0.97 * 400)
+        assert found.measured_steps == 4
+        assert found.refusals == ()
+
+
+def test_input_and_memory_are_those_of_the_rank_that_has_most() -> None:
+    found = window(
+        rank([0.1] * 4, wait=0.1, peak=300 * MIB, retries=0), rank([0.2] * 4, wait=0.04, peak=200 * MIB, retries=0)
+    )
+    assert found.input_wait_fraction == pytest.approx(0.25)
+    assert (found.peak_memory_bytes, found.peak_memory_rank_bytes) == (300 * MIB, (300 * MIB, 200 * MIB))
+    assert (found.peak_reserved_bytes, found.driver_memory_bytes) == (600 * MIB, 900 * MIB)
+    assert found.allocator_retries == 0
+
+
+@pytest.mark.parametrize("voids_memory", [False, True])
+def test_what_a_detector_saw_voids_the_speeds_and_stands_in_the_record(voids_memory: bool) -> None:
+    found = window(rank([0.1] * 4), seen=[Refusal("the GPU throttled", voids_memory)])
+    assert {getattr(found, name) for name in SPEEDS} == {None}
+    assert found.refusals == ("the GPU throttled",)
+    assert found.peak_memory_bytes == (None if voids_memory else 100 * MIB)
+    assert found.peak_memory_rank_bytes == (100 * MIB,)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        ([rank([0.1] * 3)], {}, "3 of 4 steps were measured"),
+        ([rank([0.1] * 4), rank([0.1] * 5)], {}, "the ranks measured different numbers of steps: [4, 5]"),
+        ([rank([])], {}, "no step was measured"),
+        ([rank([0.1] * 4, wait=0.3)], {"max_input_wait": 0.5}, "the steps waited for input 75% of the time"),
+        ([rank([0.1] * 4, retries=2)], {}, "flushed its cache 2 time(s)"),
+    ],
+)
+def test_what_the_figures_say_against_themselves_voids_the_speeds(
+    ranks: list[tuple[Clock, Memory]], options: dict[str, Any], words: str
+) -> None:
+    found = window(*ranks, **options)
+    assert {getattr(found, name) for name in SPEEDS} == {None}
+    assert words in found.refusals[0]
+    assert (found.peak_memory_bytes is None) == ("flushed" in words)
+
+
+def test_memory_that_one_rank_cannot_tell_is_unknown() -> None:
+    found = window(rank([0.1] * 4), rank([0.1] * 4, peak=None))
+    assert (found.peak_memory_bytes, found.driver_memory_bytes, found.refusals) == (None, None, ())
+    assert found.samples_per_second is not None
