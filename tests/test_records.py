@@ -39,7 +39,7 @@ def window(
     max_input_wait: float | None = None,
 ) -> Window:
     """The first rank's record of all. ``seen``: what its detectors say; the others' say nothing."""
-    others = [(clock.state(), memory.state(), []) for clock, memory in ranks[1:]]
+    others: list[Any] = [(clock.state(), memory.state(), []) for clock, memory in ranks[1:]]
     training: Any = SimpleNamespace(
         clock=ranks[0][0],
         memory=ranks[0][1],

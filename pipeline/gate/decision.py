@@ -213,9 +213,9 @@ def in_common(base: Mapping[str, Any], head: Mapping[str, Any], against: str) ->
 def accuracies(
     config: Config,
     names: Sequence[str],
+    test_count: int,
     base: Mapping[str, Mapping[int, float]],
     head: Mapping[str, Mapping[int, float]],
-    test_count: int,
 ) -> tuple[dict[str, Accuracy], list[str]]:
     """The head's test accuracies (variant -> seed -> fraction of ``test_count`` samples) minus the base's; and why some
     are not compared."""

@@ -60,7 +60,7 @@ def measured(config: Config, revision: str) -> Gated:
     compared: dict[str, Accuracy] = {}
     missing = ["Accuracy was not compared: by train.metric, the two mean different things by it."]
     if there["train"].get("metric") == here["train"].get("metric"):
-        compared, missing = accuracies(config, names, *trained, here["dataset"]["test_count"])
+        compared, missing = accuracies(config, names, here["dataset"]["test_count"], *trained)
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     machine = noises(of_base[baseline], again, settings.max_spread)
     return Gated(

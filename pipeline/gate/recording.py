@@ -50,7 +50,7 @@ def recorded(config: Config, path: Path) -> Gated:
     throughput, memory = (max(each, key=_loudness) for each in zip(*found, strict=True))
     of_base, of_head = _side(base), _side(head)
     compared, missing = accuracies(
-        config, names, of_base.test_accuracies, of_head.test_accuracies, head.dataset.test_count
+        config, names, head.dataset.test_count, of_base.test_accuracies, of_head.test_accuracies
     )
     variants = [{name: each.bench.config["variants"][name] for name in names} for each in (base, head)]
     return Gated(
