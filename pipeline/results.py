@@ -55,7 +55,7 @@ class HistoryRow(Record):
     """Passes over the training set so far; a whole number at the end of an epoch."""
     step: int
     train_seconds: float
-    """Wall time spent in training so far on the slowest rank; evaluation and checkpoints are not in it."""
+    """Wall time spent in training so far, on the main rank; evaluation and checkpoints are not in it."""
     learning_rate: float
     train_loss: float
     """Mean training loss over the steps since the last row."""
