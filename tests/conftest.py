@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import shutil
 import subprocess
@@ -75,6 +77,26 @@ def _nothing_leaks() -> Iterator[None]:
         pytest.fail(f"the test leaked environment variables: {', '.join(sorted(leaked))}")
     if group:
         pytest.fail("the test leaked a process group")
+
+
+class Terminal(io.StringIO):
+    """What a person sees."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
+    """``open_terminal()``: from now on standard error, as a terminal, on which no progress is too fast to be shown."""
+
+    def make() -> Terminal:
+        shown, seconds = Terminal(), itertools.count()
+        monkeypatch.setattr(sys, "stderr", shown)
+        monkeypatch.setattr("tqdm.std.time", lambda: float(next(seconds)))
+        return shown
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,9 @@ import hashlib
 import pickle
 import re
 import struct
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from torchvision.datasets import MNIST, ImageFolder
 from torchvision.transforms import Compose, Resize
 
 from pipeline.config import Config, parse
-from pipeline.data import IMAGE_LISTING, DataError
+from pipeline.data import IMAGE_LISTING, DataError, datasets
 from pipeline.data.datasets import Chunk, decode, held_out, read_idx
 from pipeline.data.sources import fetch
+from tests.conftest import Terminal
 
 RANDOM = np.random.default_rng(0)
 
@@ -269,6 +272,47 @@ def test_an_image_folder_decodes_as_torchvision_would(workers: int, make_folder:
         assert {(image.tobytes(), label) for image, label in zip(images, labels.tolist(), strict=True)} == expected
         assert len(images) == len(reference)
         assert len(set(labels[:20].tolist())) == 3  # mixed, so that a limit keeps all classes
+
+
+def test_images_are_decoded_side_by_side_and_few_wait_to_be_written(
+    make_folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = listed(make_folder(splits=("train", "test")), tmp_path / "raw", workers=2)
+    submitted = 0
+    together = threading.Barrier(2)
+    decode_chunk = datasets._decode_chunk
+
+    class Threads(ThreadPoolExecutor):
+        """In place of processes, which could not be watched from here."""
+
+        def __init__(self, workers: int, mp_context: Any) -> None:  # noqa: ARG002
+            super().__init__(workers)
+
+        def submit(self, *call: Any) -> Any:  # type: ignore[override]
+            nonlocal submitted
+            submitted += 1
+            return super().submit(*call)
+
+    def decode_with_another(*arguments: Any) -> Any:
+        together.wait(timeout=60)
+        return decode_chunk(*arguments)
+
+    monkeypatch.setattr(datasets, "CHUNK_IMAGES", 1)
+    monkeypatch.setattr(datasets, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(datasets, "_decode_chunk", decode_with_another)
+    for written, _ in enumerate(decode(made, tmp_path / "raw").train, 1):
+        assert submitted - written <= 2 * 2
+    assert submitted == 30
+
+
+def test_decoding_shows_its_progress_on_a_terminal(
+    make_folder: MakeFolder, tmp_path: Path, open_terminal: Callable[[], Terminal]
+) -> None:
+    folder, terminal = make_folder(per_class=5, splits=("train", "test")), open_terminal()
+    made = listed(folder, tmp_path / "raw", workers=1)
+    joined(decode(made, tmp_path / "raw").train)
+    assert "checksums: 100%" in terminal.getvalue()
+    assert "decode train: 100%" in terminal.getvalue()
 
 
 def test_an_image_folder_without_a_test_split_is_split_by_class(make_folder: MakeFolder, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +24,7 @@ from pipeline.data.sources import fetch, listings, local, places, store
 from pipeline.data.sources.listings import Listing
 from pipeline.data.sources.places import Archive, DebianPackage, GzippedFiles, Source, WebArchive
 from pipeline.data.sources.store import RawFile
+from tests.conftest import Terminal
 
 CONTENTS = {"images": np.random.default_rng(0).bytes(300_000), "labels": b"0123456789" * 100}
 FILES = tuple(RawFile(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in CONTENTS.items())
@@ -145,6 +146,27 @@ def test_files_arrive_uncompressed_and_a_second_fetch_asks_nobody(
     assert server.requests == [("/images.gz", None), ("/labels.gz", None)]
     fetch(config(), raw)
     assert len(server.requests) == 2
+
+
+def test_a_transfer_shows_its_progress_on_a_terminal(
+    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch, open_terminal: Callable[[], Terminal]
+) -> None:
+    use(monkeypatch, GzippedFiles(server.url))
+    server.drop_after = [100_000]
+    terminal = open_terminal()
+    fetch(config(), raw)
+    shown = re.findall(r"images\.gz: +(\d+)%", terminal.getvalue())
+    assert shown[0] == "0"
+    assert int(shown[-1]) >= 99
+    assert shown.count("33") > 1, "and goes on where the transfer was continued"
+
+
+def test_elsewhere_a_transfer_is_a_line(
+    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, GzippedFiles(server.url))
+    fetch(config(), raw)
+    assert capsys.readouterr().err == f"fetching 2 file(s) of mnist from {server.url}\n"
 
 
 def test_a_file_that_was_changed_is_fetched_again_alone(
@@ -440,10 +462,12 @@ def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"""#!/bin/sh
 echo "$@" >> {log}
 lists=$(echo "$@" | sed -n 's/.*Dir::State::Lists=\\([^ ]*\\).*/\\1/p')
+reports=$(echo "$@" | sed -n 's/.*APT::Status-Fd=\\([0-9]*\\).*/\\1/p')
 case "$*" in
   *update) touch "$lists/known" ;;
   *"download some-package")
     if [ -z "$lists" ] || [ ! -e "$lists/known" ]; then echo "E: Unable to locate package some-package"; exit 100; fi
+    for percent in 8.333 91.67; do echo "dlstatus:1:$percent:Retrieving file 1 of 1" >/dev/fd/$reports; done
     cp {packed} some-package_1_all.deb ;;
 esac
 """
@@ -467,6 +491,17 @@ def test_a_debian_package_unknown_to_the_systems_lists_is_found_with_private_one
     assert update.endswith("update")
     assert "Dir::State::Lists" in second
     assert "Dir::Cache" in second
+
+
+@pytest.mark.usefixtures("apt")
+def test_what_apt_downloads_shows_its_progress_on_a_terminal(
+    raw: Path, monkeypatch: pytest.MonkeyPatch, open_terminal: Callable[[], Terminal]
+) -> None:
+    use(monkeypatch, DebianPackage("some-package", PACKAGE_FOLDER))
+    terminal = open_terminal()
+    fetch(config(), raw)
+    assert re.findall(r"apt-get download: +(\d+)%", terminal.getvalue()) == ["0", "0", "8", "91"]
+    assert "apt-get update:   0%" in terminal.getvalue()
 
 
 def test_without_apt_the_debian_package_is_passed_over(

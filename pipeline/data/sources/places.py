@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Protocol, cast
 
 from pipeline.data import file_sha256
-from pipeline.data.sources.store import CHUNK_BYTES, RawFile, Readable, SourceError, Store, say
+from pipeline.data.sources.store import CHUNK_BYTES, RawFile, Readable, SourceError, Store, progress, say
 
 
 class Source(Protocol):
@@ -204,20 +205,27 @@ def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFil
 
 
 def _apt_get(command: list[str], options: list[str], directory: Path) -> str:
-    """Run apt-get in ``directory``. Returns why it failed, or nothing."""
-    arguments = ["apt-get", "--quiet", *(part for option in options for part in ("--option", option)), *command]
-    done = subprocess.run(
-        arguments,
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, "LC_ALL": "C"},
-        check=False,
-    )
-    if done.returncode == 0:
+    """Run apt-get in ``directory``, and show its progress. Returns why it failed, or nothing."""
+    log = directory / "apt-get.log"
+    reports, apt_reports = os.pipe()
+    options = [*options, f"APT::Status-Fd={apt_reports}"]
+    with log.open("wb") as output, os.fdopen(reports, encoding="utf-8", errors="replace") as lines:
+        process = subprocess.Popen(
+            ["apt-get", "--quiet", *(part for option in options for part in ("--option", option)), *command],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[apt_reports],
+            env={**os.environ, "LC_ALL": "C"},
+        )
+        os.close(apt_reports)
+        with process, progress(f"apt-get {command[0]}", 100, "%") as bar:
+            for line in lines:  # dlstatus:FILE:PERCENT OF ALL:WORDS, until apt-get ends
+                if report := re.match(r"dlstatus:\d+:(\d+)", line):
+                    bar.update(int(report[1]) - bar.n)
+    if process.returncode == 0:
         return ""
-    errors = [line.removeprefix("E: ") for line in done.stdout.splitlines() if line.startswith("E: ")]
-    return errors[0] if errors else f"apt-get {command[0]} ended with status {done.returncode}"
+    said = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("E: ") for line in said if line.startswith("E: ")]
+    return errors[0] if errors else f"apt-get {command[0]} ended with status {process.returncode}"
