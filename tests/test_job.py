@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -21,6 +22,7 @@ from pipeline import environment, job, models, results
 from pipeline.checkpoints import checkpoint_file, state_sha256
 from pipeline.config import Config, Machine, PipelineError, Variant, parse
 from pipeline.results import Result
+from tests.conftest import Terminal
 from tests.workspaces import PREPARED, furnish
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +30,6 @@ CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0, 1], "epochs": 2, "batch_size": 32, "learning_rate": 0.05},
-    "publish": {"live": False},
     "variants": {
         "baseline": {},
         "ddp": {"parallelism": "ddp"},
@@ -51,9 +52,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def configure(**train: Any) -> Config:
+def configure(*, live: bool = False, **train: Any) -> Config:
     """Write params.yaml with changes in ``train``; return what it says."""
-    params = PARAMS | {"train": PARAMS["train"] | train}
+    params = PARAMS | {"train": PARAMS["train"] | train, "publish": {"live": live}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     return parse(params)
 
@@ -67,7 +68,7 @@ def command(variant: str, *, start_new_session: bool = False) -> subprocess.Pope
     return subprocess.Popen(
         [sys.executable, "-m", "pipeline", "train", variant],
         start_new_session=start_new_session,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -238,6 +239,68 @@ def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: s
     assert f"variant {variant}, seed 0, epoch 1, step " in output
     assert "Lower train.learning_rate" in output
     assert not results.result_file(variant).exists()
+
+
+EPOCH = r"baseline seed 0: epoch {}/2, loss \d\.\d{{4}}, test accuracy \d\d\.\d\d%, [\d,]+ samples/s"
+
+
+def test_a_log_gets_a_line_an_epoch(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    train("baseline", seeds=[0])
+    out, err = capsys.readouterr()
+    assert "\r" not in out + err
+    lines = [line for line in out.splitlines() if "epoch" in line]
+    assert len(lines) == 2
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(EPOCH.format(number), line)
+
+
+def test_a_terminal_gets_a_bar_and_a_line_an_epoch(
+    workspace: Path,  # noqa: ARG001
+    open_terminal: Callable[[], Terminal],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal = open_terminal()
+    [run] = train("baseline", seeds=[0]).runs
+    assert re.search(rf"baseline seed 0: 100%\|.*\| {run.steps}/{run.steps} \[", terminal.getvalue())
+    assert re.search(EPOCH.format(2), capsys.readouterr().out)
+
+
+FOLLOWER = """
+import os, sys
+if sys.orig_argv[2:4] == ["pipeline", "follow"]:
+    with open("followed", "a") as file:
+        print(sys.orig_argv[4], repr(sys.stdin.read()), file=file)
+    os._exit(0)
+"""
+"""As sitecustomize.py, in place of the live mirror: notes whom it follows, and what it hears of the job's end."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "rate", "code", "heard"),
+    [("baseline", 0.05, 0, r"finished\n"), ("ddp", 0.05, 0, r"finished\n"), ("baseline", 1e30, 2, "")],
+)
+def test_one_process_follows_a_job_and_hears_whether_it_finished(
+    workspace: Path, variant: str, rate: float, code: int, heard: str
+) -> None:
+    (workspace / "sitecustomize.py").write_text(FOLLOWER)
+    configure(live=True, learning_rate=rate)
+    followed = command(variant)
+    output, _ = followed.communicate(timeout=300)
+    assert followed.returncode == code, output
+    assert (workspace / "followed").read_text() == f"{variant} '{heard}'\n"
+
+
+def test_a_mirror_that_hangs_holds_no_job_up(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "sleeper").write_text("#!/bin/sh\nexec sleep 600\n")
+    (workspace / "sleeper").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(workspace / "sleeper"))
+    monkeypatch.setattr(job, "FOLLOWER_PATIENCE_SECONDS", 0.2)
+    with job._followed("baseline"):
+        [hanging] = psutil.Process().children()
+    assert not hanging.is_running()
+    assert "The live mirror is still behind; `publish` completes it." in capsys.readouterr().err
 
 
 def test_memory_holds_no_imports(workspace: Path) -> None:  # noqa: ARG001
