@@ -19,6 +19,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -227,6 +228,15 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert parent.data.params["train.model"] == "small_cnn"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
+
+
+def test_points_travel_a_thousand_at_a_time(root: Path) -> None:
+    sent: list[Any] = []
+    client: Any = SimpleNamespace(log_batch=lambda _, metrics: sent.append(metrics))
+    store = Store(client, stores.address(root), root, "1")
+    store.log_points("run", (contents.Point("loss", 0.5, 1000 * step, step) for step in range(2500)))
+    assert [len(batch) for batch in sent] == [1000, 1000, 500]
+    assert [metric.step for batch in sent for metric in batch] == list(range(2500))
 
 
 def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -932,6 +942,13 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
     [output] = run.outputs.model_outputs
     logged_model = client.get_logged_model(output.model_id)
     assert str(logged_model.status) == "READY"
+    about = mlflow.models.Model.load(logged_model.artifact_location)
+    assert about.signature
+    [given], [returned] = about.signature.inputs.inputs, about.signature.outputs.inputs
+    assert (given.type, given.shape) == (np.dtype(np.uint8), (-1, 1, SIDE, SIDE))
+    assert (returned.type, returned.shape) == (np.dtype(np.float32), (-1, 10))
+    example = about.load_input_example(logged_model.artifact_location)
+    np.testing.assert_array_equal(example, np.load(root / "data/prepared/test_images.npy")[:2])
     requirements = (Path(logged_model.artifact_location) / "requirements.txt").read_text()
     description = (Path(logged_model.artifact_location) / "MLmodel").read_text()
     assert "device: cpu" in description  # an exported program does not move to the GPU that pyfunc would take
