@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 def _environment(_: argparse.Namespace) -> None:
     from pipeline import config, environment
 
-    params = config.load()
+    params = config.load(for_dvc=True)
     plans = config.plans(params, environment.machine())
     print(f"environment {environment.write()[:12]}")
     for name, plan in plans.items():

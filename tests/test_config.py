@@ -93,7 +93,9 @@ MISTAKES = [
     ("train.optimizer", "adam", "found 'adam'; expected 'sgd' or 'adamw'."),
     ("train.seeds", [], "found []; expected a list of 1 or more, each a whole number from 0 to 4294967295."),
     ("train.seeds", [0, 0], "found [0, 0]; each seed may stand there once."),
-    ("train", None, "found null; expected a mapping. Leave the key out to take its defaults."),
+    ("train", None, "found null; expected a mapping. Write train: {} to take its defaults."),
+    ("train.augment", None, "found null; expected a mapping. Leave it out to take its defaults."),
+    ("variants", None, "found null; expected a mapping that is not empty."),
     ("fetch.mirror", False, "found false; expected null or text."),
     ("publish.experiment", "", "found ''; expected text that is not empty."),
     ("prepare.image_size", [8], "found [8]; expected null or a list of 2, each a whole number above 0."),
@@ -202,6 +204,27 @@ def test_a_file_that_is_no_params_file(tmp_path: Path, text: str, message: str) 
         load(path)
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
+
+
+def test_what_dvc_asks_for_must_be_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    values = copy.deepcopy(SHIPPED) | {"infer": {"variants": ["ddp"]}, "profile": {"variants": []}, "train": {}}
+    del values["bench"], values["compare"]["max_spread"], values["fetch"]["dataset"]
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    assert load(path) == parse(values)
+    with pytest.raises(ConfigError) as caught:
+        load(path, for_dvc=True)
+    missing = "missing; DVC asks for it and knows no defaults. Write"
+    assert str(caught.value).splitlines() == [
+        f'{path}: fetch.dataset: {missing} dataset: "fashion_mnist"',
+        f"{path}: bench: {missing} bench: {{}}",
+        f"{path}: compare.max_spread: {missing} max_spread: 0.15",
+        f'{path}: infer.forms: {missing} forms: ["eager", "compiled", "bf16", "fp16", "int8", "exported"]',
+        f"{path}: infer.batch_sizes: {missing} batch_sizes: [1, 16, 256]",
+        f"{path}: infer.rounds: {missing} rounds: 8",
+        f"{path}: infer.window_seconds: {missing} window_seconds: 0.1",
+    ]
+    assert load(ROOT / "params.yaml", for_dvc=True) == parse(SHIPPED)
 
 
 def test_a_key_that_stands_twice_is_shown_with_its_line(tmp_path: Path) -> None:

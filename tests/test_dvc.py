@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.config.loading import ASKED_BY_DVC
 from tests.conftest import Clone
 from tests.imports import PACKAGE, closure, imported, modules, tree
 
@@ -69,6 +70,24 @@ def test_params_are_the_sections_of_params_yaml(stage: str) -> None:
         section = values
         for key in re.sub(r"\$\{\w+\}", "ddp", dotted).split("."):
             section = section[key]
+
+
+def test_what_is_named_of_params_yaml_is_looked_for_before_any_work() -> None:
+    named: dict[str, set[str]] = {stage: set() for stage in ASKED_BY_DVC}
+    for name, stage in STAGES.items():
+        named[name if name in named else ""] |= {key for key in stage.get("params", []) if "variants" not in key}
+    assert {stage: set(keys) for stage, keys in ASKED_BY_DVC.items()} == {
+        stage: keys - (named[""] if stage else set()) for stage, keys in named.items()
+    }
+
+
+def test_a_section_that_is_left_out_stops_repro_before_any_work(clone: Callable[..., Clone]) -> None:
+    lacking = clone()
+    params = lacking.path / "params.yaml"
+    params.write_text(re.sub(r"(?ms)^bench:.*?(?=^\S)", "", params.read_text(encoding="utf-8")), encoding="utf-8")
+    output = lacking.run("dvc", "repro", fails=True)
+    assert "params.yaml: bench: missing; DVC asks for it and knows no defaults. Write bench: {}" in output
+    assert "fetch" not in output
 
 
 def routed(command: str) -> set[str]:

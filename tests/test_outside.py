@@ -22,7 +22,7 @@ from pipeline.techniques import chosen, of_plan
 from tests.nets import ALONE, make_plan
 from tests.outside import EXAMPLE, forget, put_on_path, write_example_metadata, write_metadata
 from tests.ranks import run_ranks
-from tests.test_config import PLAIN_CPU
+from tests.test_config import PLAIN_CPU, SHIPPED
 from tests.test_training import make_training
 
 ROOT = Path(__file__).parent.parent
@@ -116,7 +116,7 @@ def test_it_applies_after_the_built_in_ones(clipping: Path) -> None:  # noqa: AR
 
 
 def test_planning_loads_no_torch_and_the_fingerprint_notices_another_version(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text(json.dumps({"variants": {"baseline": {}, "clipped": CLIPPED}}))
+    (tmp_path / "params.yaml").write_text(json.dumps(SHIPPED | {"variants": {"baseline": {}, "clipped": CLIPPED}}))
     hashes = []
     for version in ("0.1.0", "0.2.0"):
         write_example_metadata(tmp_path / version, version)
