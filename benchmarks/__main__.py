@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "fixed_cost": lambda: stages.fixed_cost(stages.IMPORT_TORCH),
     "fixed_cost_over_optimizer": lambda: stages.fixed_cost(stages.WITH_OPTIMIZER),
     "turns": turns.noise,
+    "default_job": stages.default_job,
 }
 
 
