@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -69,6 +70,10 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     metrics = checkout.run("dvc", "metrics", "show")
     assert "samples_per_second" in metrics
     assert "ddp" in metrics
+    checkout.run("dvc", "plots", "show")
+    plots = (checkout.path / "dvc_plots" / "index.html").read_text()
+    for expected in ('"test_accuracy"', '"train_loss"', '"memory"'):
+        assert expected in plots
     checkout.commit()
     assert checkout.run("git", "status", "--porcelain") == ""
 
@@ -87,12 +92,13 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     assert children(checkout) == {comparison: RUNS}
 
     # One variant changed: it alone is trained, and a new comparison stands beside the old one.
-    checkout.edit({"variants.memory.activation_checkpointing": False})
-    assert trained(checkout.run("dvc", "repro")) == ["memory"]
+    changed = checkout.run("dvc", "exp", "run", "-S", "variants.memory.activation_checkpointing=false")
+    assert trained(changed) == ["memory"]
     stored = children(checkout)
     assert stored.pop(comparison) == RUNS
     assert list(stored.values()) == [RUNS]
     assert models(checkout)["ddp"] == weights["ddp"]
+    assert re.search(r"reports/metrics/memory\.json +train_seconds ", checkout.run("dvc", "metrics", "diff"))
 
     # Another environment: everything that was measured is measured again.
     other = checkout.run("dvc", "repro", "train@baseline", MALLOC_ARENA_MAX="1")
