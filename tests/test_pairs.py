@@ -133,6 +133,7 @@ def _try_all(one: Entry, digits: Dataset, device: Literal["cpu", "cuda"]) -> Non
 def _train(world: World, tries: list[tuple[Config, Plan]], dataset: Dataset) -> list[str]:
     """Train each a few steps and evaluate it; what went wrong."""
     from pipeline.assembly import Assembly
+    from pipeline.data.batches import Placement
     from pipeline.techniques import of_plan
 
     failures = []
@@ -141,7 +142,8 @@ def _train(world: World, tries: list[tuple[Config, Plan]], dataset: Dataset) -> 
             techniques = of_plan(each)
             for technique in techniques:
                 technique.prepare_process()
-            placement = next((technique.placement for technique in techniques if technique.placement), "resident")
+            wanted = (technique.placement for technique in techniques if technique.placement)
+            placement: Placement = next(wanted, "resident")
             with Assembly(config, each, world, dataset, placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
