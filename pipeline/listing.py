@@ -92,9 +92,29 @@ def _described(entry: Entry, machine: Machine, on_gpu: bool) -> dict[str, Any]:
         "source": entry.source,
         "changes": entry.changes,
         "excludes": dict(sorted(exclusions(entry, entries()).items())),
-        "why_not_here": entry.why_not(machine, on_gpu),
+        "why_not_here": _why_not_here(entry, machine, on_gpu),
+        "why_not_values_here": {
+            str(value): reason for value, why_not in entry.why_not_value.items() if (reason := why_not(machine, on_gpu))
+        },
         "emulated_here": entry.emulated(machine, on_gpu),
     }
+
+
+def _why_not_here(entry: Entry, machine: Machine, on_gpu: bool) -> str | None:
+    if on_gpu and machine.gpus == 1 and (entry.key == "parallelism" or entry.needs):
+        return "there is one GPU, which has nobody to share the work with"
+    return entry.why_not(machine, on_gpu)
+
+
+def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
+    """Whether this machine can run it, and why not, as a sentence."""
+    described = _described(entry, machine, on_gpu)
+    if described["why_not_here"]:
+        return f"no: {described['why_not_here']}."
+    if described["emulated_here"]:
+        return f"slowly: {described['emulated_here']}."
+    values = [f"not {value}: {reason}" for value, reason in described["why_not_values_here"].items()]
+    return f"yes, but {'; '.join(values)}." if values else "yes"
 
 
 def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
@@ -105,15 +125,13 @@ def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -
             if entry.group != group:
                 continue
             lines += [f"  {entry.setting}{_name(entry)}"]
-            here = entry.why_not(machine, on_gpu)
-            emulated = entry.emulated(machine, on_gpu)
             texts = {
                 "does": f"{entry.does}.",
                 "pays": f"{entry.pays}.",
                 "costs": f"{entry.costs}.",
                 "changes": f"{entry.changes}: {CHANGES[entry.changes]}.",
                 "excludes": "; ".join(f"{name} ({why})" for name, why in sorted(exclusions(entry, installed).items())),
-                "here": f"no: {here}." if here else f"slowly: {emulated}." if emulated else "yes",
+                "here": _here(entry, machine, on_gpu),
                 "also": ", ".join(entry.searched_for),
             }
             for label, text in texts.items():

@@ -317,6 +317,24 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     assert out.endswith("inference: inference/baseline.md\n")
 
 
+def test_batches_that_do_not_fit_are_named(workspace: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(trained: Trained) -> Made:
+        def predict(images: torch.Tensor) -> torch.Tensor:
+            if len(images) > 16:
+                raise torch.OutOfMemoryError("tried to allocate too much")
+            logits: torch.Tensor = trained.classifier()(images)
+            return logits
+
+        return Made(predict, 0)
+
+    job.run(workspace, "baseline", CPU_ONLY, PREPARED)
+    monkeypatch.setitem(FORMS, "eager", Kind("is greedy", greedy))
+    with pytest.raises(
+        PipelineError, match=r"infer\.batch_sizes: found \[1, 32\], for which .* \(tried to allocate too"
+    ):
+        inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
+
+
 def test_weights_of_another_model_are_refused(workspace: Config) -> None:
     path = results.model_file("baseline", 3)
     path.parent.mkdir(parents=True)

@@ -47,6 +47,54 @@ def test_they_are_found_by_the_names_that_people_search_for(
     assert len(described(capsys, LAPTOP, words)) < len(CATALOGUE)
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("DataParallel", {"data_parallel", "ddp"}),
+        ("no_sync", {"gradient_accumulation"}),
+        ("bucket size", {"bucket_mb"}),
+        ("SyncBatchNorm", {"sync_batchnorm"}),
+        ("post-local SGD", {"post_local_sgd"}),
+        ("FSDP2", {"fsdp"}),
+        ("reshard", {"keep_gathered"}),
+        ("mixed precision", {"parameter_precision", "bf16", "fp16"}),
+        ("CPU offload", {"cpu_offload", "activation_offload"}),
+        ("torch.distributed.pipelining", {"pipeline"}),
+        ("1F1B", {"pipeline"}),
+        ("tensor parallelism", {"tensor"}),
+        ("2-D parallelism", {"fsdp", "pipeline"}),
+        ("strong scaling", {"weak_scaling"}),
+        ("GradScaler", {"fp16"}),
+        ("memory budget", {"checkpointing_budget"}),
+        ("low-memory optimizer", {"low_bit_optimizer", "factored_optimizer"}),
+        ("fused optimizer", {"for_loop_optimizer"}),
+        ("empty_cache", {"release_cache"}),
+        ("OOM", {"auto_micro_batch"}),
+        ("reduce-overhead", {"compile"}),
+        ("CUDA graphs", {"compile", "cuda_graph"}),
+        ("streaming", {"streamed_data"}),
+        ("num_workers", {"dataloader"}),
+    ],
+)
+def test_each_is_found_by_what_people_call_it(words: str, names: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert names <= described(capsys, LAPTOP, *words.split()).keys()
+
+
+def test_with_a_single_gpu_nothing_can_be_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
+    one, several = described(capsys, SERVER.model_copy(update={"gpus": 1})), described(capsys, SERVER)
+    shared = {entry.name for entry in CATALOGUE if entry.key == "parallelism" or entry.needs}
+    assert {name for name, each in one.items() if each["why_not_here"] and "one GPU" in each["why_not_here"]} == shared
+    assert not any(several[name]["why_not_here"] for name in shared)
+
+
+def test_it_says_which_values_this_machine_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    here, there = described(capsys, LAPTOP, "compile")["compile"], described(capsys, SERVER, "compile")["compile"]
+    assert list(here["why_not_values_here"]) == ["reduce-overhead"]
+    assert there["why_not_values_here"] == {}
+    listing.show(LAPTOP, ["torch.compile"], as_json=False)
+    assert "yes, but not reduce-overhead: it is default and CUDA graphs" in " ".join(capsys.readouterr().out.split())
+
+
 def test_nothing_found_names_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"found nothing about 'warp drive'; there are: .*channels_last"):
         listing.show(LAPTOP, ["warp", "drive"], as_json=False)

@@ -24,6 +24,7 @@ from pipeline.inference.measuring import in_rounds, latency_of, noise_of, throug
 from pipeline.inference.records import Agreement, Form, Inference, Measured, Noise
 from pipeline.inference.showing import markdown
 from pipeline.records import dataset_of, device_name_of
+from pipeline.training import is_out_of_memory
 
 __all__ = ["Inference", "forms_on", "run"]
 
@@ -64,16 +65,24 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 scratch=Path(scratch),
             )
             label = device_name_of(world, fingerprint)
-            here, against_itself = forms_on(
-                trained,
-                kinds,
-                dataset,
-                world,
-                label,
-                rounds=asked.rounds,
-                seconds=asked.window_seconds,
-                max_spread=config.compare.max_spread,
-            )
+            try:
+                here, against_itself = forms_on(
+                    trained,
+                    kinds,
+                    dataset,
+                    world,
+                    label,
+                    rounds=asked.rounds,
+                    seconds=asked.window_seconds,
+                    max_spread=config.compare.max_spread,
+                )
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise PipelineError(
+                    f"infer.batch_sizes: found {asked.batch_sizes}, for which {label} has not the memory "
+                    f"({first_line(error)}); take smaller ones."
+                ) from error
             forms += here
             noise += against_itself
             about = dataset_of(dataset)

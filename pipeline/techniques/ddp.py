@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import ConfigError, Plan
 from pipeline.distributed import World
-from pipeline.techniques.base import Forward, HoldSync, Technique
+from pipeline.techniques.base import Accumulate, Forward, HoldSync, Losses, Technique
 
 _NO_BROADCAST = (
     "forward_sync_buffers"
@@ -76,7 +77,32 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
     return DistributedDataParallel(model, device_ids, **options)
 
 
-class DDP(Technique):
+class Replicated(Technique):
+    """What may put a model into DistributedDataParallel, whose buckets a resumed training must find as it left them.
+
+    After its first backward pass DDP fills its buckets anew, in the order in which gradients came, and where a gradient
+    lies decides in which order more than two ranks add it up. So a resumed training first passes a batch through the
+    model, and forgets the gradients.
+    """
+
+    def preview(self, sample: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._sample = sample
+
+    def wrap_accumulate(self, accumulate: Accumulate, forward: Forward, losses: Losses) -> Accumulate:  # noqa: ARG002
+        self._forward = forward
+        return accumulate
+
+    def arrange_buckets(self, model: DistributedDataParallel) -> None:
+        """As after a first step. Buffers stay as they are; random states do not."""
+        before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._forward(*self._sample()).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        for buffer, values in before:
+            buffer.copy_(values)
+
+
+class DDP(Replicated):
     """``torch.nn.parallel.DistributedDataParallel`` around the model.
 
     Buffers are not broadcast before each forward pass: training does not read BatchNorm's running
@@ -84,6 +110,9 @@ class DDP(Technique):
     """
 
     name = "ddp"
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
+        self.arrange_buckets(self.model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         self.model = replicated(model, self.plan, self.world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipeline.config import ConfigError
-from pipeline.techniques.base import HoldSync, Stored, Technique
-from pipeline.techniques.ddp import replicated
+from pipeline.techniques.base import HoldSync, Stored
+from pipeline.techniques.ddp import Replicated, replicated
 from pipeline.techniques.parts import Layout, whole_model, whole_optimizer, without_random_warning
 
 _ELEMENT_BY_ELEMENT = (
@@ -23,7 +24,7 @@ _ELEMENT_BY_ELEMENT = (
 )
 
 
-class Tensor(Technique):
+class Tensor(Replicated):
     """``parallelize_module`` on every pair of linear layers with nothing but element-wise functions between them.
 
     Each rank computes its columns of the first layer and, from these, its rows' part of the second; the parts of all
@@ -60,6 +61,10 @@ class Tensor(Technique):
             None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
         )
         return self.wrapped or model
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
+        if self.wrapped:
+            self.arrange_buckets(self.wrapped)
 
     def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:
         return self.wrapped.no_sync if self.wrapped else hold_sync

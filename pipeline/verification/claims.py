@@ -32,12 +32,13 @@ Analysis", 2019); k, samples times pixels, comes to some 10^5 here, and terms of
 PRODUCT_ROUNDOFFS = 2.0**5
 """In a coarser format, by how many of its roundoffs: each layer rounds activations and their gradients once, errors of
 n independent layers add up like sqrt(n), and sums are kept in float32. Enough for a thousand layers."""
-SMALL_GRADIENT = 0.1
-"""Of a parameter whose gradient nearly cancels, only rounding is left: differences count relative to this share of the
-root mean square over all parameters, at least."""
+SMALL_TENSOR = 0.1
+"""Of a gradient that nearly cancels, only rounding is left: differences count relative to this share of the root mean
+square over all tensors, at least."""
 NOISE_DRAWS = 2.0
-"""How many times as far as one error in the gradients, drawn at random, may another of its size carry the losses."""
+"""How many times as far as one error in the gradients, drawn at random, may another of its size carry the training."""
 
+_NO_REFERENCE = "nothing to hold it against, as the training without it fails"
 STILL = "with dropout off and BatchNorm's statistics fixed"
 
 
@@ -75,13 +76,15 @@ def gradient_bound(roundoff: float) -> float:
     return SUM_ROUNDOFFS * FLOAT32 + coarse
 
 
-def gradient_difference(found: Path, expected: Path) -> float:
-    """The largest relative difference of a parameter's gradient; infinite if one is not finite.
+def tensor_difference(found: Path, expected: Path) -> float:
+    """The largest relative difference of a tensor, be it a parameter or its gradient; infinite if one is not finite.
 
-    A difference's norm is taken relative to that of the parameter's expected gradient, plus ``SMALL_GRADIENT`` of the
-    root mean square over all parameters.
+    A difference's norm is taken relative to that of the expected tensor, plus ``SMALL_TENSOR`` of the root mean square
+    over all tensors. Counts, which are whole numbers, are left out.
     """
-    ours, theirs = _read(found), _read(expected)
+    ours, theirs = (
+        {name: value for name, value in _read(file).items() if value.is_floating_point()} for file in (found, expected)
+    )
     if ours.keys() != theirs.keys():
         return math.inf
     total = math.sqrt(sum(float(value.square().sum()) for value in theirs.values()))
@@ -89,7 +92,7 @@ def gradient_difference(found: Path, expected: Path) -> float:
     largest = 0.0
     for name, value in theirs.items():
         usual = total * math.sqrt(value.numel() / count)
-        size = float(value.norm()) + SMALL_GRADIENT * usual
+        size = float(value.norm()) + SMALL_TENSOR * usual
         difference = float((ours[name] - value).norm())
         if not math.isfinite(difference):
             return math.inf
@@ -158,7 +161,7 @@ class Verifier:
         """Of the model, as it is and kept still."""
 
     def claims(self, name: str) -> Iterator[Claim]:
-        """Those of ``variants.<name>``. Raises PipelineError if its reference cannot be trained."""
+        """Those of ``variants.<name>``. What its reference cannot be trained for promises nothing, and says so."""
         plan = plan_of(self.config, name, self.machine)
         for technique, reason in plan.left_out.items():
             yield Claim(name, f"{technique} is left out", note=reason)
@@ -175,11 +178,14 @@ class Verifier:
         yield evaluated(plan, first, self.config.train.metric)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Gradients and losses against the single device's in float32, with whatever changes the statistics left in."""
+        """Gradients, losses and weights against a single device's in float32, with what changes statistics left in."""
         close = [each for each in entries if each.changes != "statistics"]
         if not close or all(each.changes == "nothing" for each in entries):
             return  # bit-identity says more
-        gradients, losses = "gradients of a step: a single device's", f"losses of {self.steps} steps: a single device's"
+        gradients, losses, weights = (
+            f"{what}: a single device's"
+            for what in ("gradients of a step", f"losses of {self.steps} steps", f"weights after {self.steps} steps")
+        )
         expected = self._single(plan, close)
         if expected.plan is None:
             yield Claim(plan.name, gradients, note=expected.why_not)
@@ -203,23 +209,36 @@ class Verifier:
             refused = f"variants.{plan.name}." in str(error)  # the model that is kept still has no BatchNorm, say
             yield Claim(plan.name, gradients, holds=None if refused else False, note=str(error))
             return
-        theirs = self._observe(expected.plan, tasks)
+        try:
+            theirs = self._observe(expected.plan, tasks)
+        except WorkerError as error:
+            yield Claim(plan.name, gradients, note=f"{_NO_REFERENCE}: {error}")
+            return
         if why_no_step:
             yield Claim(plan.name, gradients, note=f"no step of plain SGD to see them by: {why_no_step}")
         elif ours[1].left_out:
             yield Claim(plan.name, gradients, note="the first step was left out: its scaled gradients overflowed")
         else:
-            difference = gradient_difference(ours[1].file, theirs[1].file)
+            difference = tensor_difference(ours[1].file, theirs[1].file)
             yield _held(plan.name, gradients, difference, bound, promised, "relative", note)
-        difference = curve_difference(ours[0].losses, theirs[0].losses)
+        apart = {
+            losses: curve_difference(ours[0].losses, theirs[0].losses),
+            weights: tensor_difference(ours[0].file, theirs[0].file),
+        }
         try:
             (noisy,) = self._observe(expected.plan, [Task("run", still, bound)])
         except WorkerError as error:
             why_no_bound = f"no bound: an error of {bound:.1e} in its gradients ends the single device's own training"
-            yield Claim(plan.name, losses, difference, unit="relative", note=f"{why_no_bound}: {error}")
+            for claim, difference in apart.items():
+                yield Claim(plan.name, claim, difference, unit="relative", note=f"{why_no_bound}: {error}")
             return
-        carried = bound + NOISE_DRAWS * curve_difference(noisy.losses, theirs[0].losses)
-        yield _held(plan.name, losses, difference, carried, promised, "relative", note)
+        carried = {
+            losses: bound + NOISE_DRAWS * curve_difference(noisy.losses, theirs[0].losses),
+            # Weights are float32, whatever a step computes in: to what errors carry, only their own rounding is added.
+            weights: gradient_bound(FLOAT32) + NOISE_DRAWS * tensor_difference(noisy.file, theirs[0].file),
+        }
+        for claim, difference in apart.items():
+            yield _held(plan.name, claim, difference, carried[claim], promised, "relative", note)
 
     def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
         """What changes nothing, against the same variant without it: the same weights, as they are trained."""
@@ -231,7 +250,11 @@ class Verifier:
         if reduced.plan is None:
             yield Claim(plan.name, claim, note=reduced.why_not)
             return
-        (other,) = self._observe(reduced.plan, [Task("run")])
+        try:
+            (other,) = self._observe(reduced.plan, [Task("run")])
+        except WorkerError as error:
+            yield Claim(plan.name, claim, note=f"{_NO_REFERENCE}: {error}")
+            return
         yield _held(plan.name, claim, differing_values(first.file, other.file), 0, True, "values", "")
 
     def _repeated(self, plan: Plan, entries: Sequence[Entry], first: Observed, again: Observed) -> Claim:

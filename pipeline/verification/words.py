@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -62,10 +63,12 @@ def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
 def _without_traceback(note: str) -> list[str]:
     """The note's lines; of a traceback, the exception alone: --json has all of it."""
     found = note.splitlines()
-    if not any("Traceback (most recent call last)" in line for line in found):
+    first = next((index for index, line in enumerate(found) if "Traceback (most recent call last)" in line), None)
+    if first is None:
         return found
     last = max(index for index, line in enumerate(found) if line.startswith("  "))
-    return found[last + 1 :]
+    before = re.sub(r"(rank \d+: )?Traceback .*", "", found[first]).strip()
+    return [*found[:first], *filter(None, [before]), *found[last + 1 :]]
 
 
 def _line(width: int, variant: str, claim: str, measured: str, bound: str, holds: str) -> str:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.data.prepared import Dataset
 from pipeline.techniques.channels_last import ChannelsLast
 from tests.nets import ALONE, batch, conv_net, make_plan
+from tests.test_training import make_training
 
 
 def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
@@ -25,6 +28,15 @@ def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
     assert not seen[0].is_contiguous()
     torch.testing.assert_close(loss, expected)
+
+
+def test_what_is_learned_is_the_same_within_rounding(digits: Dataset) -> None:
+    plain, changed = (make_training(digits, model=conv_net(norm=True), channels_last=on) for on in (False, True))
+    for training in (plain, changed):
+        training.advance(20)
+    assert changed.losses.take() == pytest.approx(plain.losses.take(), rel=1e-3)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(changed.model.state_dict()[name], value, check_stride=False, rtol=1e-3, atol=1e-4)
 
 
 def test_it_applies_only_when_asked() -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,53 @@ def test_the_model_runs_as_one_generated_graph_and_learns_the_same(digits: Datas
     assert counters["stats"]["unique_graphs"] == 1  # training's; the evaluations ran the bare model
     assert not counters["graph_break"]
     assert list(compiled.model_state.read()) == list(plain.model_state.read())
+
+
+@builds
+def test_max_autotune_does_without_cuda_graphs_on_a_cpu_and_learns_the_same(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiles, modes = torch.compile, []
+
+    def noted(*arguments: Any, mode: str, **options: Any) -> Any:
+        modes.append(mode)
+        return compiles(*arguments, mode=mode, **options)
+
+    monkeypatch.setattr(torch, "compile", noted)
+    plain, tuned = make_training(digits), make_training(digits, compile="max-autotune")
+    for training in (plain, tuned):
+        training.advance(8)
+    assert modes == ["max-autotune-no-cudagraphs"]
+    assert tuned.losses.take() == pytest.approx(plain.losses.take(), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("more", [{}, {"precision": "bf16", "channels_last": True}, {"activation_checkpointing": True}])
+def test_each_mode_learns_the_same_on_a_gpu(digits: Dataset, mode: str, more: dict[str, Any]) -> None:
+    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+    plain, compiled = (
+        make_training(digits, world, model=conv_net(norm=True), compile=how, **more) for how in ("none", mode)
+    )
+    replays: list[int] = []
+    with _counted_replays(replays):
+        losses = [[row.train_loss for row in rows_of(each.run())] for each in (plain, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05 if more.get("precision") else 0.01)
+    assert bool(replays) is (mode != "default")
+
+
+@contextmanager
+def _counted_replays(replays: list[int]) -> Iterator[None]:
+    """Grows by one whenever a CUDA graph is replayed."""
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(1)
+        replay(graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+        yield
 
 
 @builds
@@ -221,6 +270,27 @@ def test_a_mode_that_records_cuda_graphs_needs_a_gpu() -> None:
         planned(cpu, compile="reduce-overhead")
     assert planned(cpu, compile="default").applied.compile == "default"
     assert planned(GPU, compile="reduce-overhead").applied.compile == "reduce-overhead"
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"gradient_accumulation": 2}, "gradient_accumulation 2"),
+        ({"gradient_accumulation": "auto"}, "gradient_accumulation auto"),
+        ({"set_to_none": False}, "set_to_none false"),
+    ],
+)
+def test_cuda_graphs_of_what_is_compiled_keep_no_gradients(mode: str, kept: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(GPU, compile=mode, **kept)
+    assert str(refused.value) == (
+        f"variants.a.compile: found {mode!r}, but the next forward pass overwrites the gradients that its CUDA graphs "
+        f"leave and {said} keeps (PyTorch issue 169545); say default; take it out."
+    )
+    assert planned(GPU, compile="default", **kept).applied.compile == "default"
+    if mode == "max-autotune":  # which records none on a CPU
+        assert planned(GPU, "cpu", compile=mode, **kept).applied.compile == mode
 
 
 def test_without_a_compiler_it_is_refused_with_the_remedy() -> None:

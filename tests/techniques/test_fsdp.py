@@ -48,6 +48,18 @@ def test_two_ranks_train_as_one_device_with_half_of_everything_each(digits: Data
         assert ranks[0].straight_sha256 == found[0][0].straight_sha256
 
 
+def test_three_ranks_whose_shares_are_uneven_train_as_one_device(digits: Dataset) -> None:
+    train = TRAIN.model_copy(update={"batch_size": 36})
+    cases = [{"parallelism": "ddp"}, {"parallelism": "zero1"}, FSDP, FSDP | {"gradient_accumulation": 2}]
+    alone, found = alone_and_on_ranks(digits, conv_net, cases, size=3, train=train)
+    for case, ranks in zip(cases, found, strict=True):
+        assert_same_training(ranks, alone)
+        if case["parallelism"] == "fsdp":
+            held = [rank.parameter_bytes for rank in ranks]
+            assert sum(held) == alone.parameter_bytes
+            assert len(set(held)) > 1, "of 8, 16 and 10 rows"
+
+
 def test_adamw_and_batchnorm_resume_exactly(digits: Dataset) -> None:
     train = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.005})
     net = partial(conv_net, norm=True, dropout=True)

@@ -77,11 +77,20 @@ def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str
     return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
 
 
-def _why_apart(technique: Entry, parallelism: Entry) -> str | None:
-    """Why the technique cannot run in that parallelism, which is none of those that it needs."""
-    if not technique.needs or parallelism.key != "parallelism" or parallelism.name in technique.needs:
+def _why_apart(technique: Entry, other: Entry) -> str | None:
+    """Why the two cannot share a parallelism, of which the technique needs one; None if they can, or it needs none."""
+    if not technique.needs or any(_runs_in(other, entry(name)) for name in technique.needs):
         return None
-    return f"{technique.name} needs parallelism: {' or '.join(technique.needs)}"
+    needed = f"{technique.name} needs parallelism: {' or '.join(technique.needs)}"
+    return needed if other.key == "parallelism" else f"{needed}, with which {other.name} cannot run"
+
+
+def _runs_in(technique: Entry, parallelism: Entry) -> bool:
+    if technique.key == "parallelism":
+        return technique.name == parallelism.name
+    if technique.needs and parallelism.name not in technique.needs:
+        return False
+    return technique.name not in parallelism.excludes and parallelism.name not in technique.excludes
 
 
 def misplaced(variant: Variant) -> dict[str, str]:

@@ -49,6 +49,9 @@ class Entry:
     """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
     """Like ``why_not``, for single values of the key."""
+    why_not_beside: Callable[[Variant, bool], str | None] = lambda variant, on_gpu: None  # noqa: ARG005
+    """The whole variant, and whether the job runs on GPUs -> why the technique cannot run beside what else is asked for
+    there, where that hangs on more than names."""
     roundoff: float = 2.0**-24
     """Of what changes rounding: the unit roundoff (half the distance from 1 to the next number) of the coarsest format
     in which it computes or sends; float32's, unless it says otherwise. ``verify`` derives its bounds from it."""
@@ -72,7 +75,8 @@ class Entry:
     def refusal(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
         """Why what the variant says there cannot run on the machine; None if it can."""
         of_value = self.why_not_value.get(self.value(variant)) if self.why_not_value else None
-        return self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
+        here = self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
+        return here or self.why_not_beside(variant, on_gpu)
 
     def label(self, variant: Variant) -> str:
         """The name, and what the variant says there where the name does not tell it.

@@ -19,7 +19,7 @@ DATA_LOADING: tuple[Entry, ...] = (
     Entry(
         name="streamed_data",
         setting="data_loading: streamed",
-        searched_for=("memory map", "prefetching", "pinned memory"),
+        searched_for=("streaming", "memory map", "prefetching", "pinned memory"),
         does="A thread gathers batches from the memory map, a few ahead, and copies them to the device as uint8",
         pays="for data that do not fit on the device",
         costs="a processor's share for the gathering; four batches of memory",

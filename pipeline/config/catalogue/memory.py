@@ -86,7 +86,7 @@ MEMORY: tuple[Entry, ...] = (
     Entry(
         name="gradient_accumulation",
         setting="gradient_accumulation: 4",
-        searched_for=("micro-batches", "accumulate gradients", "batch splitting"),
+        searched_for=("micro-batches", "accumulate gradients", "batch splitting", "no_sync"),
         does="A step's gradients are the sum over micro-batches, of which one is in memory at a time",
         pays="when the batch does not fit, and with several processes as fewer reductions a sample",
         costs="smaller kernels; BatchNorm sees micro-batches",
@@ -135,7 +135,7 @@ MEMORY: tuple[Entry, ...] = (
     Entry(
         name="low_bit_optimizer",
         setting="optimizer_state: 8bit",
-        searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-bit optimizer"),
+        searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-memory optimizer"),
         does="AdamW's two moments in 8 bits, with a scale for each block of 256 values",
         pays="when optimizer state is most of the memory: 2 bytes a parameter instead of 8",
         costs="24 of the moments' 32 bits, in tensors of 4096 values and more; on a GPU, a wait for the loss's flag a "
@@ -153,7 +153,7 @@ MEMORY: tuple[Entry, ...] = (
     Entry(
         name="factored_optimizer",
         setting="optimizer_state: factored",
-        searched_for=("Adafactor", "factored second moment", "sublinear memory optimizer"),
+        searched_for=("Adafactor", "factored second moment", "low-memory optimizer"),
         does="Adafactor in place of AdamW: no first moment, and of a matrix's second moments the means of its rows and "
         "columns alone",
         pays="when optimizer state is most of the memory: next to nothing instead of 8 bytes a parameter",

@@ -69,6 +69,8 @@ PARALLELISM: tuple[Entry, ...] = (
             "ZeRO-3",
             "DeepSpeed stage 3",
             "HSDP",
+            "2-D parallelism",
+            "device mesh",
         ),
         does="Every process holds a share of parameters, gradients and optimizer state, gathers a block's parameters "
         "when it runs, and scatters their gradients; `replicas: N` does so in N groups, which average as by ddp",
@@ -130,7 +132,16 @@ PARALLELISM: tuple[Entry, ...] = (
     Entry(
         name="pipeline",
         setting="parallelism: pipeline",
-        searched_for=("pipeline parallelism", "model parallelism", "GPipe", "1F1B", "PipelineStage", "stages"),
+        searched_for=(
+            "pipeline parallelism",
+            "model parallelism",
+            "torch.distributed.pipelining",
+            "PipelineStage",
+            "GPipe",
+            "1F1B",
+            "stages",
+            "2-D parallelism",
+        ),
         does="The model is cut into stages of equal cost, one a process; micro-batches follow each other through them",
         pays="when parameters, gradients and optimizer state together do not fit on one GPU (the parameters alone "
         "must, at the start and for evaluation), and between hosts: only activations at the cuts are sent",
@@ -166,7 +177,13 @@ PARALLELISM: tuple[Entry, ...] = (
     Entry(
         name="weak_scaling",
         setting="scaling: weak",
-        searched_for=("linear scaling rule", "large minibatch", "batch size a GPU", "learning rate scaling"),
+        searched_for=(
+            "strong scaling",
+            "linear scaling rule",
+            "large minibatch",
+            "batch size a GPU",
+            "learning rate scaling",
+        ),
         does="Each data-parallel process takes train.batch_size samples a step, so the global batch grows with them; "
         "the learning rate is multiplied by their number and warmed up",
         pays="when a share of the batch would be too small for a device to be busy",

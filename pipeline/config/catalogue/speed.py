@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.catalogue.base import Entry, needs_gpu
 from pipeline.config.machine import Machine
-from pipeline.config.sections import GRAPH_WARMUP_STEPS, Train
+from pipeline.config.sections import GRAPH_WARMUP_STEPS, Train, Variant
 
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
@@ -24,6 +24,21 @@ def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
     return None if on_gpu else "it is default and CUDA graphs, which need a GPU; on a CPU say default"
 
 
+def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
+    if not on_gpu or variant.compile not in ("reduce-overhead", "max-autotune"):
+        return None
+    if variant.gradient_accumulation != 1:
+        kept = f"gradient_accumulation {variant.gradient_accumulation}"
+    elif not variant.set_to_none:
+        kept = "set_to_none false"
+    else:
+        return None
+    return (
+        f"the next forward pass overwrites the gradients that its CUDA graphs leave and {kept} keeps (PyTorch issue "
+        "169545); say default"
+    )
+
+
 SPEED: tuple[Entry, ...] = (
     Entry(
         name="channels_last",
@@ -31,7 +46,8 @@ SPEED: tuple[Entry, ...] = (
         searched_for=("NHWC", "memory format", "torch.channels_last"),
         does="Images and weights with the channels innermost, as convolution kernels for Tensor Cores read them",
         pays="for convolutional nets in 16 bits on GPUs, and on CPUs with oneDNN",
-        costs="a copy where an operation has no kernel for it",
+        costs="a copy where an operation has no kernel for it; with fsdp, which shares out contiguous weights alone, a "
+        "copy of a convolution's weights whenever it runs",
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         asked=lambda variant: variant.channels_last,
@@ -39,12 +55,22 @@ SPEED: tuple[Entry, ...] = (
     Entry(
         name="compile",
         setting="compile: default",
-        searched_for=("torch.compile", "TorchInductor", "TorchDynamo", "Triton", "kernel fusion", "max-autotune"),
+        searched_for=(
+            "torch.compile",
+            "TorchInductor",
+            "TorchDynamo",
+            "Triton",
+            "kernel fusion",
+            "reduce-overhead",
+            "max-autotune",
+            "CUDA graphs",
+        ),
         does="The model as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
         "max-autotune also tries several kernels for matrix products (on a CPU: of batches of matrices)",
         pays="for models with many small operations, in runs long enough to win back the compilation",
         costs="tens of seconds before the first step, fewer with a warm cache; a C++ compiler; a model without graph "
-        "breaks",
+        "breaks. reduce-overhead, and max-autotune on GPUs, exclude gradient_accumulation and set_to_none: false, "
+        "whose gradients outlive a forward pass",
         source="Ansel et al., PyTorch 2, ASPLOS 2024",
         changes="rounding",
         asked=lambda variant: variant.compile != "none",
@@ -57,6 +83,7 @@ SPEED: tuple[Entry, ...] = (
         },
         why_not=_needs_compiler,
         why_not_value={"reduce-overhead": _records_graphs},
+        why_not_beside=_loses_gradients,
     ),
     Entry(
         name="cuda_graph",
