@@ -173,6 +173,16 @@ def test_memory_that_the_machine_does_not_tell_is_not_judged() -> None:
     assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("same", None))
 
 
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(("more_mib", "expected"), [(0.98, "same"), (1.02, "worse")])
+def test_on_a_cpu_less_than_a_heaps_free_blocks_is_no_difference(
+    more_mib: float, expected: str, paired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PEAK", 10 * 2**20)
+    found = judged(arm(memory=1 + more_mib / 10, drift=0.0), drift=0.0, paired=paired)
+    assert decisions(found)["baseline"][1] == expected
+
+
 def test_too_few_rounds_are_no_pass() -> None:
     assert judged(arm(rounds=5)).outcome == "untrusted"
 
@@ -242,6 +252,14 @@ def test_a_recording_that_was_better_is_named(capsys: pytest.CaptureFixture[str]
     faster = recorded(throughput={"baseline": 1.0, "ddp": 3.2, "memory": 0.8}, memory={"memory": 0.3, "ddp": 1.01})
     assert gate.run(configured(), str(faster)) == 1
     assert capsys.readouterr().out.startswith("**Worse than the base: throughput (ddp), peak memory (memory).**\n")
+
+
+@pytest.mark.usefixtures("checkout")
+def test_the_least_difference_of_memory_is_told_where_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    gate.run(configured(), str(recorded()))
+    assert "3% of memory, 1 percentage" in capsys.readouterr().out
+    gate.run(configured(), str(recorded(memory={"memory": 0.1})))
+    assert "3% of memory (but at least 1 MiB), 1 percentage" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("checkout")

@@ -17,6 +17,12 @@ EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}
 """2 is a mistake that the person can put right, as everywhere."""
 
 
+HEAP_BYTES = 2**20
+"""On a CPU, by so much at least do two sides have to differ. All processes of a side are forked from one server, whose
+heap's free blocks serve their first allocations, so the rounds of one gate do not show it: equal processes of five
+servers differed by up to 0.9 MiB."""
+
+
 class GateError(PipelineError):
     """The two cannot be held against each other. The message says why and what to do."""
 
@@ -100,7 +106,10 @@ def judge(
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio | None:
         if verdicts.untold((of_head, of_base), quantity):
             return None
-        margin, machine = (margins.throughput, noise[0]) if quantity is THROUGHPUT else (margins.memory, noise[1])
+        if quantity is THROUGHPUT:
+            margin, machine = margins.throughput, noise[0]
+        else:
+            margin, machine = max(margins.memory, _resolution(of_base)), noise[1]
         return (verdicts.ratio if paired else unpaired)(of_head, of_base, quantity, margin, machine)
 
     names = [name for name in base if name in head]
@@ -165,6 +174,13 @@ def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machin
         why_untrusted = f"{quantity.noun}: nothing was measured"
     interval = stats.unpaired_ratio(above, below) if above and below else None
     return verdicts.decided(interval, quantity, margin, refused=sum(missing), why_untrusted=why_untrusted)
+
+
+def _resolution(arm: Arm) -> float:
+    """The share of ``arm``'s peak memory that says nothing: on a CPU ``HEAP_BYTES``."""
+    peaks = [sample.peak_memory_bytes for sample in arm.samples if sample.peak_memory_bytes]
+    on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
+    return 0.0 if on_gpu or not peaks else HEAP_BYTES / statistics.median(peaks)
 
 
 def _mostly_known(arm: Arm, quantity: Quantity) -> bool:

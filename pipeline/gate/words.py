@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline import verdicts
-from pipeline.gate.decision import Gated, Held, Side
+from pipeline.gate.decision import HEAP_BYTES, Gated, Held, Side
 from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio
 
 
@@ -15,6 +15,8 @@ def markdown(gated: Gated) -> str:
     arm, margins = gated.base.arms[0], gated.margins
     rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
     took = "" if gated.seconds is None else f" in {gated.seconds:.0f} s"
+    least = any(row.memory and row.memory.margin > margins.memory for row in rows)
+    of_memory = f" (but at least {HEAP_BYTES // 2**20} MiB)" if least else ""
     remarks = dict.fromkeys([*_open(gated, rows), *gated.hidden, *gated.remarks])
     lines = [
         f"**{_headline(gated, rows)}**",
@@ -32,7 +34,7 @@ def markdown(gated: Gated) -> str:
         f"{_interval(gated.noise_memory)}.",
         "* Median ratios with 95% intervals; accuracy: mean difference over seeds, with the interval of two one-sided "
         f"tests at 5%. Worse or better: all of it lies beyond the margin, {100 * margins.throughput:g}% of throughput, "
-        f"{100 * margins.memory:g}% of memory, {100 * margins.accuracy:g} percentage point(s) of accuracy.",
+        f"{100 * margins.memory:g}% of memory{of_memory}, {100 * margins.accuracy:g} percentage point(s) of accuracy.",
     ]
     return "\n".join(lines) + "\n"
 
