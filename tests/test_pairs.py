@@ -118,9 +118,8 @@ def _try_all(one: Entry, digits: Dataset, device: Literal["cpu", "cuda"]) -> Non
         made = plan(config, "tried", here)
         if one.asked(made.applied) and other.asked(made.applied):
             tries.append((config, made))
-        else:
-            assert here.gpus == 1, made.left_out  # with which no processes can share anything
-            assert on_gpu, made.left_out
+        else:  # one GPU shares nothing out, and without replicas a pipeline's batch is the global one
+            assert made.left_out.keys() & {one.name, other.name}
     if not tries and here.gpus == 1 and one.key == "parallelism":
         pytest.skip(f"{one.name} needs two GPUs")
     few = replace(digits, train=_first(digits.train, STEPS * 32), test=_first(digits.test, 33))
