@@ -771,7 +771,8 @@ def earnest(tmp_path_factory: pytest.TempPathFactory) -> Clone:
         "train.batch_size": 64,
         "publish.live": False,
         "bench": {"max_rounds": 7, "window_seconds": 0.2, "max_foreign_load": 1.0, "max_input_wait": 1.0},
-        "compare": {"margins": margins, "max_spread": 1000.0},
+        "compare.margins": margins,
+        "compare.max_spread": 1000.0,
         "gate": {"max_minutes": 10.0},
         "variants": {"baseline": {}},
     }
