@@ -112,15 +112,13 @@ def test_the_quantised_form_agrees_and_is_a_quarter_in_size(trained: Trained, di
     assert quantised.measured.model_bytes < 0.5 * plain.model_bytes
 
 
-def test_without_a_compiler_the_compiled_forms_are_refused_with_the_remedy(
-    trained: Trained, digits: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_compiled_forms_are_refused_with_the_remedy(trained: Trained, digits: Dataset) -> None:
     import torch._inductor.config as inductor
     from torch._inductor import cpp_builder
 
     cpp_builder.cpp_compiler_search.cache_clear()
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nowhere/g++",))
-    found = measure(trained, digits, {"compiled": FORMS["compiled"]})["compiled"]
+    with inductor.patch({"cpp.cxx": ("/nowhere/g++",)}):
+        found = measure(trained, digits, {"compiled": FORMS["compiled"]})["compiled"]
     cpp_builder.cpp_compiler_search.cache_clear()
     assert found.measured is None
     assert found.why_not
