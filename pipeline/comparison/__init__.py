@@ -223,17 +223,18 @@ def _from_bench(bench: Bench, variant: str, speeds: bool, memory: bool) -> dict[
         known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
         return statistics.median(known) if known and trusted else None
 
-    speed, peak = median("samples_per_second", speeds), median("peak_memory_bytes", memory)
-    reserved, driver = median("peak_reserved_bytes", memory), median("driver_memory_bytes", memory)
+    def median_bytes(field: str) -> int | None:
+        value = median(field, memory)
+        return None if value is None else round(value)
+
+    speed = median("samples_per_second", speeds)
     retries = [sample.allocator_retries for sample in arm.samples if sample.allocator_retries is not None]
     predicted = ledgers.predicted if ledgers else None
     achieved = flops.model_per_sample * speed if flops and speed else None
     return {
         "samples_per_second": speed,
         **{name: median(name, speeds) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")},
-        "peak_memory_bytes": None if peak is None else round(peak),
-        "peak_reserved_bytes": None if reserved is None else round(reserved),
-        "driver_memory_bytes": None if driver is None else round(driver),
+        **{name: median_bytes(name) for name in ("peak_memory_bytes", "peak_reserved_bytes", "driver_memory_bytes")},
         "allocator_retries": sum(retries) if retries else None,
         "refused": sum(bool(sample.refusals) for sample in arm.samples),
         "ledgers": ledgers,
