@@ -132,7 +132,7 @@ def _environment(_: argparse.Namespace) -> None:
 
     params = config.load(for_dvc=True)
     plans = config.plans(params, environment.machine())
-    print(f"environment {environment.write()[:12]}")
+    print(f"environment {environment.write(relied_on=config.relied_on(params))[:12]}")
     for name, plan in plans.items():
         for technique, reason in plan.left_out.items():
             print(f"variants.{name}: {technique} is left out: {reason}")

@@ -19,11 +19,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Machine, PipelineError, outside
+from pipeline.config import COMPILER, Machine, PipelineError, outside
 from pipeline.results import write_text
 
 ENVIRONMENT_FILE = Path("environment.json")
@@ -58,11 +58,12 @@ _NO_SETTINGS = re.compile(
 )
 
 
-def fingerprint() -> dict[str, Any]:
+def fingerprint(relied_on: Collection[str] = ()) -> dict[str, Any]:
     """``{"hash", "hardware", "software", "settings"}``; the hash (SHA-256, hexadecimal) covers the other three.
 
-    Sizes are whole GiB, powers watts; ``None`` means unknown. Take it in the process that a person started: launchers
-    set variables such as OMP_NUM_THREADS in their workers.
+    Sizes are whole GiB, powers watts; ``None`` means unknown. ``relied_on``: what the job uses of what is optional
+    (``config.relied_on``); what it does not use changes no number of it. Take it in the process that a person started:
+    launchers set variables such as OMP_NUM_THREADS in their workers.
     """
     gpus, driver = _gpus()
     cpu = _cpu_facts()
@@ -91,6 +92,8 @@ def fingerprint() -> dict[str, Any]:
             if _SETTINGS.fullmatch(name) and not _NO_SETTINGS.fullmatch(name)
         },
     }
+    for name in sorted(relied_on):
+        content["software"][name] = _version_of_command(_cpu_compiler()) if name == COMPILER else _version(name)
     if outside.packages():
         content["software"]["techniques"] = outside.packages()
     if gpus:  # without a GPU these are installed but not used
@@ -99,9 +102,9 @@ def fingerprint() -> dict[str, Any]:
     return {"hash": digest, **content}
 
 
-def write(path: Path = ENVIRONMENT_FILE) -> str:
+def write(path: Path = ENVIRONMENT_FILE, relied_on: Collection[str] = ()) -> str:
     """Make ``path`` hold the fingerprint, and return its hash. An equal file is left alone."""
-    found = fingerprint()
+    found = fingerprint(relied_on)
     text = json.dumps(found, indent=2) + "\n"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_text(path, text)
@@ -149,18 +152,23 @@ def machine() -> Machine:
         gpu_tf32=bool(gpus) and min(capabilities) >= _TF32_CAPABILITY,
         trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
         installed=frozenset(name for name in _OPTIONAL_LIBRARIES if importlib.util.find_spec(name)),
-        no_cpu_kernels=_no_kernels(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")),
+        no_cpu_kernels=_no_kernels(_cpu_compiler()),
         no_gpu_kernels=_no_kernels(
             os.environ.get("CC", shutil.which("gcc") or shutil.which("clang") or "gcc"), "triton"
         ),
     )
 
 
+def _cpu_compiler() -> str:
+    """The command with which torch.compile builds kernels for the CPU (``cpp.cxx`` in torch/_inductor/config.py)."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
 def _no_kernels(compiler: str, module: str | None = None) -> str | None:
     """Why torch.compile cannot build kernels with ``compiler``, a command, and ``module``; None if it can.
 
-    It takes the command from the same variables and names: ``cpp.cxx`` in torch/_inductor/config.py for the CPU, _build
-    in triton/runtime/build.py for GPUs. Both compile against Python's headers.
+    For GPUs it takes the command from the same variables and names as _build in triton/runtime/build.py. Both compile
+    against Python's headers.
     """
     header = Path(sysconfig.get_path("include"), "Python.h")
     if module and importlib.util.find_spec(module) is None:
@@ -332,6 +340,15 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _version_of_command(command: str) -> str | None:
+    """The first line of what ``command --version`` prints; None if it cannot be run."""
+    try:
+        done = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.partition("\n")[0] or None
 
 
 def _torch() -> dict[str, str | None]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -57,6 +58,30 @@ def test_environment_writes_the_fingerprint_and_says_what_is_left_out(
     out = capsys.readouterr().out
     assert f"environment {environment.fingerprint()['hash'][:12]}" in out
     assert "variants.memory: bf16 is left out: this CPU has no native bf16" in out
+
+
+@pytest.mark.parametrize(
+    ("sections", "relied_on"),
+    [
+        ({}, set()),
+        ({"variants": {"baseline": {}, "small": {"optimizer_state": "8bit"}}}, {"bitsandbytes"}),
+        ({"variants": {"baseline": {}, "fast": {"compile": "default"}}}, {"compiler"}),
+        ({"infer": {"variants": ["baseline"], "forms": ["bf16", "int8"]}}, {"compiler", "torchao"}),
+        ({"infer": {"variants": [], "forms": ["compiled", "int8"]}}, set()),
+    ],
+)
+def test_environment_notices_the_version_of_what_the_job_relies_on(
+    sections: dict[str, Any], relied_on: set[str], checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False, installed=frozenset({"bitsandbytes"}))
+    monkeypatch.setattr(environment, "machine", lambda: machine)
+    params = yaml.safe_load((checkout / "params.yaml").read_text(encoding="utf-8"))
+    for name, values in sections.items():
+        params[name] = values if name == "variants" else params[name] | values
+    params["train"] |= {"optimizer": "adamw"}
+    (checkout / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    assert cli.main(["environment"]) == 0
+    assert environment.read()["software"].keys() - environment.fingerprint()["software"].keys() == relied_on
 
 
 def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pynvml
 import pytest
 
 from pipeline import environment
-from pipeline.config import PipelineError
+from pipeline.config import COMPILER, PipelineError
 from pipeline.environment import fingerprint, machine, read, write
 
 ROOT = Path(__file__).parent.parent
@@ -239,6 +239,33 @@ def test_another_gpu_count_driver_or_power_limit_is_another_environment(
     monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "590.1")
     hashes.append(fingerprint()["hash"])
     assert len(set(hashes)) == len(hashes)
+
+
+def test_the_compiler_counts_by_its_version_where_the_job_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    monkeypatch.setenv("CXX", f"{compiler} -O2")
+    relying, plain = [], []
+    for version in (None, "12.2.0", "14.1.0"):
+        if version is not None:
+            compiler.write_text(f"#!/bin/sh\nprintf 'g++ {version}\\nCopyright\\n'\n")
+            compiler.chmod(0o755)
+        relying.append(fingerprint({COMPILER}))
+        plain.append(fingerprint())
+    assert [each["software"]["compiler"] for each in relying] == [None, "g++ 12.2.0", "g++ 14.1.0"]
+    assert len({each["hash"] for each in relying}) == 3
+    assert plain == plain[:1] * 3, "a job that compiles nothing has the same numbers"
+
+
+def test_an_extra_counts_by_its_version_where_the_job_relies_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = []
+    for version in ("0.50.1", "0.50.2"):
+        monkeypatch.setattr(environment, "_version", lambda name, version=version: f"{name} {version}")
+        found = fingerprint({"bitsandbytes"})
+        assert found["software"]["bitsandbytes"] == f"bitsandbytes {version}"
+        hashes.append(found["hash"])
+    assert hashes[0] != hashes[1]
 
 
 def test_libraries_for_gpus_do_not_count_where_there_is_none(plug: Plug) -> None:

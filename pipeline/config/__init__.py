@@ -7,11 +7,11 @@ work, with the path of the key, what was found there and what is allowed.
 from __future__ import annotations
 
 from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, techniques, without
-from pipeline.config.catalogue.base import Entry
+from pipeline.config.catalogue.base import COMPILER, Entry
 from pipeline.config.errors import ConfigError, PipelineError, first_line
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.machine import Machine
-from pipeline.config.planning import Plan, plan, plans
+from pipeline.config.planning import Plan, plan, plans, relied_on
 from pipeline.config.sections import (
     GRAPH_WARMUP_STEPS,
     Augment,
@@ -32,6 +32,7 @@ from pipeline.config.sections import (
 
 __all__ = [
     "CATALOGUE",
+    "COMPILER",
     "GRAPH_WARMUP_STEPS",
     "PARAMS_FILE",
     "SCHEMA_FILE",
@@ -64,6 +65,7 @@ __all__ = [
     "parse",
     "plan",
     "plans",
+    "relied_on",
     "schema",
     "techniques",
     "without",

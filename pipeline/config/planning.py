@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.config import catalogue
+from pipeline.config.catalogue.base import COMPILER
 from pipeline.config.errors import ConfigError
 from pipeline.config.machine import Machine
 from pipeline.config.sections import Config, Train, Variant
@@ -20,6 +21,9 @@ ONE_BATCH = ("pipeline", "tensor")
 MICRO_BATCHES_A_STAGE = 4
 """Of a pipeline, where the variant does not say. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
 Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
+
+_FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
+"""What ``Entry.relies_on`` is for techniques, for forms of inference."""
 
 
 class Plan(BaseModel):
@@ -163,6 +167,17 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return made
+
+
+def relied_on(config: Config) -> frozenset[str]:
+    """Of the extras' distributions and ``COMPILER``: those on whose versions a number of the job depends."""
+    techniques = (technique for variant in config.variants.values() for technique in catalogue.asked(variant))
+    forms = config.infer.forms if config.infer.variants else []
+    return frozenset(
+        name
+        for names in (*(each.relies_on for each in techniques), *(_FORMS_RELY_ON.get(form, ()) for form in forms))
+        for name in names
+    )
 
 
 def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:

@@ -15,6 +15,9 @@ Changes = Literal["nothing", "rounding", "statistics"]
 """nothing: the trained weights are the same, bit for bit; rounding: the same sums in another order or precision, equal
 within a tolerance that the technique's test states; statistics: another random process, equal over many runs."""
 
+COMPILER = "compiler"
+"""In ``relies_on``: the C++ compiler that torch.compile calls."""
+
 WhyNot = Callable[[Machine, bool], str | None]
 """The machine, and whether the job runs on its GPUs -> why the technique cannot run there; None if it can."""
 
@@ -57,6 +60,8 @@ class Entry:
     in which it computes or sends; float32's, unless it says otherwise. ``verify`` derives its bounds from it."""
     repeats: bool = True
     """Whether the same seed gives the same weights again, bit for bit."""
+    relies_on: tuple[str, ...] = ()
+    """On whose versions its numbers depend, beside torch's: distributions of the extras, and ``COMPILER``."""
     options: type[BaseModel] | None = None
     """Of a technique from outside: what ``extra: {name: options}`` may hold. None: nothing."""
 

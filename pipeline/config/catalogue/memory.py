@@ -144,6 +144,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="statistics",
         asked=lambda variant: variant.optimizer_state == "8bit",
         why_not=_why_no_8bit,
+        relies_on=("bitsandbytes",),
         why_not_with=needs_adamw,
         excludes={
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),

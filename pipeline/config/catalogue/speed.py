@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.catalogue.base import Entry, needs_gpu
+from pipeline.config.catalogue.base import COMPILER, Entry, needs_gpu
 from pipeline.config.machine import Machine
 from pipeline.config.sections import GRAPH_WARMUP_STEPS, Train, Variant
 
@@ -82,6 +82,7 @@ SPEED: tuple[Entry, ...] = (
             "activation_offload": "it is not known to offload what generated code keeps",
         },
         why_not=_needs_compiler,
+        relies_on=(COMPILER,),
         why_not_value={"reduce-overhead": _records_graphs},
         why_not_beside=_loses_gradients,
     ),
