@@ -383,7 +383,7 @@ def test_without_memory_all_variants_are_foreseen(packed: Path, capsys: pytest.C
 
 def test_what_cannot_be_shown_says_what_to_do(packed: Path, tmp_path: Path) -> None:
     config = parse({"variants": VARIANTS})
-    with pytest.raises(DataError, match="run the stage prepare first"):
+    with pytest.raises(DataError, match="run `dvc repro prepare` first"):
         ledger.show(config, LAPTOP, [], tmp_path)
     with pytest.raises(ConfigError, match="no such variant"):
         ledger.show(config, LAPTOP, ["memry"], packed)

@@ -68,7 +68,7 @@ def decode(config: Config, raw: Path) -> Decoded:
     name = config.fetch.dataset
     directory = raw / name
     if not directory.is_dir():
-        raise DataError(f"{directory} is missing: run the stage fetch first (dvc repro).")
+        raise DataError(f"{directory} is missing: run `dvc repro fetch` first.")
     if name == "image_folder":
         return _decode_image_folder(config, directory)
     if name == "digits":
@@ -134,7 +134,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): run the stage fetch again (dvc repro).") from None
+        raise DataError(f"{path} cannot be read ({error.strerror}): run `dvc repro --force fetch`.") from None
 
 
 def _hashed(key: str) -> bytes:
@@ -160,7 +160,7 @@ def _decode_digits(directory: Path, test_fraction: float) -> tuple[Chunk, Chunk]
         sixteenths: Images = np.load(directory / "images.npy")
         labels: Labels = np.load(directory / "labels.npy").astype(np.int64)
     except (OSError, ValueError) as error:
-        raise DataError(f"{directory}: digits cannot be read ({error}): run the stage fetch again.") from None
+        raise DataError(f"{directory}: digits cannot be read ({error}): run `dvc repro --force fetch`.") from None
     images = np.rint(sixteenths.astype(np.float64) * (255 / 16)).astype(np.uint8)[:, None]
     test = held_out([str(index) for index in range(len(labels))], labels.tolist(), test_fraction)
     return (images[~test], labels[~test]), (images[test], labels[test])
@@ -198,7 +198,7 @@ def _read_cifar10_batch(path: Path) -> Chunk:
         batch = _BatchUnpickler(io.BytesIO(content), encoding="latin1").load()
         pixels, labels = np.asarray(batch["data"]), np.array(batch["labels"], dtype=np.int64, ndmin=1)
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise DataError(f"{path}: not a batch of CIFAR-10 ({error}): run the stage fetch again.") from None
+        raise DataError(f"{path}: not a batch of CIFAR-10 ({error}): run `dvc repro --force fetch`.") from None
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
         raise DataError(
             f"{path}: not a batch of CIFAR-10 ({len(labels)} labels, {pixels.dtype} pixels {pixels.shape})."
@@ -240,7 +240,7 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
             rows = [(row["path"], row["sha256"]) for row in csv.DictReader(file)]
     except (OSError, KeyError) as error:
-        raise DataError(f"{path} cannot be read ({error!r}): run the stage fetch again.") from None
+        raise DataError(f"{path} cannot be read ({error!r}): run `dvc repro --force fetch`.") from None
     rows.sort(key=lambda row: _hashed(row[0]))
     classes = tuple(sorted({path.split("/")[1] for path, _ in rows if path.startswith("train/")}))
     number = {name: index for index, name in enumerate(classes)}

@@ -132,7 +132,7 @@ def _describe(directory: Path) -> Description:
     try:
         return Description.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: run the stage prepare first (dvc repro).") from None
+        raise DataError(f"{path} is missing: run `dvc repro prepare` first.") from None
     except ValidationError as error:
         raise DataError(f"{path} is not a description this version can read; {_AGAIN} ({error})") from None
 

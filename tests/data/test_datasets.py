@@ -105,11 +105,11 @@ def test_images_and_labels_of_different_counts_are_refused(tmp_path: Path) -> No
 
 
 def test_missing_raw_files_say_which_stage_brings_them(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"mnist is missing: run the stage fetch first"):
+    with pytest.raises(DataError, match=r"mnist is missing: run `dvc repro fetch` first"):
         decode(config("mnist"), tmp_path)
     write_idx(tmp_path / "mnist")
     (tmp_path / "mnist" / "t10k-images-idx3-ubyte").unlink()
-    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte cannot be read .*: run the stage fetch again"):
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte cannot be read .*: run `dvc repro --force fetch`"):
         decode(config("mnist"), tmp_path)
 
 

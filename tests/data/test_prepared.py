@@ -203,7 +203,7 @@ def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> N
 
 
 def test_a_description_that_is_missing_or_foreign_is_refused(digits: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere/dataset\.json is missing: run the stage prepare first"):
+    with pytest.raises(DataError, match=r"nowhere/dataset\.json is missing: run `dvc repro prepare` first"):
         read(tmp_path / "nowhere")
     values = json.loads((digits / "dataset.json").read_text())
     (digits / "dataset.json").write_text(json.dumps(values | {"schema_version": 2}))
