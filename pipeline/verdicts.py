@@ -178,7 +178,9 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, budget: str) -> list[str]:
     if ratio.decision != "undecided":
         return []
     if ratio.low is None:
-        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it (raise {budget})"]
+        rounds = ratio.pairs + ratio.refused
+        lost = f", and {ratio.refused} of {rounds} rounds had to be refused" if ratio.refused else ""
+        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} (raise {budget})"]
     if ratio.more_pairs is None:
         return [
             f"{quantity.noun} is undecided: it lies too close to the margin of {ratio.margin:.1%} for any number of "

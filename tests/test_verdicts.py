@@ -386,6 +386,10 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     assert ratio_reasons(ratio([9.0] * 3, [9.0] * 3, MEMORY), MEMORY, "bench.max_rounds") == [
         "peak memory is undecided: at least 6 pairs bound it (raise bench.max_rounds)"
     ]
+    assert ratio_reasons(ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5, MEMORY), MEMORY, "bench.max_rounds") == [
+        "peak memory is undecided: at least 6 pairs bound it, and 2 of 5 rounds had to be refused (raise "
+        "bench.max_rounds)"
+    ]
     on_the_edge = undecided.model_copy(update={"more_pairs": None})
     assert ratio_reasons(on_the_edge, THROUGHPUT, "bench.max_minutes") == [
         "throughput is undecided: it lies too close to the margin of 3.0% for any number of pairs that can be foreseen"
