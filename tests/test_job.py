@@ -216,7 +216,7 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
     asks(asked)
     output, _ = asked.communicate(timeout=300)
     assert asked.returncode == code, output
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
     said = re.search(rf"{variant} seed 0: interrupted after step (\d+); goes on from (\S+)", output)
     assert said, output
     assert Path(said[2]) == checkpoint_file(variant, 0)
