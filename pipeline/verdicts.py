@@ -178,8 +178,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, budget: str) -> list[str]:
     if ratio.decision != "undecided":
         return []
     if ratio.low is None:
-        rounds = ratio.pairs + ratio.refused
-        lost = f", and {ratio.refused} of {rounds} rounds had to be refused" if ratio.refused else ""
+        lost = f", and {_lost(ratio.refused, ratio.pairs + ratio.refused)}" if ratio.refused else ""
         return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} (raise {budget})"]
     if ratio.more_pairs is None:
         return [
@@ -212,6 +211,10 @@ def _of_decided(decisions: Sequence[str]) -> Verdict:
     return "costs" if "worse" in decisions else "neutral"
 
 
+def _lost(refused: int, rounds: int) -> str:
+    return f"{refused} of {rounds} rounds had to be refused"
+
+
 class _Pairs(NamedTuple):
     above: list[float]
     below: list[float]
@@ -233,7 +236,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     if refused:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
         why = most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
-        why_refused = f"{refused} of {len(rounds)} rounds had to be refused, most often because {why}"
+        why_refused = f"{_lost(refused, len(rounds))}, most often because {why}"
     if refused > len(known):
         why_untrusted = f"{quantity.noun}: {why_refused}"
     elif not rounds:

@@ -171,13 +171,11 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 def relied_on(config: Config) -> frozenset[str]:
     """Of the extras' distributions and ``COMPILER``: those on whose versions a number of the job depends."""
-    techniques = (technique for variant in config.variants.values() for technique in catalogue.asked(variant))
-    forms = config.infer.forms if config.infer.variants else []
-    return frozenset(
-        name
-        for names in (*(each.relies_on for each in techniques), *(_FORMS_RELY_ON.get(form, ()) for form in forms))
-        for name in names
-    )
+    techniques = [each for variant in config.variants.values() for each in catalogue.asked(variant)]
+    names = {name for technique in techniques for name in technique.relies_on}
+    if config.infer.variants:
+        names.update(*(_FORMS_RELY_ON.get(form, ()) for form in config.infer.forms))
+    return frozenset(names)
 
 
 def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:
