@@ -19,9 +19,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.config import COMPILER, Machine, PipelineError, outside
 from pipeline.results import write_text
@@ -48,6 +49,9 @@ _TF32_CAPABILITY = (8, 0)
 _OPTIONAL_LIBRARIES = ("bitsandbytes",)
 """What the extras of pyproject.toml bring for techniques."""
 
+ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
+"""What ``config.relied_on`` returns: section -> who -> names."""
+
 _SETTINGS = re.compile(
     r"(OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|MALLOC|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA_TF32|TORCH|TORCHINDUCTOR"
     r"|PYTORCH|TRITON)_.+|LD_PRELOAD"
@@ -58,12 +62,13 @@ _NO_SETTINGS = re.compile(
 )
 
 
-def fingerprint(relied_on: Collection[str] = ()) -> dict[str, Any]:
-    """``{"hash", "hardware", "software", "settings"}``; the hash (SHA-256, hexadecimal) covers the other three.
+def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
+    """``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers the three
+    between, on which every number depends.
 
-    Sizes are whole GiB, powers watts; ``None`` means unknown. ``relied_on``: what the job uses of what is optional
-    (``config.relied_on``); what it does not use changes no number of it. Take it in the process that a person started:
-    launchers set variables such as OMP_NUM_THREADS in their workers.
+    Sizes are whole GiB, powers watts; ``None`` means unknown. ``relied_on`` (``config.relied_on``) names what is
+    optional, and who uses it: its versions stand apart, because nobody else's numbers depend on them. Take it in the
+    process that a person started: launchers set variables such as OMP_NUM_THREADS in their workers.
     """
     gpus, driver = _gpus()
     cpu = _cpu_facts()
@@ -92,17 +97,28 @@ def fingerprint(relied_on: Collection[str] = ()) -> dict[str, Any]:
             if _SETTINGS.fullmatch(name) and not _NO_SETTINGS.fullmatch(name)
         },
     }
-    for name in sorted(relied_on):
-        content["software"][name] = _version_of_command(_cpu_compiler()) if name == COMPILER else _version(name)
     if outside.packages():
         content["software"]["techniques"] = outside.packages()
     if gpus:  # without a GPU these are installed but not used
         content["software"] |= {"driver": driver, "cuda": _torch()["cuda"], **_cuda_libraries()}
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return {"hash": digest, **content}
+    versions = {
+        section: {user: {name: _version_of_optional(name) for name in sorted(names)} for user, names in users.items()}
+        for section, users in (relied_on or {}).items()
+    }
+    return {"hash": _sha256(content), **content, "relied_on": versions}
 
 
-def write(path: Path = ENVIRONMENT_FILE, relied_on: Collection[str] = ()) -> str:
+def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
+    """Of all that the numbers of ``users`` depend on: the fingerprint's hash, if they rely on nothing optional.
+
+    ``content``: a fingerprint.
+    """
+    known = content.get("relied_on", {}).get(section, {})
+    versions = {name: version for user in users for name, version in known.get(user, {}).items()}
+    return _sha256([content["hash"], versions]) if versions else str(content["hash"])
+
+
+def write(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> str:
     """Make ``path`` hold the fingerprint, and return its hash. An equal file is left alone."""
     found = fingerprint(relied_on)
     text = json.dumps(found, indent=2) + "\n"
@@ -111,8 +127,11 @@ def write(path: Path = ENVIRONMENT_FILE, relied_on: Collection[str] = ()) -> str
     return str(found["hash"])
 
 
-def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
-    """The fingerprint that ``write`` left there. Raises PipelineError if it is missing or is none."""
+def read(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> dict[str, Any]:
+    """The fingerprint that ``write`` left there.
+
+    Raises PipelineError if it is missing, is none, or lacks a version of what is ``relied_on``.
+    """
     again = "run `dvc repro`, or `python -m pipeline environment`."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -122,6 +141,13 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
         raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
         raise PipelineError(f"{path} holds no environment's fingerprint: {again}")
+    for section, users in (relied_on or {}).items():
+        for user, names in users.items():
+            if missing := sorted(names - content.get("relied_on", {}).get(section, {}).get(user, {}).keys()):
+                raise PipelineError(
+                    f"{path} does not tell the version of {', '.join(missing)}, on which numbers of {user!r} depend: "
+                    f"params.yaml has changed since. Now {again}"
+                )
     return content
 
 
@@ -342,6 +368,10 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _version_of_optional(name: str) -> str | None:
+    return _version_of_command(_cpu_compiler()) if name == COMPILER else _version(name)
+
+
 def _version_of_command(command: str) -> str | None:
     """The first line of what ``command --version`` prints; None if it cannot be run."""
     try:
@@ -371,3 +401,7 @@ def _cuda_libraries() -> dict[str, str | None]:
         library: _version(f"nvidia-{library}-cu{major}") or _version(f"nvidia-{library}")
         for library in ("cublas", "cudnn", "nccl")
     }
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from pipeline import checkpoints, environment, results
 from pipeline.assembly import Assembly, assembled, forget_last_run
-from pipeline.config import Config, Machine, Plan
+from pipeline.config import Config, Machine, Plan, relied_on
 from pipeline.config import plan as plan_of
 from pipeline.detectors import detectors
 from pipeline.distributed import Interruption, World, interruption, launch, launched_size
@@ -46,7 +46,8 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = plan_of(config, name, machine, launched_size())
     started = psutil.Process().create_time()
-    launch(_work, (config, plan, prepared, environment.read(), started), plan.processes)
+    fingerprint = environment.read(relied_on=relied_on(config))
+    launch(_work, (config, plan, prepared, fingerprint, started), plan.processes)
 
 
 def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], started: float) -> None:
@@ -62,7 +63,8 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
         free_steps = max((technique.free_steps for technique in of_plan(plan)), default=0)
         with following, sampler or nullcontext(), interruption(world, free_steps) as heard:
-            job = Job(assembly, fingerprint["hash"], device_name, started, sampler, heard)
+            environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
+            job = Job(assembly, environment_hash, device_name, started, sampler, heard)
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
                 job.write_result(runs)

@@ -63,25 +63,35 @@ def test_environment_writes_the_fingerprint_and_says_what_is_left_out(
 @pytest.mark.parametrize(
     ("sections", "relied_on"),
     [
-        ({}, set()),
-        ({"variants": {"baseline": {}, "small": {"optimizer_state": "8bit"}}}, {"bitsandbytes"}),
-        ({"variants": {"baseline": {}, "fast": {"compile": "default"}}}, {"compiler"}),
-        ({"infer": {"variants": ["baseline"], "forms": ["bf16", "int8"]}}, {"compiler", "torchao"}),
-        ({"infer": {"variants": [], "forms": ["compiled", "int8"]}}, set()),
+        ({"variants": {"baseline": {}, "small": {"optimizer_state": "8bit"}}}, {"small": {"bitsandbytes"}}),
+        ({"variants": {"baseline": {}, "fast": {"compile": "default"}}}, {"fast": {"compiler"}}),
+        (
+            {"infer": {"forms": ["bf16", "compiled", "int8"]}},
+            {"compiled": {"compiler"}, "int8": {"compiler", "torchao"}},
+        ),
     ],
 )
 def test_environment_notices_the_version_of_what_the_job_relies_on(
-    sections: dict[str, Any], relied_on: set[str], checkout: Path, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any], relied_on: dict[str, set[str]], checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False, installed=frozenset({"bitsandbytes"}))
     monkeypatch.setattr(environment, "machine", lambda: machine)
     params = yaml.safe_load((checkout / "params.yaml").read_text(encoding="utf-8"))
+    params["infer"]["forms"] = ["bf16"]
     for name, values in sections.items():
         params[name] = values if name == "variants" else params[name] | values
     params["train"] |= {"optimizer": "adamw"}
     (checkout / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    plain = environment.fingerprint()
     assert cli.main(["environment"]) == 0
-    assert environment.read()["software"].keys() - environment.fingerprint()["software"].keys() == relied_on
+    found = environment.read()
+    assert found["hash"] == plain["hash"], "nobody else's numbers depend on it"
+    told = {user: set(versions) for users in found["relied_on"].values() for user, versions in users.items()}
+    assert {user: names for user, names in told.items() if names} == relied_on
+    assert {*params["variants"], *params["infer"]["forms"]} == told.keys()
+    for section, users in found["relied_on"].items():
+        for user in users:
+            assert (environment.hash_of(found, section, user) != found["hash"]) == (user in relied_on)
 
 
 def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from pipeline.comparison import (
     time_to_target,
 )
 from pipeline.config import Compare
+from pipeline.environment import hash_of
 from pipeline.results import Bench, HistoryRow, Result
 from tests.factories import (
     ENVIRONMENT,
@@ -27,6 +28,7 @@ from tests.factories import (
     make_bench,
     make_comparison,
     make_flops,
+    make_histories,
     make_history,
     make_ledgers,
     make_result,
@@ -490,6 +492,21 @@ def test_another_environment_is_refused() -> None:
 
 def test_a_baseline_of_another_environment_is_refused_too() -> None:
     assert "'baseline'" in refusal(make_result("baseline", environment="a" * 64), make_result("ddp"))
+
+
+def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_is_here() -> None:
+    def with_compiler(version: str) -> dict[str, Any]:
+        return ENVIRONMENT | {"relied_on": {"variants": {"baseline": {}, "ddp": {"compiler": version}}, "forms": {}}}
+
+    there, here = with_compiler("g++ 12.2.0"), with_compiler("g++ 14.1.0")
+    measured = [BASELINE, make_result("ddp", environment=hash_of(there, "variants", "ddp"))]
+    bench = make_bench(measured, environment=hash_of(there, "variants", "baseline", "ddp"))
+    compare(measured, make_histories(measured), bench, Compare(), there)
+    with pytest.raises(ComparisonError) as refused:
+        compare(measured, make_histories(measured), bench, Compare(), here)
+    ddp, of_bench = str(refused.value).splitlines()
+    assert ddp.startswith("variant 'ddp' was measured in environment ")
+    assert of_bench.startswith("bench.json: the bench was measured in environment ")
 
 
 def test_other_seeds_are_refused() -> None:

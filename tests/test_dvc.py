@@ -41,6 +41,10 @@ def paths(entries: list[str | dict[str, Any]], cache: bool | None = None) -> Ite
             yield path
 
 
+def of_params_yaml(stage: dict[str, Any]) -> list[str]:
+    return [key for key in stage.get("params", []) if isinstance(key, str)]
+
+
 def test_stages_run_the_command_of_their_name() -> None:
     assert {name: stage["cmd"] for name, stage in STAGES.items()} == {
         name: " ".join(["python -m pipeline", name, *([OF_A_VARIANT[name]] if name in OF_A_VARIANT else [])])
@@ -59,14 +63,23 @@ def test_what_notices_another_machine_and_what_mirrors_to_mlflow_always_run() ->
 
 
 def test_what_is_measured_depends_on_the_environment_and_the_data() -> None:
-    for stage in ("train", "bench", "profile", "infer"):
-        assert {"environment.json", "data/prepared"} <= set(STAGES[stage]["deps"])
+    relied_on = {
+        "train": "variants.${key}",
+        "profile": "variants.${item}",
+        "bench": "variants",
+        "infer": "forms",
+    }
+    for stage, users in relied_on.items():
+        assert "data/prepared" in STAGES[stage]["deps"]
+        assert {"environment.json": ["hash", f"relied_on.{users}"]} in STAGES[stage]["params"]
+    for stage in ("compare", "publish"):
+        assert "environment.json" in STAGES[stage]["deps"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_params_are_the_sections_of_params_yaml(stage: str) -> None:
     values = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    for dotted in STAGES[stage].get("params", []):
+    for dotted in of_params_yaml(STAGES[stage]):
         section = values
         for key in re.sub(r"\$\{\w+\}", "ddp", dotted).split("."):
             section = section[key]
@@ -75,7 +88,7 @@ def test_params_are_the_sections_of_params_yaml(stage: str) -> None:
 def test_what_is_named_of_params_yaml_is_looked_for_before_any_work() -> None:
     named: dict[str, set[str]] = {stage: set() for stage in ASKED_BY_DVC}
     for name, stage in STAGES.items():
-        named[name if name in named else ""] |= {key for key in stage.get("params", []) if "variants" not in key}
+        named[name if name in named else ""] |= {key for key in of_params_yaml(stage) if "variants" not in key}
     assert {stage: set(keys) for stage, keys in ASKED_BY_DVC.items()} == {
         stage: keys - (named[""] if stage else set()) for stage, keys in named.items()
     }

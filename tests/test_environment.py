@@ -15,7 +15,7 @@ import pytest
 
 from pipeline import environment
 from pipeline.config import COMPILER, PipelineError
-from pipeline.environment import fingerprint, machine, read, write
+from pipeline.environment import fingerprint, hash_of, machine, read, write
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,7 +89,7 @@ A, B, C = Gpu("GPU-aaaa1111", "A"), Gpu("GPU-aaaa2222", "B"), Gpu("GPU-cccc", "C
 
 def test_the_fingerprint_says_what_this_machine_is() -> None:
     found = fingerprint()
-    assert list(found) == ["hash", "hardware", "software", "settings"]
+    assert list(found) == ["hash", "hardware", "software", "settings", "relied_on"]
     assert found["hardware"]["memory_gib"] == round(psutil.virtual_memory().total / 2**30)
     assert 0 < found["hardware"]["cpu"]["cores"] <= (os.cpu_count() or 1)
     assert found["software"]["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -251,21 +251,33 @@ def test_the_compiler_counts_by_its_version_where_the_job_relies_on_it(
         if version is not None:
             compiler.write_text(f"#!/bin/sh\nprintf 'g++ {version}\\nCopyright\\n'\n")
             compiler.chmod(0o755)
-        relying.append(fingerprint({COMPILER}))
-        plain.append(fingerprint())
-    assert [each["software"]["compiler"] for each in relying] == [None, "g++ 12.2.0", "g++ 14.1.0"]
-    assert len({each["hash"] for each in relying}) == 3
-    assert plain == plain[:1] * 3, "a job that compiles nothing has the same numbers"
+        found = fingerprint({"variants": {"plain": set(), "fast": {COMPILER}, "also": set()}, "forms": {}})
+        relying.append((found["relied_on"]["variants"]["fast"][COMPILER], hash_of(found, "variants", "fast", "plain")))
+        plain.append((found["hash"], hash_of(found, "variants", "plain"), hash_of(found, "variants", "plain", "also")))
+    assert [version for version, _ in relying] == [None, "g++ 12.2.0", "g++ 14.1.0"]
+    assert len({digest for _, digest in relying}) == 3
+    assert {digest for digests in plain for digest in digests} == {fingerprint()["hash"]}, "they compile nothing"
 
 
 def test_an_extra_counts_by_its_version_where_the_job_relies_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = []
     for version in ("0.50.1", "0.50.2"):
         monkeypatch.setattr(environment, "_version", lambda name, version=version: f"{name} {version}")
-        found = fingerprint({"bitsandbytes"})
-        assert found["software"]["bitsandbytes"] == f"bitsandbytes {version}"
-        hashes.append(found["hash"])
+        found = fingerprint({"forms": {"int8": {"torchao"}}})
+        assert found["relied_on"]["forms"]["int8"] == {"torchao": f"torchao {version}"}
+        hashes.append(hash_of(found, "forms", "int8"))
     assert hashes[0] != hashes[1]
+
+
+def test_a_fingerprint_from_before_something_was_relied_on_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "environment.json"
+    relied_on = {"variants": {"plain": set[str](), "fast": {COMPILER}}}
+    environment.write(path)
+    environment.read(path, {"variants": {"plain": set()}})
+    with pytest.raises(PipelineError, match="does not tell the version of compiler, on which numbers of 'fast' depend"):
+        environment.read(path, relied_on)
+    environment.write(path, relied_on)
+    assert environment.read(path, relied_on)["relied_on"]["variants"]["plain"] == {}
 
 
 def test_libraries_for_gpus_do_not_count_where_there_is_none(plug: Plug) -> None:

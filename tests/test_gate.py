@@ -305,6 +305,17 @@ def test_another_environment_and_another_job_are_refused_by_name() -> None:
     assert not gate.JSON_FILE.exists()
 
 
+@pytest.mark.usefixtures("checkout")
+def test_what_other_variants_rely_on_is_no_other_environment() -> None:
+    compiler = {"compiler": "g++ 14.1.0"}
+    newer = ENVIRONMENT | {"relied_on": {"variants": {"only-there": compiler}, "forms": {}}}
+    assert gate.run(configured(), str(recorded(environment=newer))) == 0
+    newer = ENVIRONMENT | {"relied_on": {"variants": {"ddp": compiler}, "forms": {}}}
+    with pytest.raises(GateError) as refused:
+        gate.run(configured(), str(recorded(environment=newer)))
+    assert 'environment.relied_on.ddp.compiler: base "g++ 14.1.0", head null' in str(refused.value).splitlines()
+
+
 def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path) -> None:
     (checkout / "code.py").write_text("slow = False", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 2.5\n", encoding="utf-8")

@@ -82,6 +82,13 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     assert trained(again) == []
     assert children(checkout) == {comparison: RUNS}
 
+    # Another version of what one variant relies on: it alone would be trained.
+    fingerprint = checkout.path / "environment.json"
+    found = json.loads(fingerprint.read_text())
+    found["relied_on"]["variants"]["memory"]["compiler"] = "g++ 14.1.0"
+    fingerprint.write_text(json.dumps(found))
+    assert trained(checkout.run("dvc", "repro", "--dry")) == ["memory"]
+
     # Answered wholly from the cache, into a store that was deleted.
     (checkout.path / "mlflow.db").unlink()
     shutil.rmtree(checkout.path / "mlartifacts")

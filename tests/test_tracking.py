@@ -32,6 +32,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import models, report, results, tracking
 from pipeline.config import Config, parse
+from pipeline.environment import hash_of
 from pipeline.tracking import comparisons, contents, following, glancing, promoting, publishing, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
@@ -53,7 +54,7 @@ def config_of(*, models: bool = False, variants: tuple[str, ...] = VARIANTS) -> 
     return parse({"publish": {"models": models}, "variants": {name: {} for name in variants}})
 
 
-def write_result(root: Path, variant: str, speed: float = 20_000.0) -> None:
+def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: Any) -> None:
     """What training leaves of one variant, with 3 epochs of history and 4 samples of the machine a seed."""
     runs = [make_run(seed, samples_per_second=speed + seed) for seed in SEEDS]
     results.write_history(make_history(SEEDS, rows_per_epoch=2), results.history_file(variant, root / "results"))
@@ -65,8 +66,7 @@ def write_result(root: Path, variant: str, speed: float = 20_000.0) -> None:
     ]
     results.write_text(results.system_file(variant, root / "results"), "\n".join(lines) + "\n")
     train = {"model": "small_cnn", "model_options": {}, "seeds": list(SEEDS)}
-    result = make_result(variant, runs)
-    result = result.model_copy(update={"config": {"train": train, "variant": {"precision": "fp32"}}})
+    result = make_result(variant, runs, config={"train": train, "variant": {"precision": "fp32"}}, **changes)
     results.write(result, results.result_file(variant, root / "results"))
 
 
@@ -1148,6 +1148,16 @@ def test_the_lock_has_one_hash_before_dvc_enters_the_stage_publish_and_after(tmp
         hashes.append(contents.lock_sha256(lock))
     assert hashes[0] == hashes[1] == hashes[2] == hashlib.sha256(before.encode()).hexdigest()
     assert hashes[3] == hashlib.sha256((before + behind).encode()).hexdigest()
+
+
+def test_the_image_of_a_variant_that_relies_on_a_compiler_is_told_too(root: Path) -> None:
+    relied_on = {"variants": {"ddp": {"compiler": "g++ 14.1.0"}}, "forms": {}}
+    software = ENVIRONMENT["software"] | {"image": "registry.example.org/pipeline:1"}
+    found = ENVIRONMENT | {"software": software, "relied_on": relied_on}
+    (root / "environment.json").write_text(json.dumps(found))
+    write_result(root, "ddp", environment=hash_of(found, "variants", "ddp"))
+    tracking.publish(config_of(), root)
+    assert family(root)[1]["ddp-seed0"].data.tags["image"] == "registry.example.org/pipeline:1"
 
 
 def test_the_image_of_another_environment_is_not_claimed(root: Path) -> None:

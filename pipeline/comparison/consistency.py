@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline import config, results
 from pipeline.config import PipelineError, Variant
+from pipeline.environment import hash_of
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
 
 
@@ -71,7 +72,7 @@ def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
-    here = str(environment["hash"])
+    here = hash_of(environment, "variants", result.variant)
     if result.environment == here:
         return ""
     return (
@@ -117,7 +118,7 @@ def _bench_problems(
 ) -> list[str]:
     """Where the bench measured something else than what was trained."""
     again = "Run `dvc repro bench`, which measures what params.yaml says now."
-    here = str(environment["hash"])
+    here = hash_of(environment, "variants", *(arm.variant for arm in bench.arms if arm.role == "variant"))
     problems = []
     if bench.environment != here:
         problems.append(

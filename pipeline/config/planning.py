@@ -169,13 +169,18 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
     return made
 
 
-def relied_on(config: Config) -> frozenset[str]:
-    """Of the extras' distributions and ``COMPILER``: those on whose versions a number of the job depends."""
-    techniques = [each for variant in config.variants.values() for each in catalogue.asked(variant)]
-    names = {name for technique in techniques for name in technique.relies_on}
-    if config.infer.variants:
-        names.update(*(_FORMS_RELY_ON.get(form, ()) for form in config.infer.forms))
-    return frozenset(names)
+def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
+    """Of the extras' distributions and ``COMPILER``, those on whose versions numbers depend, and whose.
+
+    ``{"variants": {name: ...}, "forms": {form: ...}}``, with the forms of inference that the job asks for.
+    """
+    return {
+        "variants": {
+            name: frozenset(each for technique in catalogue.asked(variant) for each in technique.relies_on)
+            for name, variant in config.variants.items()
+        },
+        "forms": {form: frozenset(_FORMS_RELY_ON.get(form, ())) for form in config.infer.forms},
+    }
 
 
 def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:

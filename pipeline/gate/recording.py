@@ -6,12 +6,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.comparison import Comparison
 from pipeline.config import Config
-from pipeline.environment import checked_out
+from pipeline.environment import checked_out, hash_of
 from pipeline.gate.decision import (
     Gated,
     GateError,
@@ -36,10 +37,10 @@ def recorded(config: Config, path: Path) -> Gated:
     what is here now.
     """
     base, head = _read(path), _read(COMPARISON_FILE)
-    if problems := [*_environment_problems(base, head, path), *_job_problems(base, head, path)]:
-        raise GateError("\n".join(problems))
     there, here = ({arm.variant: arm for arm in each.bench.arms if arm.role == "variant"} for each in (base, head))
     names = in_common(there, here, str(path))
+    if problems := [*_environment_problems(base, head, names, path), *_job_problems(base, head, path)]:
+        raise GateError("\n".join(problems))
     if changed := _changed(names):
         raise GateError(
             f"{COMPARISON_FILE} is not of what is here now: since it was made, {', '.join(changed)} changed. "
@@ -115,7 +116,7 @@ def _read(path: Path) -> Comparison:
 def _side(comparison: Comparison) -> Side:
     return Side(
         commit=comparison.bench.commit,
-        environment=comparison.environment["hash"],
+        environment=comparison.bench.environment,
         arms=tuple(arm for arm in comparison.bench.arms if arm.role in ("variant", "again")),
         test_accuracies={
             each.variant: {run.seed: run.test_correct / run.test_count for run in each.runs}
@@ -124,15 +125,21 @@ def _side(comparison: Comparison) -> Side:
     )
 
 
-def _environment_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:
-    there, here = base.environment, head.environment
-    if there["hash"] == here["hash"]:
+def _environment_problems(base: Comparison, head: Comparison, names: Sequence[str], path: Path) -> list[str]:
+    there, here = (hash_of(each.environment, "variants", *names) for each in (base, head))
+    if there == here:
         return []
     return [
-        f"{path} was measured in environment {there['hash'][:12]} and {COMPARISON_FILE} in {here['hash'][:12]}: "
+        f"{path} was measured in environment {there[:12]} and {COMPARISON_FILE} in {here[:12]}: "
         "numbers of different machines or software are not compared. Against a revision, both would be measured here.",
-        *differing(there | {"hash": None}, here | {"hash": None}, "environment"),
+        *differing(_depended_on(base.environment, names), _depended_on(head.environment, names), "environment"),
     ]
+
+
+def _depended_on(environment: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """What the numbers of the variants ``names`` depend on, without its hash."""
+    of_variants = environment.get("relied_on", {}).get("variants", {})
+    return {**environment, "hash": None, "relied_on": {name: of_variants.get(name, {}) for name in names}}
 
 
 def _job_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -59,8 +60,17 @@ def html(comparison: Comparison, histories: Histories) -> str:
         facts=(
             ("The job", words.flat(comparison.train)),
             ("The data", words.flat(comparison.dataset.model_dump())),
-            ("The environment", words.flat(comparison.environment)),
+            ("The environment", words.flat(_environment(comparison))),
         ),
+    )
+
+
+def _environment(comparison: Comparison) -> dict[str, Any]:
+    """The fingerprint; of what is relied on, that of variants that rely on something."""
+    relied_on = comparison.environment.get("relied_on", {}).get("variants", {})
+    known = {name: versions for name, versions in relied_on.items() if versions}
+    return {key: value for key, value in comparison.environment.items() if key != "relied_on"} | (
+        {"relied_on": known} if known else {}
     )
 
 

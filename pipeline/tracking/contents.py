@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pipeline import results
 from pipeline.config import Config
+from pipeline.environment import hash_of
 from pipeline.results import HistoryRow, Result, Run
 from pipeline.tracking.comparisons import ENVIRONMENT_FILE, RUN, Child, Wanted
 
@@ -279,7 +280,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
-    if known.get("hash") == result.environment and known["software"]["image"]:
+    if known and hash_of(known, "variants", result.variant) == result.environment and known["software"]["image"]:
         tags["image"] = known["software"]["image"]
     if lock.exists():
         tags["dvc_lock_sha256"] = lock_sha256(lock)
