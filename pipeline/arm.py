@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline import environment
 from pipeline.assembly import assembled
-from pipeline.config import Config, Machine, PipelineError, Plan, Variant, relied_on
+from pipeline.config import Config, Machine, PipelineError, Plan, Variant
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import detectors
@@ -53,9 +53,8 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 
     def describe() -> dict[str, Any]:
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
-        fingerprint = environment.read(relied_on=relied_on(config))
         return values | {
-            "environment": environment.hash_of(fingerprint, "variants", *config.variants),
+            "environment": environment.hash_of(environment.read(), "variants", *config.variants),
             "dataset": dataset_of(read_dataset(prepared)).model_dump(mode="json"),
             "device": plan_of(config, config.compare.baseline, machine).device,
         }

@@ -127,11 +127,8 @@ def write(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> s
     return str(found["hash"])
 
 
-def read(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> dict[str, Any]:
-    """The fingerprint that ``write`` left there.
-
-    Raises PipelineError if it is missing, is none, or lacks a version of what is ``relied_on``.
-    """
+def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
+    """The fingerprint that ``write`` left there. Raises PipelineError if it is missing or is none."""
     again = "run `dvc repro`, or `python -m pipeline environment`."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -141,13 +138,6 @@ def read(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> di
         raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
         raise PipelineError(f"{path} holds no environment's fingerprint: {again}")
-    for section, users in (relied_on or {}).items():
-        for user, names in users.items():
-            if missing := sorted(names - content.get("relied_on", {}).get(section, {}).get(user, {}).keys()):
-                raise PipelineError(
-                    f"{path} does not tell the version of {', '.join(missing)}, on which numbers of {user!r} depend: "
-                    f"params.yaml has changed since. Now {again}"
-                )
     return content
 
 

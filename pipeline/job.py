@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from pipeline import checkpoints, environment, results
 from pipeline.assembly import Assembly, assembled, forget_last_run
-from pipeline.config import Config, Machine, Plan, relied_on
+from pipeline.config import Config, Machine, Plan
 from pipeline.config import plan as plan_of
 from pipeline.detectors import detectors
 from pipeline.distributed import Interruption, World, interruption, launch, launched_size
@@ -46,8 +46,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = plan_of(config, name, machine, launched_size())
     started = psutil.Process().create_time()
-    fingerprint = environment.read(relied_on=relied_on(config))
-    launch(_work, (config, plan, prepared, fingerprint, started), plan.processes)
+    launch(_work, (config, plan, prepared, environment.read(), started), plan.processes)
 
 
 def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], started: float) -> None:

@@ -269,17 +269,6 @@ def test_an_extra_counts_by_its_version_where_the_job_relies_on_it(monkeypatch: 
     assert hashes[0] != hashes[1]
 
 
-def test_a_fingerprint_from_before_something_was_relied_on_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "environment.json"
-    relied_on = {"variants": {"plain": set[str](), "fast": {COMPILER}}}
-    environment.write(path)
-    environment.read(path, {"variants": {"plain": set()}})
-    with pytest.raises(PipelineError, match="does not tell the version of compiler, on which numbers of 'fast' depend"):
-        environment.read(path, relied_on)
-    environment.write(path, relied_on)
-    assert environment.read(path, relied_on)["relied_on"]["variants"]["plain"] == {}
-
-
 def test_libraries_for_gpus_do_not_count_where_there_is_none(plug: Plug) -> None:
     plug()
     assert not {"driver", "cuda", "cudnn", "nccl"} & set(fingerprint()["software"])

@@ -76,12 +76,14 @@ def command(variant: str, *, start_new_session: bool = False) -> subprocess.Pope
 
 
 def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # noqa: ARG001
+    environment.write(relied_on={"variants": {"baseline": {"bitsandbytes"}}})
     result = train("baseline")
     history = results.read_history(results.history_file("baseline"))
     description = json.loads((PREPARED / "dataset.json").read_text())
     fingerprint = json.loads(environment.ENVIRONMENT_FILE.read_text())
     assert (result.variant, result.backend, result.world_size) == ("baseline", None, 1)
-    assert (result.environment, result.device) == (fingerprint["hash"], fingerprint["hardware"]["cpu"]["model"])
+    assert result.environment == environment.hash_of(fingerprint, "variants", "baseline") != fingerprint["hash"]
+    assert result.device == fingerprint["hardware"]["cpu"]["model"]
     assert result.dataset.sha256 == description["sha256"]
     assert [run.seed for run in result.runs] == [0, 1]
     assert result.parameter_count == 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 10

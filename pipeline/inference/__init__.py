@@ -15,7 +15,7 @@ import torch
 
 from pipeline import checkpoints, environment, models, results
 from pipeline.assembly import assembled
-from pipeline.config import Config, Machine, PipelineError, first_line, relied_on
+from pipeline.config import Config, Machine, PipelineError, first_line
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
@@ -40,7 +40,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     On the CPU, and on a GPU where the job runs on one, in one process. Raises PipelineError.
     """
     plan = plan_of(config, name, machine)
-    fingerprint = environment.read(relied_on=relied_on(config))
+    fingerprint = environment.read()
     asked, seed = config.infer, config.train.seeds[0]
     weights = _weights(name, seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from pipeline import environment, results
 from pipeline.assembly import assembled
-from pipeline.config import Config, Machine, Plan, relied_on
+from pipeline.config import Config, Machine, Plan
 from pipeline.config import plan as plan_of
 from pipeline.distributed import launch, launched_size
 from pipeline.heap import keep_freed_memory
@@ -52,7 +52,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     PipelineError.
     """
     plan = plan_of(config, name, machine, launched_size())
-    launch(_work, (config, plan, prepared, environment.read(relied_on=relied_on(config))), plan.processes)
+    launch(_work, (config, plan, prepared, environment.read()), plan.processes)
 
 
 def annotate(step: TrainingStep) -> None:

@@ -159,6 +159,16 @@ def test_the_page_is_made_for_dark_screens_and_paper(page: Page) -> None:
     assert used <= set(re.findall(r"--([a-z_0-9-]+):", page.style))
 
 
+def test_the_page_tells_what_variants_rely_on(usual: Made) -> None:
+    def told(**versions: dict[str, str]) -> list[str]:
+        environment = ENVIRONMENT | {"relied_on": {"variants": versions, "forms": {"int8": {"torchao": None}}}}
+        text = Page(html(usual.comparison.model_copy(update={"environment": environment}), usual.histories)).text
+        return re.findall(r"relied_on\S+\s+.*", text)
+
+    assert told(baseline={}, ddp={}) == []
+    assert [spaced(row) for row in told(baseline={}, ddp={"compiler": "g++ 14"})] == ["relied_on.ddp.compilerg++ 14"]
+
+
 def test_the_page_holds_the_evidence(page: Page) -> None:
     for fact in (
         ENVIRONMENT["hash"],
