@@ -242,7 +242,9 @@ class Job:
 @contextmanager
 def _followed(variant: str) -> Iterator[None]:
     """Mirror the job's files live, in a process of its own that cannot slow or stop the training."""
-    follower = subprocess.Popen([sys.executable, "-m", "pipeline", "follow", variant], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "pipeline", "follow", variant]
+    # In a group of its own it does not hear a Ctrl-C, and can say how the training ended.
+    follower = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
     assert follower.stdin is not None
     last_words, patience = b"", FOLLOWER_PATIENCE_SECONDS
     try:

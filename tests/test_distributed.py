@@ -174,6 +174,17 @@ def test_ranks_that_hear_it_at_different_steps_end_after_the_same_one(heard_at: 
     assert max(heard_at) < steps[0] <= max(heard_at) + 3
 
 
+def end_while_told_again(world: World) -> str:
+    assert steps_until_interrupted(world, [1, 1]) > 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    return "ended by itself"
+
+
+def test_a_rank_that_ends_is_not_hit_by_what_its_launcher_passes_on_late() -> None:
+    assert run_ranks(end_while_told_again) == ["ended by itself"] * 2
+
+
 @pytest.mark.parametrize("heard_at", [[1, 1], [5, 5], [6, 8]])
 def test_ranks_that_meet_in_every_fourth_step_alone_end_after_the_same_one(heard_at: list[int]) -> None:
     one, other = run_ranks(steps_until_interrupted, heard_at, 4)

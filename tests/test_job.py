@@ -302,6 +302,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
     before = set(psutil.Process().children())  # servers of earlier tests, perhaps
     with job._followed("baseline"):
         [hanging] = set(psutil.Process().children()) - before
+        assert os.getpgid(hanging.pid) == hanging.pid, "a terminal's Ctrl-C is not for it"
     assert not hanging.is_running()
     assert "The live mirror is still behind; `publish` completes it." in capsys.readouterr().err
 

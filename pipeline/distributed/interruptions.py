@@ -70,11 +70,15 @@ class Interruption:
 
 @contextmanager
 def interruption(world: World, free_steps: int = 0) -> Iterator[Interruption]:
-    """While the block runs, SIGINT and SIGTERM end no process; see ``Interruption``. For the main thread."""
+    """While the block runs, SIGINT and SIGTERM end no process; see ``Interruption``. For the main thread.
+
+    Nor do they afterwards on ranks that have heard one, which are to end by themselves: a launcher passes on, perhaps
+    late, what the whole group has heard.
+    """
     heard = Interruption(world, free_steps)
     before = {number: signal.signal(number, heard._hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield heard
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if heard.signal and world.size > 1 else handler)

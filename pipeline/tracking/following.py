@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import select
-import signal
 import sys
 import time
 from concurrent.futures import Future
@@ -246,8 +245,7 @@ def _listen(heard: bytes) -> tuple[bool, bytes]:
 
 
 def _yield_to_training() -> None:
-    """Run only on what the training leaves, on one thread; and live through a Ctrl-C, to say how the training ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Run only on what the training leaves, on one thread."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     try:
