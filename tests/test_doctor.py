@@ -409,8 +409,8 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, path: Path, membership: str, f
     for name, content in files.items():
         (path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (path / "mount" / name).write_text(content, encoding="utf-8")
-    monkeypatch.setattr(environment, "CGROUP_MEMBERSHIP", path / "membership")
-    monkeypatch.setattr(environment, "CGROUP_MOUNT", path / "mount")
+    monkeypatch.setattr(environment.cpus, "CGROUP_MEMBERSHIP", path / "membership")
+    monkeypatch.setattr(environment.cpus, "CGROUP_MOUNT", path / "mount")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
 
 

@@ -13,9 +13,8 @@ import psutil
 import pynvml
 import pytest
 
-from pipeline import environment
 from pipeline.config import COMPILER, PipelineError
-from pipeline.environment import fingerprint, hash_of, machine, read, write
+from pipeline.environment import cpus, fingerprint, hash_of, machine, read, software, write
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,7 +70,7 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
         }
         for name, function in driver.items():
             monkeypatch.setattr(pynvml, name, function)
-        monkeypatch.setattr(environment, "_torch", lambda: {"__version__": "2.11.0+cu130", "cuda": cuda})
+        monkeypatch.setattr(software, "torch_build", lambda: {"__version__": "2.11.0+cu130", "cuda": cuda})
         if shown is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
@@ -101,11 +100,11 @@ def test_the_versions_are_those_that_import() -> None:
     import torch
     import torchvision
 
-    software = fingerprint()["software"]
-    assert software["numpy"] == numpy.__version__
-    assert software["torch"] == torch.__version__
-    assert software["torchvision"].split("+")[0] == torchvision.__version__.split("+")[0]
-    assert environment._torch()["cuda"] == torch.version.cuda
+    versions = fingerprint()["software"]
+    assert versions["numpy"] == numpy.__version__
+    assert versions["torch"] == torch.__version__
+    assert versions["torchvision"].split("+")[0] == torchvision.__version__.split("+")[0]
+    assert software.torch_build()["cuda"] == torch.version.cuda
 
 
 def test_two_calls_and_two_processes_agree() -> None:
@@ -262,7 +261,7 @@ def test_the_compiler_counts_by_its_version_where_the_job_relies_on_it(
 def test_an_extra_counts_by_its_version_where_the_job_relies_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = []
     for version in ("0.50.1", "0.50.2"):
-        monkeypatch.setattr(environment, "_version", lambda name, version=version: f"{name} {version}")
+        monkeypatch.setattr(software, "version", lambda name, version=version: f"{name} {version}")
         found = fingerprint({"forms": {"int8": {"torchao"}}})
         assert found["relied_on"]["forms"]["int8"] == {"torchao": f"torchao {version}"}
         hashes.append(hash_of(found, "forms", "int8"))
@@ -336,27 +335,27 @@ def test_what_is_said_of_a_cpu(
     cpuinfo: str, model: str, flags: list[str], native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo, encoding="utf-8")
-    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpus, "CPUINFO", tmp_path / "cpuinfo")
     cpu = fingerprint()["hardware"]["cpu"]
     assert (cpu["model"], cpu["flags"]) == (model, flags)
     assert machine().cpu_native_bf16 is native
 
 
 def test_proc_cpuinfo_is_read_once_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = environment._cpu_facts()
+    facts = cpus.facts()
     reads: list[dict[str, str]] = []
 
     def read_again() -> dict[str, str]:
         reads.append(facts)
         return facts
 
-    monkeypatch.setattr(environment, "_cpu_facts", read_again)
+    monkeypatch.setattr(cpus, "facts", read_again)
     fingerprint()
     assert len(reads) == 1
 
 
 def test_a_system_without_proc_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "missing")
+    monkeypatch.setattr(cpus, "CPUINFO", tmp_path / "missing")
     assert fingerprint()["hardware"]["cpu"]["model"]
     assert machine().cpu_native_bf16 is False
 
@@ -383,8 +382,8 @@ def test_cores_within_the_quota_of_control_groups(
     for name, content in files.items():
         (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mount" / name).write_text(content, encoding="utf-8")
-    monkeypatch.setattr(environment, "CGROUP_MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(environment, "CGROUP_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(cpus, "CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cpus, "CGROUP_MOUNT", tmp_path / "mount")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert fingerprint()["hardware"]["cpu"]["cores"] == (2 if cores is None else cores)
 

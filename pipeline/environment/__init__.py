@@ -1,0 +1,180 @@
+"""The environment's fingerprint: what a measured number depends on beyond code and parameters.
+
+Two machines with the same hardware, software and settings share it. So it carries no time, host name, serial number or
+UUID. The kernel's release is left out on purpose: it changes with every security update and would discard all results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config import CATALOGUE, COMPILER, Machine, PipelineError, outside
+from pipeline.environment import cpus, gpus, software
+from pipeline.environment.cpus import control_groups, cores
+from pipeline.environment.gpus import visible
+from pipeline.results import write_text
+
+__all__ = [
+    "ENVIRONMENT_FILE",
+    "IMAGE_VARIABLE",
+    "ReliedOn",
+    "checked_out",
+    "control_groups",
+    "cores",
+    "fingerprint",
+    "hash_of",
+    "machine",
+    "read",
+    "visible",
+    "write",
+]
+
+ENVIRONMENT_FILE = Path("environment.json")
+
+IMAGE_VARIABLE = "PIPELINE_IMAGE"
+"""Set by a container image to its own identity (a digest or tag)."""
+
+_NATIVE_BF16_CAPABILITY = (8, 0)
+_TF32_CAPABILITY = (8, 0)
+
+ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
+"""What ``config.relied_on`` returns: section -> who -> names."""
+
+_SETTINGS = re.compile(
+    r"(OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|MALLOC|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA_TF32|TORCH|TORCHINDUCTOR"
+    r"|PYTORCH|TRITON)_.+|LD_PRELOAD"
+)
+_NO_SETTINGS = re.compile(
+    # Places and messages change no number; what CUDA_VISIBLE_DEVICES shows is listed as the GPUs themselves.
+    r".*(_HOME|_PATH|_DIR|_DIRECTORY|_FILE|_LOGS?|_LOG_LEVEL|_VERSION)|NCCL_DEBUG.*|CUDA_VISIBLE_DEVICES"
+)
+
+
+def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
+    """``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers the three
+    between, on which every number depends.
+
+    Sizes are whole GiB, powers watts; ``None`` means unknown. ``relied_on`` (``config.relied_on``) names what is
+    optional, and who uses it: its versions stand apart, because nobody else's numbers depend on them. Take it in the
+    process that a person started: launchers set variables such as OMP_NUM_THREADS in their workers.
+    """
+    shown, driver = gpus.shown()
+    cpu = cpus.facts()
+    flags = cpus.flags(cpu)
+    content: dict[str, Any] = {
+        "hardware": {
+            "cpu": {
+                "model": cpus.model(cpu),
+                "cores": cores(),
+                "flags": [flag for flag in cpus.KERNEL_FLAGS if flag in flags],
+            },
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "gpus": shown,
+        },
+        "software": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "image": os.environ.get(IMAGE_VARIABLE) or None,
+            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+            "numpy": software.version("numpy"),
+            "torch": software.torch_build()["__version__"],
+            "torchvision": software.version("torchvision"),
+        },
+        "settings": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _SETTINGS.fullmatch(name) and not _NO_SETTINGS.fullmatch(name)
+        },
+    }
+    if outside.packages():
+        content["software"]["techniques"] = outside.packages()
+    if shown:  # without a GPU these are installed but not used
+        content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
+    versions = {
+        section: {
+            user: {name: software.version_of_optional(name) for name in sorted(names)} for user, names in users.items()
+        }
+        for section, users in (relied_on or {}).items()
+    }
+    return {"hash": _sha256(content), **content, "relied_on": versions}
+
+
+def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
+    """Of all that the numbers of ``users`` depend on: the fingerprint's hash, if they rely on nothing optional.
+
+    ``content``: a fingerprint.
+    """
+    known = content.get("relied_on", {}).get(section, {})
+    versions = {name: version for user in users for name, version in known.get(user, {}).items()}
+    return _sha256([content["hash"], versions]) if versions else str(content["hash"])
+
+
+def write(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> str:
+    """Make ``path`` hold the fingerprint, and return its hash. An equal file is left alone."""
+    found = fingerprint(relied_on)
+    text = json.dumps(found, indent=2) + "\n"
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
+    return str(found["hash"])
+
+
+def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
+    """The fingerprint that ``write`` left there. Raises PipelineError if it is missing or is none."""
+    again = "run `dvc repro`, or `python -m pipeline environment`."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PipelineError(f"{path} is missing, so nobody knows where results are measured: {again}") from None
+    except ValueError as error:
+        raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
+        raise PipelineError(f"{path} holds no environment's fingerprint: {again}")
+    return content
+
+
+def checked_out() -> str | None:
+    """The commit of the code that is here, with "+" if files differ from it; None without git or a commit.
+
+    What ``dvc repro`` itself writes does not count: dvc.lock and the reports that git keeps.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", ".", ":(exclude)dvc.lock", ":(exclude)reports")
+        return git("rev-parse", "--verify", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def machine() -> Machine:
+    """What variants can be planned for here."""
+    shown, _ = gpus.shown()
+    capabilities = [tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown]
+    extras = {name for technique in CATALOGUE for name in technique.relies_on} - {COMPILER}
+    return Machine(
+        gpus=len(shown),
+        gpu_native_bf16=bool(shown) and min(capabilities) >= _NATIVE_BF16_CAPABILITY,
+        cpu_native_bf16=bool(cpus.flags(cpus.facts()) & cpus.NATIVE_BF16_FLAGS),
+        gpu_tf32=bool(shown) and min(capabilities) >= _TF32_CAPABILITY,
+        trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
+        installed=frozenset(name for name in extras if importlib.util.find_spec(name)),
+        no_cpu_kernels=software.no_kernels(software.cpu_compiler()),
+        no_gpu_kernels=software.no_kernels(software.gpu_compiler(), "triton"),
+    )
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,83 @@
+"""The CPU, and as much of it as this process may use."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
+
+KERNEL_FLAGS = (
+    *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni"),
+    *("amx_bf16", "amx_fp16", "amx_int8", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2"),
+)
+"""The instruction sets among which the CPU kernels choose."""
+
+NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+def facts() -> dict[str, str]:
+    """The first processor's entry in /proc/cpuinfo; empty where there is none.
+
+    It is not kept, but read as seldom as can be: Linux makes it up for all processors each time.
+    """
+    try:
+        first = CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def model(facts: Mapping[str, str]) -> str:
+    arm = [facts[key] for key in ("CPU implementer", "CPU part") if key in facts]
+    return facts.get("model name") or " ".join(arm) or platform.processor() or platform.machine()
+
+
+def flags(facts: Mapping[str, str]) -> set[str]:
+    return set((facts.get("flags") or facts.get("Features") or "").split())
+
+
+def cores() -> float:
+    """Cores this process may use: its affinity, and the quota of every control group around it."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([allowed, *_quotas()])
+
+
+def _quotas() -> Iterator[float]:
+    """CPU quotas in cores, from control groups of version 1 and 2."""
+    for group in control_groups("cpu"):
+        yield from _quota(group)
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Where this process's control group and those around it may stand, of version 1 and 2; not all of them exist."""
+    try:
+        lines = CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for hierarchy in (controllers, controller) if controllers else ("", "unified"):
+            # A container may see its own group as the mount itself, so try every level that exists.
+            for level in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
+                yield CGROUP_MOUNT / hierarchy / level
+
+
+def _quota(group: Path) -> Iterator[float]:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+            period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+    except OSError:
+        return
+    if quota not in ("max", "-1"):
+        yield round(int(quota) / int(period), 2)

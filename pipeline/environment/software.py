@@ -1,0 +1,86 @@
+"""Versions of what a number depends on, and what of it is here, without importing torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from pipeline.config import COMPILER
+
+
+def torch_build() -> dict[str, str | None]:
+    """``__version__`` (with its build) and ``cuda``, None in a CPU build, read without importing torch."""
+    found: dict[str, str | None] = {"__version__": None, "cuda": None}
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return found
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    for name in found:
+        value = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        found[name] = value[1] if value else None
+    return found
+
+
+def cuda_libraries() -> dict[str, str | None]:
+    """Versions of NVIDIA's libraries, from the wheels that torch's own wheel brings; None where it brings none."""
+    major = (torch_build()["cuda"] or "").split(".")[0]
+    return {
+        library: version(f"nvidia-{library}-cu{major}") or version(f"nvidia-{library}")
+        for library in ("cublas", "cudnn", "nccl")
+    }
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version_of_optional(name: str) -> str | None:
+    return _version_of_command(cpu_compiler()) if name == COMPILER else version(name)
+
+
+def _version_of_command(command: str) -> str | None:
+    """The first line of what ``command --version`` prints; None if it cannot be run."""
+    try:
+        done = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.partition("\n")[0] or None
+
+
+def cpu_compiler() -> str:
+    """The command with which torch.compile builds kernels for the CPU (``cpp.cxx`` in torch/_inductor/config.py)."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
+def gpu_compiler() -> str:
+    """The same for GPUs; as _build in triton/runtime/build.py finds it."""
+    return os.environ.get("CC", shutil.which("gcc") or shutil.which("clang") or "gcc")
+
+
+def no_kernels(compiler: str, module: str | None = None) -> str | None:
+    """Why torch.compile cannot build kernels with ``compiler``, a command, and ``module``; None if it can.
+
+    For the CPU and for GPUs alike they are compiled against Python's headers.
+    """
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if module and importlib.util.find_spec(module) is None:
+        return f"it needs the Python module {module}, which comes with torch for CUDA: pip install {module}"
+    if not (command := shlex.split(compiler)) or shutil.which(command[0]) is None:
+        return (
+            f"there is no compiler {compiler!r} (the variables CXX and CC name others); on Debian and Ubuntu: "
+            "apt-get install g++"
+        )
+    if not header.exists():
+        return f"Python's headers are missing ({header}); on Debian and Ubuntu: apt-get install python3-dev"
+    return None
