@@ -24,7 +24,8 @@ from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizon
 
 from benchmarks.pairs import ratio
 from pipeline.config import Augment, parse
-from pipeline.data.batches import TrainBatches, draw_epoch
+from pipeline.data.augmentation import draw_epoch
+from pipeline.data.batches import TrainBatches
 from pipeline.data.packing import prepare
 from pipeline.data.prepared import Dataset, read
 

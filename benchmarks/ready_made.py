@@ -24,7 +24,7 @@ from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import config, environment, results, verdicts
-from pipeline.report import words
+from pipeline.report import formats
 
 SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
 SECTIONS: dict[str, dict[str, Any]] = {"memory": {"optimizer": "adamw", "learning_rate": 0.001}}
@@ -91,22 +91,22 @@ def page(figures: Mapping[str, Any]) -> str:
         "Ratios to the baseline of the default job, with 95% intervals, by `python -m benchmarks.ready_made`.",
     ]
     for name, found in figures["sets"].items():
-        noise = [words.interval(verdicts.Noise.model_validate(each)) for each in found["noise"]]
+        noise = [formats.interval(verdicts.Noise.model_validate(each)) for each in found["noise"]]
         lines += [
             f"## {name}",
-            f"{words.count(found['rounds'], 'round')} of {found['steps']} steps with {found['optimizer']}, "
+            f"{formats.count(found['rounds'], 'round')} of {found['steps']} steps with {found['optimizer']}, "
             f"{found['measured_on']}. The baseline against itself: throughput {noise[0]}, peak memory {noise[1]}.",
             "\n".join(_table(found["variants"])),
             "\n".join(_notes(found["variants"])),
         ]
-    return "\n\n".join(line for line in lines if line).replace(words.JOINED, " ") + "\n"
+    return "\n\n".join(line for line in lines if line).replace(formats.JOINED, " ") + "\n"
 
 
 def _table(variants: Mapping[str, Any]) -> Iterator[str]:
     yield "| variant | processes | throughput | peak memory |"
     yield "| --- | --- | --- | --- |"
     for name, each in variants.items():
-        cells = (words.ratio_text(verdicts.Ratio.model_validate(each[field])) for field in FIELDS)
+        cells = (formats.ratio_text(verdicts.Ratio.model_validate(each[field])) for field in FIELDS)
         yield f"| `{name}` | {each['world_size']} | {' | '.join(cells)} |"
 
 

@@ -8,21 +8,19 @@ equal torchvision's ToTensor and Normalize in float32.
 
 from __future__ import annotations
 
-import queue
-import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-import numpy as np
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config import Augment, ConfigError
+from pipeline.data.augmentation import Draws, Normalise, crop, cutout_, draw_epoch, flip
 from pipeline.data.prepared import Dataset, Split
+from pipeline.data.reader import Reader
 
 if TYPE_CHECKING:
     from pipeline.data.loader import WorkerBatches
@@ -33,8 +31,6 @@ Placement = Literal["resident", "streamed", "dataloader"]
 
 RESIDENT_FRACTION = 0.25
 """Placement auto: resident if the training images take at most this share of the device's free memory."""
-READ_AHEAD = 4
-"""Micro-batches that the background thread may be ahead."""
 
 
 class TrainBatches:
@@ -91,9 +87,9 @@ class TrainBatches:
             from pipeline.data.loader import WorkerBatches  # and with it torchvision
 
             self._loader = WorkerBatches(dataset, augment, workers, pinned=device.type == "cuda")
-        self._normalise = _Normalise(dataset, device)
+        self._normalise = Normalise(dataset, device)
         self._each = torch.arange(self._split[-1], device=device)
-        self._readers: set[_Reader] = set()
+        self._readers: set[Reader] = set()
         # Also runs when the interpreter exits, so that no thread is still copying while torch is taken down.
         self._finalizer = weakref.finalize(self, _stop_all, self._readers)
 
@@ -133,17 +129,17 @@ class TrainBatches:
 
     def _epoch(self, epoch: int, start_step: int) -> Iterator[Batch]:
         drawn = draw_epoch(self._seed, epoch, len(self._labels), self._images.shape[2:], self._augment.crop_padding)
-        host = _Draws(*(self._own_part(values, start_step) for values in drawn))
+        host = Draws(*(self._own_part(values, start_step) for values in drawn))
         if self._loader:
             for pixels, labels in self._loader.epoch(host):
                 yield pixels.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
             return
-        draws = _Draws(*(_move(values, self._device) for values in host))
+        draws = Draws(*(_move(values, self._device) for values in host))
         if self.placement == "resident":
             for index in range(len(draws.order)):
                 yield self._batch(self._images.index_select(0, draws.order[index]), draws, index)
             return
-        reader = _Reader(self._images, host.order, self._device)
+        reader = Reader(self._images, host.order, self._device)
         self._readers.add(reader)
         try:
             reader.start()
@@ -159,7 +155,7 @@ class TrainBatches:
         used = values[: steps * ranks * micro_batches * samples].view(self._split)
         return used[start_step:, self._rank].reshape(-1, samples)
 
-    def _batch(self, images: Tensor, draws: _Draws, index: int) -> Batch:
+    def _batch(self, images: Tensor, draws: Draws, index: int) -> Batch:
         labels = self._labels.index_select(0, draws.order[index])
         if self._augment.crop_padding:
             images = crop(images, draws.top[index], draws.left[index], self._augment.crop_padding, self._each)
@@ -179,162 +175,14 @@ def evaluation_batches(
     The ranks' shares are consecutive, differ by at most one sample, and hold every sample once; a share can be empty.
     Images are float32 [b, C, H, W], normalised with the training set's statistics; labels are int64 [b].
     """
-    normalise = _Normalise(dataset, device)
+    normalise = Normalise(dataset, device)
     start, end = (len(split) * part // world_size for part in (rank, rank + 1))
     for first in range(start, end, batch_size):
         rows = slice(first, min(first + batch_size, end))
         yield normalise(_move(split.images[rows], device)), _move(split.labels[rows], device)
 
 
-class _Draws(NamedTuple):
-    """What is random in an epoch; all int64 and of one shape but for ``flipped``, which is bool."""
-
-    order: Tensor
-    """Which sample."""
-    top: Tensor
-    left: Tensor
-    """Where the crop begins in the padded image, 0 to twice the padding."""
-    flipped: Tensor
-    row: Tensor
-    column: Tensor
-    """The cutout's centre."""
-
-
-def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding: int) -> _Draws:
-    """All draws [count] for images of ``size`` (height, width), a function of the arguments alone.
-
-    Everything is drawn whether it is used or not, so that switching one augmentation leaves the others as they were.
-    """
-    (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
-    generator = torch.Generator().manual_seed(int(mixed))
-
-    def below(end: int) -> Tensor:
-        return torch.randint(end, (count,), generator=generator)
-
-    return _Draws(
-        order=torch.randperm(count, generator=generator),
-        top=below(2 * padding + 1),
-        left=below(2 * padding + 1),
-        flipped=below(2).bool(),
-        row=below(size[0]),
-        column=below(size[1]),
-    )
-
-
-def crop(images: Tensor, top: Tensor, left: Tensor, padding: int, each: Tensor) -> Tensor:
-    """Pad [b, C, H, W] with ``padding`` zeros all around, then cut image i's H x W window at (top[i], left[i]).
-
-    ``each`` is arange(b). The index holds one number an image: windows are a strided view, so no index a pixel.
-    """
-    height, width = images.shape[2:]
-    padded = F.pad(images, (padding, padding, padding, padding))
-    return padded.unfold(2, height, 1).unfold(3, width, 1)[each, :, top, left]
-
-
-def flip(images: Tensor, flipped: Tensor) -> Tensor:
-    """Mirror left-right those of [b, C, H, W] for which ``flipped`` [b] is true."""
-    return torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-
-
-def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
-    """Set to zero, in place, a square of ``side`` pixels centred on (row[i], column[i]); it may hang over the edge.
-
-    Zero is the mean of normalised images. After DeVries and Taylor (2017), arXiv:1708.04552.
-    """
-    height, width = images.shape[2:]
-    rows = torch.arange(height, device=images.device) - (row.view(-1, 1) - side // 2)
-    columns = torch.arange(width, device=images.device) - (column.view(-1, 1) - side // 2)
-    inside = ((rows >= 0) & (rows < side)).unsqueeze(2) & ((columns >= 0) & (columns < side)).unsqueeze(1)
-    return images.masked_fill_(inside.unsqueeze(1), 0.0)
-
-
-class _Normalise:
-    """uint8 -> (x / 255 - mean) / std in float32, in the order of operations of ToTensor and Normalize."""
-
-    def __init__(self, dataset: Dataset, device: torch.device) -> None:
-        # A tensor, not a number: on CUDA, division by a number becomes multiplication by its rounded reciprocal.
-        self._scale = torch.tensor(255.0, device=device)
-        self._mean = torch.tensor(dataset.mean, dtype=torch.float32, device=device).view(-1, 1, 1)
-        self._std = torch.tensor(dataset.std, dtype=torch.float32, device=device).view(-1, 1, 1)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        return images.to(torch.float32).div_(self._scale).sub_(self._mean).div_(self._std)
-
-
-class _Reader:
-    """Gathers rows of the memory map in a background thread, at most ``READ_AHEAD`` micro-batches ahead.
-
-    On CUDA, rows go through pinned memory and are copied on a stream of their own. torch's caching allocators keep
-    a pinned buffer, and through ``record_stream`` the copy on the device, until the streams are done with them.
-    """
-
-    def __init__(self, images: Tensor, order: Tensor, device: torch.device) -> None:
-        self._images = images
-        self._order = order
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._room = threading.Semaphore(READ_AHEAD)
-        self._may_go = threading.Event()
-        self._may_go.set()
-        self._ready: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | BaseException] = queue.SimpleQueue()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def take(self) -> Tensor:
-        """The next micro-batch, uint8 [b, C, H, W], ready for the current stream; raises what the thread raised."""
-        self._may_go.set()
-        taken = self._ready.get()
-        if self._stopped:
-            raise RuntimeError("these batches were closed before the epoch's end")
-        if isinstance(taken, BaseException):
-            raise taken
-        self._room.release()
-        images, copied = taken
-        if copied is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(copied)
-            images.record_stream(stream)
-        return images
-
-    def hold(self) -> None:
-        """Read no further micro-batch until one is taken."""
-        self._may_go.clear()
-
-    def stop(self) -> None:
-        """End the thread and wait for it; can be called more than once."""
-        self._stopped = True
-        self._may_go.set()
-        self._room.release()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._ready.put(StopIteration())  # wakes a consumer that waits in another thread
-
-    def _run(self) -> None:
-        try:
-            if self._stream is not None:
-                torch.cuda.set_device(self._device)  # else a new thread would open a context on device 0
-            for rows in self._order:
-                self._room.acquire()
-                self._may_go.wait()
-                if self._stopped:
-                    return
-                self._ready.put(self._load(rows))
-        except BaseException as error:
-            self._ready.put(error)
-
-    def _load(self, rows: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        if self._stream is None:
-            return self._images.index_select(0, rows), None
-        pinned = torch.empty((len(rows), *self._images.shape[1:]), dtype=torch.uint8, pin_memory=True)
-        torch.index_select(self._images, 0, rows, out=pinned)
-        with torch.cuda.stream(self._stream):
-            return pinned.to(self._device, non_blocking=True), self._stream.record_event()
-
-
-def _stop_all(readers: set[_Reader]) -> None:
+def _stop_all(readers: set[Reader]) -> None:
     for reader in list(readers):
         reader.stop()
 

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline import models
 from pipeline.config import Config, PipelineError, Plan, first_line
-from pipeline.data.batches import READ_AHEAD, Placement, TrainBatches
+from pipeline.data.batches import Placement, TrainBatches
 from pipeline.data.prepared import Dataset, Split
+from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.ledger.fakes import CudaAutocast, FakeWatch, UnreadDeviceLosses, UnreadLosses, faked, faked_dataset

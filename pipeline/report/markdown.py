@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from pipeline.comparison import Compared, Comparison
-from pipeline.report import words
+from pipeline.report import formats, words
 from pipeline.report.tables import Column, share_headings, share_rows, tables
 
 LIMIT = 65_536
@@ -17,7 +17,7 @@ CUT = "\n*Cut short: comparison.html has all of it.*\n"
 def markdown(comparison: Comparison) -> str:
     """One comment. What does not fit into it is left out from the end, a whole block at a time."""
     headline, *others = tables(comparison)
-    title = f"### {escaped(words.title(comparison))}: {words.count(len(comparison.variants), 'variant')} compared"
+    title = f"### {escaped(words.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(words.job(comparison))}; commit {words.measured_at(comparison.bench)}.")
     blocks = [
         "\n".join([title, "", *_answers(comparison)]),
@@ -62,7 +62,7 @@ def _table(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
 
 
 def _name(each: Compared) -> str:
-    verdict = f" {words.DOT} {each.verdict}" if each.verdict else ""
+    verdict = f" {formats.DOT} {each.verdict}" if each.verdict else ""
     return f"**{escaped(each.variant)}**{verdict}<br>{escaped(words.techniques(each))}"
 
 
@@ -75,7 +75,7 @@ def _shares(comparison: Comparison) -> list[str]:
     rows = [
         [
             f"**{escaped(technique)}**<br>in {escaped(variant)}",
-            verdict or words.DASH,
+            verdict or formats.DASH,
             *("<br>".join(map(escaped, lines)) for _, lines in cells),
         ]
         for variant, technique, verdict, cells in share_rows(comparison)

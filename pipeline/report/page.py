@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from pipeline.comparison import Comparison
-from pipeline.report import pictures, tables, words
+from pipeline.report import formats, pictures, tables, words
 from pipeline.report.pictures import Histories
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -26,9 +26,10 @@ def html(comparison: Comparison, histories: Histories) -> str:
     baseline, *others = comparison.variants
     return page.render(
         comparison=comparison,
+        formats=formats,
         words=words,
         title=words.title(comparison),
-        count=words.count(len(comparison.variants), "variant"),
+        count=formats.count(len(comparison.variants), "variant"),
         job=words.job(comparison),
         baseline={"each": baseline, "sentence": words.sentence(baseline)},
         answers=[
@@ -58,9 +59,9 @@ def html(comparison: Comparison, histories: Histories) -> str:
         notes=words.notes(comparison),
         run_rows={each.variant: tables.run_rows(each) for each in comparison.variants},
         facts=(
-            ("The job", words.flat(comparison.train)),
-            ("The data", words.flat(comparison.dataset.model_dump())),
-            ("The environment", words.flat(_environment(comparison))),
+            ("The job", formats.flat(comparison.train)),
+            ("The data", formats.flat(comparison.dataset.model_dump())),
+            ("The environment", formats.flat(_environment(comparison))),
         ),
     )
 
@@ -87,4 +88,4 @@ def _samples(comparison: Comparison) -> list[tuple[str, list[str], list[str]]]:
 
 
 def _or_refused(value: float | None) -> str:
-    return "refused" if value is None else words.number(value, digits=4)
+    return "refused" if value is None else formats.number(value, digits=4)

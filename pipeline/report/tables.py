@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipeline.comparison import Compared, Comparison
-from pipeline.report import words
-from pipeline.report.words import DASH, UNKNOWN
+from pipeline.report import formats, words
+from pipeline.report.formats import DASH, UNKNOWN
 
 
 class Cell(NamedTuple):
@@ -42,24 +42,25 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     target = words.target(comparison)
 
     def throughput(each: Compared) -> Cell:
+        value = formats.number(each.samples_per_second, "samples/s")
         decision = each.throughput.decision if each.throughput else ""
-        return Cell(words.number(each.samples_per_second, "samples/s"), words.ratio_lines(each.throughput), decision)
+        return Cell(value, formats.ratio_lines(each.throughput), decision)
 
     def memory(each: Compared) -> Cell:
         decision = each.memory.decision if each.memory else ""
-        return Cell(words.size(each.peak_memory_bytes), words.ratio_lines(each.memory), decision)
+        return Cell(formats.size(each.peak_memory_bytes), formats.ratio_lines(each.memory), decision)
 
     def accuracy(each: Compared) -> Cell:
         decision = each.accuracy.decision if each.accuracy else ""
-        return Cell(words.percent(each.test_accuracy_mean_fraction), words.accuracy_lines(each.accuracy), decision)
+        return Cell(formats.percent(each.test_accuracy_mean_fraction), formats.accuracy_lines(each.accuracy), decision)
 
     def reached(each: Compared) -> Cell:
         time = each.time_to_target
         if time.train_seconds is None:
-            seeds = f"{time.reached_count} of {words.count(len(time.seeds), 'seed')}"
+            seeds = f"{time.reached_count} of {formats.count(len(time.seeds), 'seed')}"
             return Cell("not by every seed" if time.reached_count else "not reached", (seeds,))
-        beside = () if each.variant == comparison.baseline else (words.times(each.time_to_target_ratio),)
-        return Cell(words.number(time.train_seconds, "s"), beside)
+        beside = () if each.variant == comparison.baseline else (formats.times(each.time_to_target_ratio),)
+        return Cell(formats.number(time.train_seconds, "s"), beside)
 
     return (
         Column(
@@ -94,12 +95,12 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
 
 def _time(comparison: Comparison) -> tuple[Column, ...]:
     def steps(each: Compared) -> Cell:
-        parts = [words.number(value) for value in (each.step_p50_ms, each.step_p90_ms, each.step_p99_ms)]
+        parts = [formats.number(value) for value in (each.step_p50_ms, each.step_p90_ms, each.step_p99_ms)]
         return Cell(UNKNOWN if set(parts) == {UNKNOWN} else f"{' / '.join(parts)} ms")
 
     def training(each: Compared) -> Cell:
-        beside = () if each.variant == comparison.baseline else (words.times(each.train_time_ratio),)
-        return Cell(words.number(each.train_seconds, "s"), beside)
+        beside = () if each.variant == comparison.baseline else (formats.times(each.train_time_ratio),)
+        return Cell(formats.number(each.train_seconds, "s"), beside)
 
     return (
         Column(
@@ -110,7 +111,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             "Input wait",
             "Share of the window that the process that waited longest spent waiting for input; median over rounds.",
-            lambda each: Cell(words.percent(each.input_wait_fraction, 1)),
+            lambda each: Cell(formats.percent(each.input_wait_fraction, 1)),
         ),
         Column(
             "Training",
@@ -121,12 +122,12 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             "Cold start",
             "From the start of the process to its first step; of the first seed, as later seeds start warm.",
-            lambda each: Cell(words.number(each.startup_seconds, "s")),
+            lambda each: Cell(formats.number(each.startup_seconds, "s")),
         ),
         Column(
             "First step",
             "The first step, with compilation, autotuning and allocation; of the first seed. It is in no throughput.",
-            lambda each: Cell(words.number(each.first_step_seconds, "s")),
+            lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )
 
@@ -136,27 +137,27 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
 
     def held(each: Compared) -> Cell:
         beside = (f"{each.allocator_retries:,} retried",) if each.allocator_retries else ()
-        return Cell(f"{words.size(each.peak_reserved_bytes)} / {words.size(each.driver_memory_bytes)}", beside)
+        return Cell(f"{formats.size(each.peak_reserved_bytes)} / {formats.size(each.driver_memory_bytes)}", beside)
 
     def predicted(each: Compared) -> Cell:
         ledgers = each.ledgers
         if ledgers is None or ledgers.predicted is None:
             return Cell(UNKNOWN)
-        return Cell(words.size(ledgers.predicted.peak_bytes))
+        return Cell(formats.size(ledgers.predicted.peak_bytes))
 
     def tensors(each: Compared) -> Cell:
         if each.ledgers is None:
             return Cell(UNKNOWN)
         error = each.prediction_error_fraction
-        beside = () if error is None else (f"predicted {100 * error:+.1f}%".replace("-", words.MINUS),)
-        return Cell(words.size(each.ledgers.measured.tensors_bytes), beside)
+        beside = () if error is None else (f"predicted {100 * error:+.1f}%".replace("-", formats.MINUS),)
+        return Cell(formats.size(each.ledgers.measured.tensors_bytes), beside)
 
     def flops(each: Compared) -> Cell:
         if each.flops is None:
             return Cell(UNKNOWN)
         model, executed = each.flops.model_per_sample, each.flops.executed_per_sample
-        beside = (f"{words.times(executed / model)} executed",) if executed > model > 0 else ()
-        return Cell(words.scaled(model, "FLOP"), beside)
+        beside = (f"{formats.times(executed / model)} executed",) if executed > model > 0 else ()
+        return Cell(formats.scaled(model, "FLOP"), beside)
 
     beside_the_peak = Column(
         "Reserved / driver",
@@ -186,12 +187,12 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             "Achieved",
             "The model's operations for one sample times the throughput.",
-            lambda each: Cell(words.scaled(each.model_flops_per_second, "FLOP/s")),
+            lambda each: Cell(formats.scaled(each.model_flops_per_second, "FLOP/s")),
         ),
         Column(
             "Utilisation",
             "Of the dense peak of the variant's devices at its precision; unknown for a device whose peak is not.",
-            lambda each: Cell(words.percent(each.utilisation_fraction, 1)),
+            lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
         ),
     )
 
@@ -220,10 +221,10 @@ def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[s
                 for heading, lines in zip(
                     share_headings()[2:],
                     (
-                        words.ratio_lines(share.added_throughput),
-                        words.ratio_lines(share.stacked_throughput),
-                        words.ratio_lines(share.added_memory),
-                        words.ratio_lines(share.stacked_memory),
+                        formats.ratio_lines(share.added_throughput),
+                        formats.ratio_lines(share.stacked_throughput),
+                        formats.ratio_lines(share.added_memory),
+                        formats.ratio_lines(share.stacked_memory),
                         () if share.verdict is None else words.share_accuracy(share),
                     ),
                     strict=True,
@@ -238,7 +239,7 @@ def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
     """By variant: measured and predicted, each with its parts and its peak in words."""
     return {
         each.variant: [
-            [kind, *(words.size(getattr(ledger, f"{part}_bytes")) for part in (*words.LEDGER_PARTS, "peak"))]
+            [kind, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in (*words.LEDGER_PARTS, "peak"))]
             for kind, ledger in (("measured", each.ledgers.measured), ("predicted", each.ledgers.predicted))
             if ledger
         ]
@@ -256,12 +257,12 @@ def run_rows(each: Compared) -> list[list[str]]:
         [
             str(run.seed),
             f"{run.test_correct:,.10g} of {run.test_count:,}",
-            words.points(differences[run.seed]) if run.seed in differences else DASH,
-            words.number(run.samples_per_second),
-            words.number(run.step_p50_ms, "ms"),
-            words.size(run.peak_memory_bytes),
-            words.number(run.train_seconds, "s"),
-            "not reached" if (time := targets[run.seed]) is None else words.number(time, "s"),
+            formats.points(differences[run.seed]) if run.seed in differences else DASH,
+            formats.number(run.samples_per_second),
+            formats.number(run.step_p50_ms, "ms"),
+            formats.size(run.peak_memory_bytes),
+            formats.number(run.train_seconds, "s"),
+            "not reached" if (time := targets[run.seed]) is None else formats.number(time, "s"),
             run.model_sha256[:12],
         ]
         for run in each.runs

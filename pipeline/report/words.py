@@ -1,163 +1,32 @@
-"""Numbers and comparisons in words: what Markdown, page and pictures say alike."""
+"""A comparison in words: what Markdown, page and pictures say alike."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pipeline.ablation import Share
 from pipeline.comparison import Compared, Comparison
+from pipeline.report.formats import (
+    JOINED,
+    UNKNOWN,
+    UNTRUSTED,
+    accuracy_lines,
+    count,
+    estimate,
+    interval,
+    number,
+    percent,
+    plain_percent,
+    plain_points,
+    points,
+    points_interval,
+    size,
+)
 from pipeline.results import Arm, Bench, Window
 from pipeline.verdicts import Accuracy, Noise, Ratio
 
-MINUS, TIMES, DASH, JOINED = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
-DOT = "\N{MIDDLE DOT}"
-UNKNOWN, UNTRUSTED = "unknown", "untrusted"
-
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
 """Of ``results.Ledger``, in the order in which they are shown."""
-
-
-# Numbers
-
-
-def number(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """``value`` with at least ``digits`` significant digits and its unit."""
-    if value is None:
-        return UNKNOWN
-    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 1
-    text = f"{value:,.{max(0, digits - magnitude)}f}".replace("-", MINUS)
-    return f"{text}{JOINED if unit else ''}{unit}"
-
-
-def size(value: float | None) -> str:
-    """Bytes in the largest unit of which there is one."""
-    if value is None:
-        return UNKNOWN
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= unit:
-            return number(value / unit, name)
-    return f"{value:g}{JOINED}B"
-
-
-def scaled(value: float | None, unit: str) -> str:
-    """``value`` with the prefix that leaves one to three digits before the point.
-
-    >>> scaled(2.5e9, "FLOP/s").replace(JOINED, " ")
-    '2.50 GFLOP/s'
-    """
-    if value is None:
-        return UNKNOWN
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return number(value / factor, prefix + unit)
-    return number(value, unit)
-
-
-def percent(fraction: float | None, decimals: int = 2) -> str:
-    return UNKNOWN if fraction is None else f"{100 * fraction:.{decimals}f}%"
-
-
-def plain_percent(fraction: float) -> str:
-    """A percentage that a person chose, as that person wrote it: 3%."""
-    return f"{100 * fraction:g}%"
-
-
-def points(fraction: float | None) -> str:
-    """A difference in percentage points, with its sign; one that rounds to zero has none."""
-    if fraction is None:
-        return UNKNOWN
-    text = f"{100 * fraction:+.2f}"
-    return "0.00" if float(text) == 0 else text.replace("-", MINUS)
-
-
-def plain_points(fraction: float) -> str:
-    value = f"{100 * fraction:g}"
-    return f"{value}{JOINED}point{'' if value == '1' else 's'}"
-
-
-def times(ratio: float | None, decimals: int = 2) -> str:
-    return UNKNOWN if ratio is None else f"{_bare(ratio, decimals)}{TIMES}"
-
-
-def _bare(ratio: float, decimals: int) -> str:
-    return f"{ratio:.{decimals if ratio >= 0.1 else decimals + 1}f}"
-
-
-def count(amount: int, noun: str) -> str:
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def target(comparison: Comparison) -> str:
-    return plain_percent(comparison.target_accuracy_fraction)
-
-
-def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested mappings and lists of them as dotted keys with their values as text."""
-    rows: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            value = dict(enumerate(value))
-        if isinstance(value, Mapping) and value:
-            rows += flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
-    return rows
-
-
-# Intervals
-
-
-def estimate(ratio: Ratio | Noise) -> str:
-    return times(ratio.estimate, _decimals(ratio))
-
-
-def interval(ratio: Ratio | Noise) -> str:
-    """The ends of the interval, or why there are none."""
-    if ratio.low is None or ratio.high is None:
-        return f"no interval from {count(ratio.pairs, 'pair')}"
-    return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
-
-
-def _decimals(ratio: Ratio | Noise) -> int:
-    """One more where two would make the ends of a narrow interval look the same."""
-    return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
-
-
-def points_interval(accuracy: Accuracy) -> str:
-    if accuracy.low_fraction is None or accuracy.high_fraction is None:
-        return f"no interval from {count(accuracy.seeds, 'seed')}"
-    return _to(points(accuracy.low_fraction), points(accuracy.high_fraction))
-
-
-def _to(low: str, high: str) -> str:
-    return f"{low}{JOINED}to{JOINED}{high}"
-
-
-def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
-    """A ratio for a table: itself and its interval. An untrusted one shows no number."""
-    if ratio is None:
-        return ()
-    if ratio.decision == "untrusted":
-        return (UNTRUSTED,)
-    marked = " undecided" if ratio.decision == "undecided" else ""
-    return (f"{estimate(ratio)}{marked}", interval(ratio))
-
-
-def ratio_text(ratio: Ratio | None) -> str:
-    """The same on one line."""
-    if ratio is None:
-        return DASH
-    lines = ratio_lines(ratio)
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ({lines[1]})"
-
-
-def accuracy_lines(accuracy: Accuracy | None) -> tuple[str, ...]:
-    if accuracy is None:
-        return ()
-    marked = " undecided" if accuracy.decision == "undecided" else ""
-    return (f"{points(accuracy.mean_fraction)} points{marked}", points_interval(accuracy))
 
 
 # Sentences
@@ -314,6 +183,10 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def title(comparison: Comparison) -> str:
     return f"{comparison.train.get('model', 'model')} on {comparison.dataset.name}"
+
+
+def target(comparison: Comparison) -> str:
+    return plain_percent(comparison.target_accuracy_fraction)
 
 
 def metric(comparison: Comparison) -> str:

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from torchvision.transforms import functional as reference
 
 from pipeline.config import Augment, ConfigError
-from pipeline.data import batches
-from pipeline.data.batches import TrainBatches, choose_placement, crop, cutout_, draw_epoch, evaluation_batches, flip
+from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
+from pipeline.data.batches import TrainBatches, choose_placement, evaluation_batches
 from pipeline.data.prepared import Dataset, Split
+from pipeline.data.reader import READ_AHEAD, Reader
 
 CPU = torch.device("cpu")
 EVERYTHING = Augment(crop_padding=2, flip=True, cutout=3)
@@ -296,16 +297,16 @@ def test_two_epochs_can_be_under_way_at_once(digits: Dataset) -> None:
 
 def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = threading.Semaphore(0)
-    load = batches._Reader._load
+    load = Reader._load
 
     def counted(self: Any, rows: Tensor) -> Any:
         loaded.release()
         return load(self, rows)
 
-    monkeypatch.setattr(batches._Reader, "_load", counted)
+    monkeypatch.setattr(Reader, "_load", counted)
     epoch = make(digits, placement="streamed").epoch(0)
     next(epoch)
-    for _ in range(batches.READ_AHEAD + 1):  # the one taken, and those ahead of it
+    for _ in range(READ_AHEAD + 1):  # the one taken, and those ahead of it
         assert loaded.acquire(timeout=5)
     assert not loaded.acquire(timeout=0.05)
     next(epoch)
@@ -316,7 +317,7 @@ def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPat
 def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(
     digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = batches._Reader._load
+    load = Reader._load
     calls = []
 
     def fails(self: Any, rows: Tensor) -> Any:
@@ -325,7 +326,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(
             raise OSError("the disk went away")
         return load(self, rows)
 
-    monkeypatch.setattr(batches._Reader, "_load", fails)
+    monkeypatch.setattr(Reader, "_load", fails)
     epoch = make(digits, placement="streamed").epoch(0)
     next(epoch)
     next(epoch)

@@ -112,10 +112,11 @@ def test_workers_outlive_the_signals_that_end_a_training_after_its_step(digits: 
     with loaded(digits) as made:
         batches = made.epoch(0)
         next(batches)
+        next(batches)  # they take turns: both have begun
         for worker in workers():
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(worker.pid, number)
-        assert len(list(batches)) == 13
+        assert len(list(batches)) == 12
 
 
 def test_held_workers_do_nothing_until_a_batch_is_asked_for(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.comparison import Comparison, ComparisonError
-from pipeline.report import words
+from pipeline.report import formats, words
 from pipeline.report.tables import tables
 from pipeline.verdicts import Accuracy, Ratio
 from tests.factories import make_bench, make_results, make_run
@@ -31,25 +31,25 @@ def accuracy(**changes: Any) -> Accuracy:
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
-        (words.number(20_000.4, "samples/s"), "20,000 samples/s"),
-        (words.number(12.345, "ms"), "12.3 ms"),
-        (words.number(None, "ms"), "unknown"),
-        (words.size(0), "0 B"),
-        (words.size(88 * 2**10), "88.0 KiB"),
-        (words.size(200 * 2**20), "200 MiB"),
-        (words.size(3 * 2**29), "1.50 GiB"),
-        (words.scaled(6_300_000, "FLOP"), "6.30 MFLOP"),
-        (words.scaled(1.2e12, "FLOP/s"), "1.20 TFLOP/s"),
-        (words.percent(0.9, 2), "90.00%"),
-        (words.plain_percent(0.03), "3%"),
-        (words.points(-0.00001), "0.00"),
-        (words.points(-0.0123), "-1.23"),
-        (words.plain_points(0.01), "1 point"),
-        (words.plain_points(0.005), "0.5 points"),
-        (words.times(1.5), "1.50x"),
-        (words.times(0.0456), "0.046x"),
-        (words.count(1, "process"), "1 process"),
-        (words.count(2, "process"), "2 processes"),
+        (formats.number(20_000.4, "samples/s"), "20,000 samples/s"),
+        (formats.number(12.345, "ms"), "12.3 ms"),
+        (formats.number(None, "ms"), "unknown"),
+        (formats.size(0), "0 B"),
+        (formats.size(88 * 2**10), "88.0 KiB"),
+        (formats.size(200 * 2**20), "200 MiB"),
+        (formats.size(3 * 2**29), "1.50 GiB"),
+        (formats.scaled(6_300_000, "FLOP"), "6.30 MFLOP"),
+        (formats.scaled(1.2e12, "FLOP/s"), "1.20 TFLOP/s"),
+        (formats.percent(0.9, 2), "90.00%"),
+        (formats.plain_percent(0.03), "3%"),
+        (formats.points(-0.00001), "0.00"),
+        (formats.points(-0.0123), "-1.23"),
+        (formats.plain_points(0.01), "1 point"),
+        (formats.plain_points(0.005), "0.5 points"),
+        (formats.times(1.5), "1.50x"),
+        (formats.times(0.0456), "0.046x"),
+        (formats.count(1, "process"), "1 process"),
+        (formats.count(2, "process"), "2 processes"),
     ],
 )
 def test_numbers_have_their_digits_and_their_unit(shown: str, text: str) -> None:
@@ -57,20 +57,20 @@ def test_numbers_have_their_digits_and_their_unit(shown: str, text: str) -> None
 
 
 def test_the_ends_of_a_narrow_interval_can_be_told_apart() -> None:
-    assert plain(words.ratio_text(ratio())) == "1.42x (1.38 to 1.47)"
+    assert plain(formats.ratio_text(ratio())) == "1.42x (1.38 to 1.47)"
     narrow = ratio(estimate=0.5502, low=0.5488, high=0.5511)
-    assert plain(words.ratio_text(narrow)) == "0.550x (0.549 to 0.551)"
+    assert plain(formats.ratio_text(narrow)) == "0.550x (0.549 to 0.551)"
 
 
 def test_what_is_untrusted_shows_no_number() -> None:
-    assert words.ratio_text(ratio(decision="untrusted", why_untrusted="throughput: too noisy")) == "untrusted"
+    assert formats.ratio_text(ratio(decision="untrusted", why_untrusted="throughput: too noisy")) == "untrusted"
 
 
 def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
-    assert plain(words.ratio_text(few)) == "1.42x undecided (no interval from 4 pairs)"
+    assert plain(formats.ratio_text(few)) == "1.42x undecided (no interval from 4 pairs)"
     one = accuracy(low_fraction=None, high_fraction=None, seeds=1, decision="undecided")
-    assert words.accuracy_lines(one) == ("+0.03 points undecided", "no interval from 1 seed")
+    assert formats.accuracy_lines(one) == ("+0.03 points undecided", "no interval from 1 seed")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_the_commit_of_the_measurement(usual: Made, commit: str | None, said: st
 
 
 def test_lists_of_devices_are_shown_key_by_key() -> None:
-    assert words.flat({"gpus": [{"model": "A"}, {"model": "B"}], "none": [], "flags": ["x"]}) == [
+    assert formats.flat({"gpus": [{"model": "A"}, {"model": "B"}], "none": [], "flags": ["x"]}) == [
         ("gpus.0.model", "A"),
         ("gpus.1.model", "B"),
         ("none", "[]"),

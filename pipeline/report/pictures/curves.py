@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pipeline.comparison import Compared, Comparison
-from pipeline.report import words
+from pipeline.report import formats, words
 from pipeline.report.pictures.scales import Scale, Tick, down, plain
 from pipeline.results import HistoryRow
 
@@ -49,8 +49,8 @@ def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
         for each in comparison.variants
     }
     ends = "; ".join(
-        f"{each.variant} ends at {words.percent(each.test_accuracy_mean_fraction)} after "
-        f"{words.number(each.train_seconds, 's')}"
+        f"{each.variant} ends at {formats.percent(each.test_accuracy_mean_fraction)} after "
+        f"{formats.number(each.train_seconds, 's')}"
         for each in comparison.variants
     )
     target = comparison.target_accuracy_fraction

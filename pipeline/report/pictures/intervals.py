@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from pipeline.ablation import Share
 from pipeline.comparison import Comparison
-from pipeline.report import words
+from pipeline.report import formats, words
+from pipeline.report.formats import UNTRUSTED
 from pipeline.report.pictures.scales import Scale, Tick, padded, plain
-from pipeline.report.words import UNTRUSTED
 from pipeline.verdicts import Accuracy, Noise, Ratio
 
 
@@ -105,7 +105,7 @@ def share_forests(comparison: Comparison) -> list[Forest]:
 def _of_ratio(ratio: Ratio | None, caption: str = "") -> _Estimate:
     if ratio is None:
         return _Estimate(caption, "not measured", None, None, None, "")
-    return _Estimate(caption, words.ratio_text(ratio), ratio.estimate, ratio.low, ratio.high, ratio.decision)
+    return _Estimate(caption, formats.ratio_text(ratio), ratio.estimate, ratio.low, ratio.high, ratio.decision)
 
 
 def _of_noise(noise: Noise) -> _Estimate:
@@ -116,7 +116,7 @@ def _of_noise(noise: Noise) -> _Estimate:
 def _of_accuracy(accuracy: Accuracy) -> _Estimate:
     ends = (accuracy.low_fraction, accuracy.high_fraction)
     low, high = (None if end is None else 100 * end for end in ends)
-    line, interval = words.accuracy_lines(accuracy)
+    line, interval = formats.accuracy_lines(accuracy)
     return _Estimate("", f"{line} ({interval})", 100 * accuracy.mean_fraction, low, high, accuracy.decision)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipeline.comparison import Comparison
-from pipeline.report import words
+from pipeline.report import formats
 from pipeline.report.pictures.scales import Scale, Tick, plain
 from pipeline.report.words import LEDGER_PARTS
 from pipeline.results import Ledger
@@ -54,7 +54,7 @@ def bars(comparison: Comparison) -> Bars | None:
         for variant in dict.fromkeys(variant for variant, *_ in ledgers)
     )
     used = {segment.part for _, row in rows for bar in row for segment in bar.segments}
-    numbers = "; ".join(f"{variant} {kind} {words.size(ledger.peak_bytes)}" for variant, kind, ledger in ledgers)
+    numbers = "; ".join(f"{variant} {kind} {formats.size(ledger.peak_bytes)}" for variant, kind, ledger in ledgers)
     ticks = scale.ticks(lambda value, decimals: f"{plain(value, decimals)}{f' {name}' if value == 0 else ''}")
     return Bars(
         f"Peak memory, by what holds it ({name})", f"Stacked bars of the peak's parts. {numbers}.", rows, ticks,
@@ -72,4 +72,4 @@ def _bar(kind: str, ledger: Ledger, scale: Scale, unit: int) -> Bar:
             segments.append(Segment(part, left, round(scale.at(below / unit) - left, 2)))
     beyond = ledger.tensors_bytes < ledger.peak_bytes
     tensors = scale.at(ledger.tensors_bytes / unit) if beyond else None
-    return Bar(kind, words.size(ledger.peak_bytes), tuple(segments), tensors)
+    return Bar(kind, formats.size(ledger.peak_bytes), tuple(segments), tensors)

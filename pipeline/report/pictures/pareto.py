@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from pipeline import stats
 from pipeline.comparison import Compared, Comparison
-from pipeline.report import words
+from pipeline.report import formats
+from pipeline.report.formats import UNTRUSTED
 from pipeline.report.pictures.scales import Scale, Tick, down, padded, plain
-from pipeline.report.words import UNTRUSTED
 from pipeline.verdicts import Ratio
 
 
@@ -52,14 +52,14 @@ def front(comparison: Comparison) -> Front | None:
     estimates = [_estimates(speed, memory) for _, _, speed, memory in placed]
     points = tuple(
         Point(
-            number, each.variant, words.percent(each.test_accuracy_mean_fraction), across.at(x), down(along, y),
+            number, each.variant, formats.percent(each.test_accuracy_mean_fraction), across.at(x), down(along, y),
             _ends(speed, across.at), _ends(memory, lambda value: down(along, value)), each.on_front,
         )
         for (number, each, speed, memory), (x, y) in zip(placed, estimates, strict=True)
     )  # fmt: skip
     best = [estimates[index] for index in stats.pareto_front(estimates, [True, False])]
     numbers = "; ".join(
-        f"{point.number} {point.variant}: {words.times(x)} the throughput at {words.times(y)} the memory with "
+        f"{point.number} {point.variant}: {formats.times(x)} the throughput at {formats.times(y)} the memory with "
         f"{point.accuracy}{', on the front' if point.on_front else ''}"
         for point, (x, y) in zip(points, estimates, strict=True)
     )

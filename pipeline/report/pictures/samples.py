@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipeline.comparison import Comparison
-from pipeline.report import words
-from pipeline.report.words import UNKNOWN
+from pipeline.report import formats
+from pipeline.report.formats import UNKNOWN
 from pipeline.results import Arm
 
 FURTHEST = 1.5
@@ -42,8 +42,8 @@ def strips(comparison: Comparison) -> list[Strips]:
     """Throughput and peak memory of every sample of every arm in the order of the rounds."""
     arms = comparison.bench.arms
     return [
-        _strips("Throughput of every sample", arms, "samples_per_second", lambda v: words.number(v, "samples/s")),
-        _strips("Peak memory of every sample", arms, "peak_memory_bytes", words.size),
+        _strips("Throughput of every sample", arms, "samples_per_second", lambda v: formats.number(v, "samples/s")),
+        _strips("Peak memory of every sample", arms, "peak_memory_bytes", formats.size),
     ]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pipeline.report import words
+from pipeline.report import formats
 
 
 class Tick(NamedTuple):
@@ -42,7 +42,7 @@ class Scale(NamedTuple):
 
 
 def plain(value: float, decimals: int) -> str:
-    return f"{value:,.{decimals}f}".replace("-", words.MINUS)
+    return f"{value:,.{decimals}f}".replace("-", formats.MINUS)
 
 
 def padded(values: Sequence[float], share: float, *, logarithmic: bool) -> Scale:
