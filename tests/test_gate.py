@@ -319,7 +319,8 @@ def test_what_other_variants_rely_on_is_no_other_environment() -> None:
 def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path) -> None:
     (checkout / "code.py").write_text("slow = False", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 2.5\n", encoding="utf-8")
-    stage = "{cmd: 'true', deps: [code.py], params: [bench]}"
+    (checkout / "environment.json").write_text('{"hash": "one"}', encoding="utf-8")
+    stage = "{cmd: 'true', deps: [code.py], params: [bench, environment.json: [hash]]}"
     names = ("train@baseline", "train@ddp", "train@memory", "bench", "compare")
     each = "".join(f"    {name.removeprefix('train@')}: x\n" for name in names[:3])
     (checkout / "dvc.yaml").write_text(
@@ -333,7 +334,9 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path) -> N
     assert gate.run(configured(), str(recorded())) == 0
     (checkout / "code.py").write_text("slow = True", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 9.0\n", encoding="utf-8")
-    with pytest.raises(GateError, match=r"is not of what is here now: since it was made, code\.py, bench.* changed"):
+    (checkout / "environment.json").write_text('{"hash": "other"}', encoding="utf-8")
+    message = r"is not of what is here now: since it was made, code\.py, bench\S*, environment\.json changed"
+    with pytest.raises(GateError, match=message):
         gate.run(configured(), "main.json")
 
 

@@ -86,7 +86,8 @@ def _changed(names: Sequence[str]) -> list[str]:
     for change in (each for changes in known.values() for each in changes if isinstance(each, dict)):
         for path, how in change.get("changed deps", {}).items():
             keys = how if isinstance(how, dict) else {path: how}  # parameters, or a file
-            modified |= dict.fromkeys(key for key, what in keys.items() if what == "modified")
+            changed = (key for key, what in keys.items() if what == "modified")
+            modified |= dict.fromkeys(key if path == "params.yaml" else path for key in changed)
     return list(modified)
 
 
