@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does, for both arms of every pair
 
 from benchmarks import data_path, ledgers, machines, stages, turns
-from pipeline import environment, results
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.ratio_of("plain"),
@@ -39,16 +37,10 @@ def main() -> None:
     if unknown := set(names) - set(BENCHMARKS):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
 
-    fingerprint = environment.fingerprint()
-    machine = machines.name_of(fingerprint)
-    path = arguments.figures / f"{machines.stem(machine)}.json"
-    figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"benchmarks": {}}
-    figures = {"machine": machine, "environment": fingerprint, "benchmarks": figures["benchmarks"]}
     for name in names:
         started = time.perf_counter()
-        figure = BENCHMARKS[name]() | {"measured_on": time.strftime("%Y-%m-%d")}
-        figures["benchmarks"][name] = figure
-        results.write_text(path, json.dumps(figures, indent=1) + "\n")
+        figure = BENCHMARKS[name]()
+        machines.keep(arguments.figures, "", "benchmarks", name, figure)
         lower = figure.get("lower_is_better", False)
         value = figure["worst_ratio"] if "worst_ratio" in figure else figure["median_ratio"]
         met = value <= figure["target_ratio"] if lower else value >= figure["target_ratio"]

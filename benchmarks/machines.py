@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pipeline import environment, results
 
 FIGURES = Path(__file__).parent / "figures"
 
@@ -20,3 +24,27 @@ def name_of(fingerprint: Mapping[str, Any]) -> str:
 def stem(machine: str) -> str:
     """A machine's name as the stem of a file's."""
     return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+
+
+def keep(
+    directory: Path, prefix: str, section: str, name: str, figure: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any]]:
+    """Put ``figure``, measured just now, into this machine's file, in place of an older one; the file and its content.
+
+    Machines of one name can differ, and so can what is installed: each figure names the environment of its own.
+    """
+    found = environment.fingerprint()
+    machine = name_of(found)
+    path = directory / f"{prefix}{stem(machine)}.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"environments": {}, section: {}}
+    measured = {"measured_on": time.strftime("%Y-%m-%d"), "environment": found["hash"]}
+    figures = dict(sorted((content[section] | {name: {**figure, **measured}}).items()))
+    known = content["environments"] | {found["hash"]: {key: found[key] for key in ("hardware", "software", "settings")}}
+    used = {each["environment"] for each in figures.values()}
+    content = {
+        "machine": machine,
+        "environments": {digest: known[digest] for digest in sorted(used)},
+        section: figures,
+    }
+    results.write_text(path, json.dumps(content, indent=1) + "\n")
+    return path, content

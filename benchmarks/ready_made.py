@@ -9,11 +9,9 @@ and a table of them to the ``.md`` beside it; sets that are not named keep their
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,6 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
     quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
     noises = [verdicts.noise(reference, again, quantity, most) for quantity, _ in quantities]
     return {
-        "measured_on": time.strftime("%Y-%m-%d"),
         "commit": environment.checked_out(),
         "optimizer": values["train"]["optimizer"],
         "seconds": round(bench.seconds),
@@ -134,18 +131,12 @@ def main() -> None:
     if unknown := set(arguments.sets) - set(SETS):
         parser.error(f"no such set: {', '.join(sorted(unknown))}")
 
-    fingerprint = environment.fingerprint()
-    machine = machines.name_of(fingerprint)
-    path = arguments.figures / f"ready-made-{machines.stem(machine)}.json"
-    there = json.loads(path.read_text(encoding="utf-8"))["sets"] if path.exists() else {}
     for name in arguments.sets or SETS:
         found = measure(name, arguments.rounds)
         if found is None:
             print(f"{name}: nothing of it can run here", flush=True)
             continue
-        there[name] = found
-        figures = {"machine": machine, "environment": fingerprint, "sets": dict(sorted(there.items()))}
-        results.write_text(path, json.dumps(figures, indent=1) + "\n")
+        path, figures = machines.keep(arguments.figures, "ready-made-", "sets", name, found)
         results.write_text(path.with_suffix(".md"), page(figures))
         print(f"{name}: {found['rounds']} rounds in {found['seconds']} s", flush=True)
 
