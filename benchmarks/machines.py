@@ -13,12 +13,16 @@ from pipeline import environment, results
 
 FIGURES = Path(__file__).parent / "figures"
 
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
+"""Flags of the fingerprint, the widest first, by the names that people know."""
+
 
 def name_of(fingerprint: Mapping[str, Any]) -> str:
-    """Its GPUs, its CPU and its cores, in words."""
+    """Its GPUs, its CPU with its widest vectors (virtual machines call many CPUs the same), its cores, in words."""
     hardware = fingerprint["hardware"]
     cpu = hardware["cpu"]
-    return " ".join([*(gpu["name"] for gpu in hardware["gpus"]), cpu["model"], f"{cpu['cores']:g} cores"])
+    vectors = [name for flag, name in VECTORS.items() if flag in cpu["flags"]][:1]
+    return " ".join([*(gpu["name"] for gpu in hardware["gpus"]), cpu["model"], *vectors, f"{cpu['cores']:g} cores"])
 
 
 def stem(machine: str) -> str:

@@ -24,9 +24,9 @@ def test_figures_name_the_environment_in_which_each_was_measured(
 
     measured("2.11", "one")
     path, content = measured("2.15", "other")
-    assert path == tmp_path / "example-cpu-2-0-ghz-2-cores.json"
+    assert path == tmp_path / "example-cpu-2-0-ghz-avx2-2-cores.json"
     assert json.loads(path.read_text(encoding="utf-8")) == content
-    assert content["machine"] == "Example CPU @ 2.0 GHz 2 cores"
+    assert content["machine"] == "Example CPU @ 2.0 GHz AVX2 2 cores"
     names = {name: figure["environment"] for name, figure in content["benchmarks"].items()}
     assert names == {"one": "hash of 2.11", "other": "hash of 2.15"}
     versions = {digest: each["software"]["torch"] for digest, each in content["environments"].items()}

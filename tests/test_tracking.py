@@ -490,6 +490,11 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
     old, children = family(root)
     assert children["ddp-seed1"].data.tags["verdict"] == "pays"
     assert old.data.metrics["ddp/throughput_pairs"] == 12
+    measured = {each["variant"]: each for each in contents.compared(root)["variants"]}
+    for name, child in children.items():
+        for figure in ("samples_per_second", "peak_memory_bytes"):
+            value = child.data.metrics[f"bench/{figure}"]
+            assert value == measured[name.partition("-")[0]][figure] != child.data.metrics[figure]
     write_comparison(root, refused=8)
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
     new, children = family(root)
@@ -497,6 +502,7 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
     for tag in (new.data.tags["verdict.ddp"], children["ddp-seed0"].data.tags["verdict"]):
         assert tag.startswith("untrusted: throughput: ")
     assert children["baseline-seed0"].data.tags["verdict"] == "baseline"
+    assert math.isnan(children["ddp-seed0"].data.metrics["bench/samples_per_second"]), "most rounds were refused"
     assert new.data.metrics["ddp/throughput_pairs"] == 4  # the smaller value, as it is younger
     assert math.isnan(new.data.metrics["ddp/throughput_ratio"])
     assert agrees(root, config_of())
@@ -1172,6 +1178,7 @@ def test_publishing_prints_a_link_to_charts_of_exactly_these_runs(
 ) -> None:
     tracking.publish(config_of(), root)
     write_result(root, "ddp", speed=30_000)
+    write_comparison(root)
     tracking.publish(config_of(), root)  # another comparison, which the first one's view must not show
     tracking.publish(config_of(), root)
     *_, written, again = capsys.readouterr().out.splitlines()

@@ -26,6 +26,11 @@ VERDICT = "verdict"
 """Tag of a child; with a variant's name after a point, of a parent: what the comparison says of it."""
 REFUSALS = "refusals"
 """Tag, likewise: which numbers were refused, and why."""
+COMPARED = {
+    "bench/samples_per_second": "samples_per_second",
+    "bench/peak_memory_bytes": "peak_memory_bytes",
+}
+"""Metrics of a child -> what comparison.json calls them: medians over the bench's rounds."""
 FINDING = "finding"
 """With a variant's name after a point, tag of a parent: what its profile says."""
 
@@ -167,6 +172,23 @@ def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
         plain = verdict not in ("undecided", "untrusted") or not reasons
         found[str(each["variant"])] = verdict if plain else _cut(f"{verdict}: {'; '.join(reasons)}")
     return found
+
+
+def compared_points(
+    comparison: Mapping[str, Any], child: Child, root: Path, known: Mapping[str, float]
+) -> Iterator[Point]:
+    """What the comparison holds of the child's variant, of the bench's rounds: the run's own speed and memory are those
+    of trainings one after the other, which nobody should compare.
+
+    ``known``: the metrics of the run in the store. A value that is refused now becomes not a number.
+    """
+    written = round((root / results.REPORTS / "comparison.json").stat().st_mtime * 1000)
+    [found] = [each for each in comparison["variants"] if each["variant"] == child.variant]
+    for key, field in COMPARED.items():
+        value = math.nan if found[field] is None else float(found[field])
+        before = known.get(key, math.nan)
+        if value != before and not (math.isnan(value) and math.isnan(before)):
+            yield Point(key, value, written, 0)
 
 
 def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:

@@ -91,7 +91,7 @@ def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> No
             _complete_child(child, changes.adopt[key], wanted, parent_id, store)
         elif key in changes.create:
             _complete_child(child, _record_child(child, wanted, parent_id, store), wanted, parent_id, store)
-    _tag_verdicts(wanted, store)
+    _say_what_is_compared(wanted, store)
     if changes.finish_parent:
         _complete_parent(parent_id, wanted, store, config)
 
@@ -160,14 +160,18 @@ def _create_parent(wanted: Wanted, store: Store) -> str:
     return str(run.info.run_id)
 
 
-def _tag_verdicts(wanted: Wanted, store: Store) -> None:
-    """Say on each child what the comparison says of its variant; it may say something else now."""
-    verdicts = contents.verdicts(contents.compared(store.root))
+def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
+    """On each child, what the comparison says of its variant and compares of it; it may be something else now."""
+    comparison = contents.compared(store.root)
+    verdicts = contents.verdicts(comparison)
     for run in store.runs(wanted.key):
         child = wanted.children.get(run.tags.get(RUN, ""))
-        verdict = verdicts.get(child.variant) if child and run.tags.get(COMPARISON) == wanted.key else None
-        if verdict and run.tags.get(VERDICT) != verdict:
-            store.set_tags(run.run_id, {VERDICT: verdict})
+        if child is None or child.variant not in verdicts or run.tags.get(COMPARISON) != wanted.key:
+            continue
+        if run.tags.get(VERDICT) != verdicts[child.variant]:
+            store.set_tags(run.run_id, {VERDICT: verdicts[child.variant]})
+        known = store.client.get_run(run.run_id).data.metrics
+        store.log_points(run.run_id, contents.compared_points(comparison, child, store.root, known))
 
 
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.tracking.comparisons import COMPARISON, RUN, Wanted
+from pipeline.tracking.contents import COMPARED
 
 TAG = "mlflow.sharedViewState."
 """Tag of an experiment, ending in a view's key: what MLflow's button "Share" writes."""
@@ -14,7 +15,7 @@ TAG = "mlflow.sharedViewState."
 LOCAL = "http://127.0.0.1:5000"
 """Where `make ui` shows the embedded store."""
 
-BARS = ("test_accuracy", "samples_per_second", "peak_memory_bytes", "train_seconds")
+BARS = ("test_accuracy", *COMPARED, "train_seconds")
 LINES = ("history/train_loss", "history/test_accuracy")
 
 
@@ -25,7 +26,13 @@ def key(wanted: Wanted) -> str:
 def state(wanted: Wanted) -> str:
     """The view, in the form of MLflow's page. What it does not understand, the page ignores."""
     variants = dict.fromkeys(child.variant for child in wanted.children.values())
-    others = ("Model metrics", "history", *variants, "System metrics")  # sections that the page makes, folded up
+    others = (
+        "Model metrics",
+        "bench",
+        "history",
+        *variants,
+        "System metrics",
+    )  # sections that the page makes, folded up
     charts = [_chart("BAR", metric) for metric in BARS] + [_chart("LINE", metric) for metric in LINES]
     return json.dumps(
         {
