@@ -35,7 +35,7 @@ def keep(
 ) -> tuple[Path, dict[str, Any]]:
     """Put ``figure``, measured just now, into this machine's file, in place of an older one; the file and its content.
 
-    Machines of one name can differ, and so can what is installed: each figure names the environment of its own.
+    Machines of one name can differ, and so can their Python, torch and settings: each figure names its environment.
     """
     found = environment.fingerprint()
     machine = name_of(found)

@@ -179,7 +179,7 @@ class Result(Setup):
     schema_: Literal[1] = 1
     variant: str
     environment: str
-    """Hash of the environment's fingerprint (``environment.json``)."""
+    """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant."""
     config: dict[str, Any]
     """``train`` and ``variant`` as params.yaml asked for them."""
     dataset: Dataset
@@ -252,7 +252,7 @@ class Bench(Record):
 
     schema_: Literal[1] = 1
     environment: str
-    """Hash of the environment's fingerprint."""
+    """The same, of all variants together."""
     commit: str | None
     """Checked out when this was measured, with "+" if files differed from it. None: no git here."""
     config: dict[str, Any]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import pty
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import benchmark
+from pipeline import benchmark, environment
 from pipeline.benchmark import Asked, BenchError, Server, measure, steps_of, turns_on
 from pipeline.config import Bench, Machine, Variant, parse
 from pipeline.results import Window, read_bench
@@ -199,6 +198,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_bench_measures_every_arm_every_round(workspace: Path) -> None:  # noqa: ARG001
+    environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
     benchmark.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
     assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [
@@ -224,7 +224,8 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path) -> None:  # noq
     assert reduced
     assert (ddp.world_size, ddp.backend, len(ddp.samples[0].peak_memory_rank_bytes)) == (2, "gloo", 2)
     assert (reduced.applied["channels_last"], reduced.applied["gradient_accumulation"]) == (False, 2)
-    assert bench.environment == json.loads(Path("environment.json").read_text())["hash"]
+    fingerprint = environment.read()
+    assert bench.environment == environment.hash_of(fingerprint, "variants", "stack") != fingerprint["hash"]
     assert set(bench.ledgers) == set(bench.flops) == {"baseline", "ddp", "stack"}
 
 

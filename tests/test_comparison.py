@@ -507,6 +507,11 @@ def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_i
     ddp, of_bench = str(refused.value).splitlines()
     assert ddp.startswith("variant 'ddp' was measured in environment ")
     assert of_bench.startswith("bench.json: the bench was measured in environment ")
+    assert "(with compiler g++ 14.1.0)" in ddp
+    assert "(with compiler g++ 14.1.0)" in of_bench
+    gone = ENVIRONMENT | {"relied_on": {"variants": {"baseline": {}}, "forms": {}}}
+    with pytest.raises(ComparisonError, match=r"environment\.json is eeeeeeeeeeee \(with no variant 'ddp'\)"):
+        compare([BASELINE], make_histories([BASELINE]), bench, Compare(), gone)
 
 
 def test_other_seeds_are_refused() -> None:

@@ -313,7 +313,9 @@ def test_what_other_variants_rely_on_is_no_other_environment() -> None:
     newer = ENVIRONMENT | {"relied_on": {"variants": {"ddp": compiler}, "forms": {}}}
     with pytest.raises(GateError) as refused:
         gate.run(configured(), str(recorded(environment=newer)))
-    assert 'environment.relied_on.ddp.compiler: base "g++ 14.1.0", head null' in str(refused.value).splitlines()
+    assert (
+        'environment.relied_on.variants.ddp.compiler: base "g++ 14.1.0", head null' in str(refused.value).splitlines()
+    )
 
 
 def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path) -> None:

@@ -296,8 +296,11 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     with pytest.raises(PipelineError, match=r"models/baseline/seed-3\.pt is missing; run `dvc repro train@baseline`"):
         inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
     job.run(workspace, "baseline", CPU_ONLY, PREPARED)
+    environment.write(relied_on={"forms": {"exported": {"torchao"}}})
     inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
     values = json.loads(results.inference_file("baseline", "json").read_text())
+    fingerprint = environment.read()
+    assert values["environment"] == environment.hash_of(fingerprint, "forms", "exported") != fingerprint["hash"]
     [run] = results.read(results.result_file("baseline")).runs
     assert (values["schema"], values["variant"], values["seed"]) == (1, "baseline", 3)
     assert values["model_sha256"] == run.model_sha256

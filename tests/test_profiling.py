@@ -372,11 +372,14 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def test_the_stage_writes_a_profile_a_page_and_a_trace(
     workspace: Config, variant: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    environment.write(relied_on={"variants": {variant: {"bitsandbytes"}}})
     profiling.run(workspace, variant, CPU_ONLY, PREPARED)
     directory = results.profile_directory(variant)
     assert {file.name for file in directory.iterdir()} == {"profile.json", "profile.md", "trace.json.gz"}
     values = json.loads((directory / "profile.json").read_text())
     assert (values["schema"], values["variant"], values["steps"]) == (1, variant, 4)
+    fingerprint = environment.read()
+    assert values["environment"] == environment.hash_of(fingerprint, "variants", variant) != fingerprint["hash"]
     assert len(values["ranks"]) == values["world_size"] == (2 if variant == "ddp" else 1)
     for rank in values["ranks"]:
         assert sum(rank[f"{part}_ms"] for part in PARTS) == pytest.approx(rank["step_ms"])

@@ -496,6 +496,7 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
             value = child.data.metrics[f"bench/{figure}"]
             assert value == measured[name.partition("-")[0]][figure] != child.data.metrics[figure]
     write_comparison(root, refused=8)
+    os.utime(root / "reports/comparison.json", (0, 0))  # as from a cache
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
     new, children = family(root)
     assert new.info.run_id == old.info.run_id
@@ -1163,7 +1164,9 @@ def test_the_image_of_a_variant_that_relies_on_a_compiler_is_told_too(root: Path
     (root / "environment.json").write_text(json.dumps(found))
     write_result(root, "ddp", environment=hash_of(found, "variants", "ddp"))
     tracking.publish(config_of(), root)
-    assert family(root)[1]["ddp-seed0"].data.tags["image"] == "registry.example.org/pipeline:1"
+    parent, children = family(root)
+    assert children["ddp-seed0"].data.tags["image"] == "registry.example.org/pipeline:1"
+    assert {run.data.tags["environment"] for run in (parent, *children.values())} == {ENVIRONMENT["hash"]}
 
 
 def test_the_image_of_another_environment_is_not_claimed(root: Path) -> None:

@@ -77,8 +77,17 @@ def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
         return ""
     return (
         f"variant {result.variant!r} was measured in environment {result.environment[:12]}, but environment.json is "
-        f"{here[:12]}: numbers of different machines or software are not compared. Run `dvc repro` to measure it here."
+        f"{here[:12]}{_relied_on(environment, result.variant)}: numbers of different machines or software are not "
+        "compared. Run `dvc repro` to measure it here."
     )
+
+
+def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
+    """What of environment.json beside its own hash went into that of ``variants``; and which it does not know."""
+    known = environment.get("relied_on", {}).get("variants", {})
+    parts = [f"{name} {version}" for each in variants for name, version in known.get(each, {}).items()]
+    parts += [f"no variant {each!r}" for each in variants if known and each not in known]
+    return f" (with {', '.join(dict.fromkeys(parts))})" if parts else ""
 
 
 def _job_problems(result: Result, baseline: Result) -> list[str]:
@@ -118,11 +127,13 @@ def _bench_problems(
 ) -> list[str]:
     """Where the bench measured something else than what was trained."""
     again = "Run `dvc repro bench`, which measures what params.yaml says now."
-    here = hash_of(environment, "variants", *(arm.variant for arm in bench.arms if arm.role == "variant"))
+    variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
+    here = hash_of(environment, "variants", *variants)
     problems = []
     if bench.environment != here:
         problems.append(
             f"the bench was measured in environment {bench.environment[:12]}, but environment.json is {here[:12]}"
+            f"{_relied_on(environment, *variants)}"
         )
     if bench.baseline != baseline.variant:
         problems.append(f"the bench's baseline is {bench.baseline!r}, that of compare.baseline {baseline.variant!r}")

@@ -172,7 +172,7 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
     """Of the extras' distributions and ``COMPILER``, those on whose versions numbers depend, and whose.
 
-    ``{"variants": {name: ...}, "forms": {form: ...}}``, with the forms of inference that the job asks for.
+    ``{"variants": {name: ...}, "forms": {form: ...}}``, with the forms of inference that ``infer.forms`` lists.
     """
     return {
         "variants": {

@@ -29,7 +29,6 @@ from pipeline.results import write_text
 __all__ = [
     "ENVIRONMENT_FILE",
     "IMAGE_VARIABLE",
-    "ReliedOn",
     "checked_out",
     "control_groups",
     "cores",

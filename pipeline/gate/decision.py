@@ -59,7 +59,7 @@ class Side(Record):
     commit: str | None
     """With "+" if the files differed from it. None: not known."""
     environment: str
-    """Hash of the fingerprint, as the side's own code takes it."""
+    """Hash of all that the side's variants depend on, as its own code takes it."""
     arms: tuple[Arm, ...]
     """With the raw samples. Measured side by side, those of one index on both sides belong to one round."""
     test_accuracies: dict[str, dict[int, float]]

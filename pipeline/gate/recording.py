@@ -140,7 +140,8 @@ def _environment_problems(base: Comparison, head: Comparison, names: Sequence[st
 def _depended_on(environment: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """What the numbers of the variants ``names`` depend on, without its hash."""
     of_variants = environment.get("relied_on", {}).get("variants", {})
-    return {**environment, "hash": None, "relied_on": {name: of_variants.get(name, {}) for name in names}}
+    relied_on = {"variants": {name: of_variants.get(name, {}) for name in names}}
+    return {**environment, "hash": None, "relied_on": relied_on}
 
 
 def _job_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:

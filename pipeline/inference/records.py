@@ -96,7 +96,7 @@ class Inference(Record):
     schema_: Literal[1] = 1
     variant: str
     environment: str
-    """Hash of the environment's fingerprint."""
+    """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the forms."""
     config: dict[str, Any]
     """``train`` and ``infer`` as params.yaml asked for them."""
     dataset: Dataset

@@ -72,7 +72,7 @@ class Profile(Setup):
     schema_: Literal[1] = 1
     variant: str
     environment: str
-    """Hash of the environment's fingerprint."""
+    """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant."""
     config: dict[str, Any]
     """``train`` and ``variant`` as params.yaml asked for them."""
     dataset: Dataset

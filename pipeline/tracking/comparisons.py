@@ -15,6 +15,8 @@ from pipeline.results import Result, Run
 
 LAYOUT = 2
 """Raise it when runs are to be logged differently: every run is then written again."""
+REPORT_LAYOUT = 2
+"""Raise it when what the report says is to be logged differently: that alone is written again."""
 
 PREPARED = Path("data/prepared")
 ENVIRONMENT_FILE = Path("environment.json")
@@ -112,7 +114,7 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     shown = [*report_files(root), *_records(profiles, inference)]
     return Wanted(
         key=_digest([LAYOUT, *sorted(results.digest(result) for result in found)]),
-        report=_digest([[file.name, sha256(file)] for file in shown]),
+        report=_digest([REPORT_LAYOUT, *([file.name, sha256(file)] for file in shown)]),
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -174,21 +175,19 @@ def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def compared_points(
-    comparison: Mapping[str, Any], child: Child, root: Path, known: Mapping[str, float]
-) -> Iterator[Point]:
+def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[str, float]) -> Iterator[Point]:
     """What the comparison holds of the child's variant, of the bench's rounds: the run's own speed and memory are those
     of trainings one after the other, which nobody should compare.
 
     ``known``: the metrics of the run in the store. A value that is refused now becomes not a number.
     """
-    written = round((root / results.REPORTS / "comparison.json").stat().st_mtime * 1000)
+    now = round(time.time() * 1000)  # of several values MLflow shows the youngest
     [found] = [each for each in comparison["variants"] if each["variant"] == child.variant]
     for key, field in COMPARED.items():
         value = math.nan if found[field] is None else float(found[field])
         before = known.get(key, math.nan)
         if value != before and not (math.isnan(value) and math.isnan(before)):
-            yield Point(key, value, written, 0)
+            yield Point(key, value, now, 0)
 
 
 def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
@@ -302,8 +301,10 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
-    if known and hash_of(known, "variants", result.variant) == result.environment and known["software"]["image"]:
-        tags["image"] = known["software"]["image"]
+    if known and hash_of(known, "variants", result.variant) == result.environment:
+        tags["environment"] = known["hash"]  # what all variants have in common, to be searched for
+        if known["software"]["image"]:
+            tags["image"] = known["software"]["image"]
     if lock.exists():
         tags["dvc_lock_sha256"] = lock_sha256(lock)
     return tags

@@ -161,7 +161,10 @@ def _create_parent(wanted: Wanted, store: Store) -> str:
 
 
 def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
-    """On each child, what the comparison says of its variant and compares of it; it may be something else now."""
+    """On each child, what the comparison says of its variant and compares of it; it may be something else now.
+
+    Where there is no comparison of these results, what the last one said stays.
+    """
     comparison = contents.compared(store.root)
     verdicts = contents.verdicts(comparison)
     for run in store.runs(wanted.key):
@@ -170,8 +173,7 @@ def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
             continue
         if run.tags.get(VERDICT) != verdicts[child.variant]:
             store.set_tags(run.run_id, {VERDICT: verdicts[child.variant]})
-        known = store.client.get_run(run.run_id).data.metrics
-        store.log_points(run.run_id, contents.compared_points(comparison, child, store.root, known))
+        store.log_points(run.run_id, contents.compared_points(comparison, child, run.metrics))
 
 
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:

@@ -18,6 +18,8 @@ class StoredRun:
     tags: Mapping[str, str]
     intact: bool = True
     """False where the run's artifacts should be on this machine and are gone."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The latest value of each; a glance does not read them."""
 
     @property
     def is_complete(self) -> bool:

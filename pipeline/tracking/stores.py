@@ -108,7 +108,9 @@ class Store:
                 for run in page:
                     info = run.info
                     intact = is_intact(self.uri, info.artifact_uri)
-                    found[info.run_id] = StoredRun(info.run_id, info.status, info.start_time, run.data.tags, intact)
+                    found[info.run_id] = StoredRun(
+                        info.run_id, info.status, info.start_time, run.data.tags, intact, run.data.metrics
+                    )
                 token = page.token
                 if not token:
                     break
