@@ -18,7 +18,7 @@ class StoredRun:
     tags: Mapping[str, str]
     intact: bool = True
     """False where the run's artifacts should be on this machine and are gone."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     """The latest value of each; a glance does not read them."""
 
     @property
