@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline import config, results
 from pipeline.config import PipelineError, Variant
-from pipeline.environment import hash_of
+from pipeline.environment import hash_of, optional_versions
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
 
 
@@ -84,7 +84,7 @@ def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
 
 def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
     """What of environment.json beside its own hash went into that of ``variants``; and which it does not know."""
-    known = environment.get("relied_on", {}).get("variants", {})
+    known = optional_versions(environment, "variants")
     parts = [f"{name} {version}" for each in variants for name, version in known.get(each, {}).items()]
     parts += [f"no variant {each!r}" for each in variants if known and each not in known]
     return f" (with {', '.join(dict.fromkeys(parts))})" if parts else ""

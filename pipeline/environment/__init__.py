@@ -35,6 +35,7 @@ __all__ = [
     "fingerprint",
     "hash_of",
     "machine",
+    "optional_versions",
     "read",
     "visible",
     "write",
@@ -100,13 +101,14 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         content["software"]["techniques"] = outside.packages()
     if shown:  # without a GPU these are installed but not used
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
-    versions = {
-        section: {
-            user: {name: software.version_of_optional(name) for name in sorted(names)} for user, names in users.items()
-        }
-        for section, users in (relied_on or {}).items()
+    asked = relied_on or {}
+    optional = {name for users in asked.values() for names in users.values() for name in names}
+    versions = {name: software.version_of_optional(name) for name in optional}
+    of_users = {
+        section: {user: {name: versions[name] for name in sorted(names)} for user, names in users.items()}
+        for section, users in asked.items()
     }
-    return {"hash": _sha256(content), **content, "relied_on": versions}
+    return {"hash": _sha256(content), **content, "relied_on": of_users}
 
 
 def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
@@ -114,9 +116,17 @@ def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *
 
     ``content``: a fingerprint.
     """
-    known = content.get("relied_on", {}).get(section, {})
+    known = optional_versions(content, section)
     versions = {name: version for user in users for name, version in known.get(user, {}).items()}
     return _sha256([content["hash"], versions]) if versions else str(content["hash"])
+
+
+def optional_versions(
+    content: Mapping[str, Any], section: Literal["variants", "forms"]
+) -> Mapping[str, Mapping[str, str | None]]:
+    """Who relies on what, in a fingerprint: user -> name -> version. Empty in one from before that was told."""
+    found: Mapping[str, Mapping[str, str | None]] = content.get("relied_on", {}).get(section, {})
+    return found
 
 
 def write(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> str:

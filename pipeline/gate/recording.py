@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.comparison import Comparison
 from pipeline.config import Config
-from pipeline.environment import checked_out, hash_of
+from pipeline.environment import checked_out, hash_of, optional_versions
 from pipeline.gate.decision import (
     Gated,
     GateError,
@@ -139,7 +139,7 @@ def _environment_problems(base: Comparison, head: Comparison, names: Sequence[st
 
 def _depended_on(environment: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """What the numbers of the variants ``names`` depend on, without its hash."""
-    of_variants = environment.get("relied_on", {}).get("variants", {})
+    of_variants = optional_versions(environment, "variants")
     relied_on = {"variants": {name: of_variants.get(name, {}) for name in names}}
     return {**environment, "hash": None, "relied_on": relied_on}
 

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from pipeline.comparison import Comparison
+from pipeline.environment import optional_versions
 from pipeline.report import formats, pictures, tables, words
 from pipeline.report.pictures import Histories
 
@@ -68,8 +69,7 @@ def html(comparison: Comparison, histories: Histories) -> str:
 
 def _environment(comparison: Comparison) -> dict[str, Any]:
     """The fingerprint; of what is relied on, that of variants that rely on something."""
-    relied_on = comparison.environment.get("relied_on", {}).get("variants", {})
-    known = {name: versions for name, versions in relied_on.items() if versions}
+    known = {name: each for name, each in optional_versions(comparison.environment, "variants").items() if each}
     return {key: value for key, value in comparison.environment.items() if key != "relied_on"} | (
         {"relied_on": known} if known else {}
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline import results
 from pipeline.config import Config
+from pipeline.environment import ENVIRONMENT_FILE
 from pipeline.results import Result, Run
 
 LAYOUT = 2
@@ -19,7 +20,6 @@ REPORT_LAYOUT = 2
 """Raise it when what the report says is to be logged differently: that alone is written again."""
 
 PREPARED = Path("data/prepared")
-ENVIRONMENT_FILE = Path("environment.json")
 
 COMPARISON = "pipeline.comparison"
 """Tag of a comparison's parent run and of its children: the key of the comparison."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from pipeline import results
 from pipeline.config import Config
-from pipeline.environment import hash_of
+from pipeline.environment import ENVIRONMENT_FILE, hash_of
 from pipeline.results import HistoryRow, Result, Run
-from pipeline.tracking.comparisons import ENVIRONMENT_FILE, RUN, Child, Wanted
+from pipeline.tracking.comparisons import RUN, Child, Wanted
 
 NOTE = "mlflow.note.content"
 
