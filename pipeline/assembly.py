@@ -20,6 +20,7 @@ from pipeline.detectors import Detector
 from pipeline.distributed import World
 from pipeline.distributed import world as joined_world
 from pipeline.environment import cores
+from pipeline.interpreter import importing
 from pipeline.measurement import Memory
 from pipeline.techniques import of_plan
 from pipeline.training import OutOfMemory, Training
@@ -32,9 +33,11 @@ def assembled(config: Config, plan: Plan, prepared: Path) -> Iterator[Assembly]:
     ``prepared``: where the data set lies. Raises PipelineError.
     """
     train = config.train
-    models.load(train.model)
-    objectives.load(train)
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: no memory of the training
+    with importing():  # none of it counts as memory of the training
+        import torch._dynamo  # noqa: F401  (as the first optimizer would)
+
+        models.load(train.model)
+        objectives.load(train)
     techniques = of_plan(plan)
     for technique in techniques:
         technique.prepare_process()

@@ -153,10 +153,11 @@ def _prepare(_: argparse.Namespace) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment
+    from pipeline import config, environment, interpreter
 
     params, machine = config.load(), environment.machine()  # a mistake shows before torch is imported
-    from pipeline import job
+    with interpreter.importing():
+        from pipeline import job
 
     job.run(params, parsed.variant, machine, PREPARED)
 
@@ -168,28 +169,31 @@ def _bench(_: argparse.Namespace) -> None:
 
 
 def _arms(_: argparse.Namespace) -> None:
-    from pipeline import config, environment
+    from pipeline import config, environment, interpreter
 
     params, machine = config.load(), environment.machine()
-    from pipeline import arm
+    with interpreter.importing():
+        from pipeline import arm
 
     arm.serve(params, machine, PREPARED)
 
 
 def _profile(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment
+    from pipeline import config, environment, interpreter
 
     params, machine = config.load(), environment.machine()
-    from pipeline import profiling
+    with interpreter.importing():
+        from pipeline import profiling
 
     profiling.run(params, parsed.variant, machine, PREPARED)
 
 
 def _infer(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment
+    from pipeline import config, environment, interpreter
 
     params, machine = config.load(), environment.machine()
-    from pipeline import inference
+    with interpreter.importing():
+        from pipeline import inference
 
     inference.run(params, parsed.variant, machine, PREPARED)
 
@@ -223,10 +227,11 @@ def _promote(_: argparse.Namespace) -> None:
 
 
 def _predict_memory(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment
+    from pipeline import config, environment, interpreter
 
     params, machine = config.load(), environment.machine()
-    from pipeline import ledger
+    with interpreter.importing():
+        from pipeline import ledger
 
     ledger.show(
         params,
@@ -240,10 +245,11 @@ def _predict_memory(parsed: argparse.Namespace) -> None:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from pipeline import config, environment
+    from pipeline import config, environment, interpreter
 
     params, machine = config.load(), environment.machine()
-    from pipeline import verification
+    with interpreter.importing():
+        from pipeline import verification
 
     return verification.run(params, machine, parsed.variants, PREPARED, as_json=parsed.json)
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from tqdm import tqdm
 
 from pipeline import checkpoints, environment, results
@@ -25,6 +24,7 @@ from pipeline.config import plan as plan_of
 from pipeline.detectors import detectors
 from pipeline.distributed import Interruption, World, interruption, launch, launched_size
 from pipeline.heap import keep_freed_memory
+from pipeline.interpreter import age_seconds
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
 from pipeline.results import HistoryRow, Result, Run, Setup, summarise
 from pipeline.sampling import SystemSampler
@@ -45,7 +45,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     An interrupted job goes on from its checkpoints. Raises PipelineError.
     """
     plan = plan_of(config, name, machine, launched_size())
-    started = psutil.Process().create_time()
+    started = time.time() - age_seconds()
     launch(_work, (config, plan, prepared, environment.read(), started), plan.processes)
 
 

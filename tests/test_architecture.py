@@ -12,7 +12,7 @@ import pytest
 from tests.imports import imported, modules, own, tree
 
 LAYERS = (
-    {"config", "stats"},
+    {"config", "interpreter", "stats"},
     {"results", "factories"},
     {"environment", "distributed", "heap", "measurement", "sampling", "checkpoints"},
     {"models", "data", "objectives", "optimizers", "verdicts"},
