@@ -33,7 +33,7 @@ from mlflow.tracking import MlflowClient
 from pipeline import models, report, results, tracking
 from pipeline.config import Config, parse
 from pipeline.environment import hash_of
-from pipeline.tracking import comparisons, contents, following, glancing, promoting, publishing, stores, views
+from pipeline.tracking import comparisons, following, glancing, labels, metrics, promoting, publishing, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
@@ -224,7 +224,7 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
 
     assert parent.info.run_name == f"comparison-{parent.data.tags[COMPARISON][:8]}"
     assert parent.data.metrics == {"ddp/throughput_ratio": 1.5}
-    assert parent.data.tags[contents.NOTE] == "# Compared"
+    assert parent.data.tags[labels.NOTE] == "# Compared"
     assert parent.data.params["train.model"] == "small_cnn"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
@@ -234,7 +234,7 @@ def test_points_travel_a_thousand_at_a_time(root: Path) -> None:
     sent: list[Any] = []
     client: Any = SimpleNamespace(log_batch=lambda _, metrics: sent.append(metrics))
     store = Store(client, stores.address(root), root, "1")
-    store.log_points("run", (contents.Point("loss", 0.5, 1000 * step, step) for step in range(2500)))
+    store.log_points("run", (metrics.Point("loss", 0.5, 1000 * step, step) for step in range(2500)))
     assert [len(batch) for batch in sent] == [1000, 1000, 500]
     assert [metric.step for batch in sent for metric in batch] == list(range(2500))
 
@@ -442,17 +442,17 @@ def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> No
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
     parent, _ = family(root)
     assert parent.info.run_id == old.info.run_id
-    assert parent.data.tags[contents.NOTE].startswith("# Better words")
-    assert len(parent.data.tags[contents.NOTE]) <= 8000
+    assert parent.data.tags[labels.NOTE].startswith("# Better words")
+    assert len(parent.data.tags[labels.NOTE]) <= 8000
     assert agrees(root, config_of())
 
 
 def test_what_the_comparison_says_of_each_variant(root: Path) -> None:
-    assert contents.verdicts(contents.compared(root)) == {}
+    assert labels.verdicts(labels.compared(root)) == {}
     write_comparison(root)
-    assert contents.verdicts(contents.compared(root)) == {"baseline": "baseline", "ddp": "pays"}
+    assert labels.verdicts(labels.compared(root)) == {"baseline": "baseline", "ddp": "pays"}
     write_comparison(root, refused=8)
-    verdict = contents.verdicts(contents.compared(root))["ddp"]
+    verdict = labels.verdicts(labels.compared(root))["ddp"]
     assert verdict.startswith("untrusted: throughput: ")
     assert "other processes took 31% of the CPU's time" in verdict
 
@@ -461,7 +461,7 @@ def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
     write_comparison(root, refused=8)
     wanted = comparisons.wanted(config_of(), root)
     assert wanted
-    tags = contents.parent_tags(config_of(), wanted, root)
+    tags = labels.parent_tags(config_of(), wanted, root)
     assert tags["verdict.ddp"].startswith("untrusted: throughput: ")
     assert tags["verdict.baseline"] == "baseline"
     assert tags["refusals.baseline"] == "none"
@@ -473,12 +473,12 @@ def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path
     write_comparison(root)
     wanted = comparisons.wanted(config_of(), root)
     assert wanted
-    before = {point.key: point.value for point in contents.parent_points(wanted, root, 0)}
+    before = {point.key: point.value for point in metrics.parent_points(wanted, root, 0)}
     low, ratio, high = (before[f"ddp/throughput_ratio{end}"] for end in ("_low", "", "_high"))
     assert 1.5 < low < ratio < high < 1.7
     assert before["ddp/throughput_pairs"] == 12
     write_comparison(root, refused=8)
-    after = {point.key: point for point in contents.parent_points(wanted, root, 0, known=before)}
+    after = {point.key: point for point in metrics.parent_points(wanted, root, 0, known=before)}
     assert math.isnan(after["ddp/throughput_ratio"].value)  # of what it was MLflow forgets nothing
     assert after["ddp/throughput_pairs"].value == 4
     assert after["ddp/throughput_pairs"].timestamp_ms > 1_700_000_000_000  # younger than what it replaces
@@ -490,7 +490,7 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
     old, children = family(root)
     assert children["ddp-seed1"].data.tags["verdict"] == "pays"
     assert old.data.metrics["ddp/throughput_pairs"] == 12
-    measured = {each["variant"]: each for each in contents.compared(root)["variants"]}
+    measured = {each["variant"]: each for each in labels.compared(root)["variants"]}
     for name, child in children.items():
         for figure in ("samples_per_second", "peak_memory_bytes"):
             value = child.data.metrics[f"bench/{figure}"]
@@ -1152,7 +1152,7 @@ def test_the_lock_has_one_hash_before_dvc_enters_the_stage_publish_and_after(tmp
     hashes = []
     for text in (before, before + entry.format("b"), before + entry.format("c"), before + entry.format("c") + behind):
         lock.write_text(text)
-        hashes.append(contents.lock_sha256(lock))
+        hashes.append(labels.lock_sha256(lock))
     assert hashes[0] == hashes[1] == hashes[2] == hashlib.sha256(before.encode()).hexdigest()
     assert hashes[3] == hashlib.sha256((before + behind).encode()).hexdigest()
 

@@ -14,9 +14,9 @@ from threading import Thread
 
 from pipeline import results
 from pipeline.config import Config
-from pipeline.tracking import comparisons, contents, stores
+from pipeline.tracking import comparisons, labels, metrics, stores
 from pipeline.tracking.comparisons import LIVE, MIRRORED
-from pipeline.tracking.contents import Point
+from pipeline.tracking.metrics import Point
 from pipeline.tracking.stores import Store
 
 POLL_SECONDS = 1.0
@@ -85,11 +85,11 @@ class _Mirror:
             return
         for seed, sample in samples:
             live = self._live.setdefault(seed, _LiveRun(float(sample["seconds"])))
-            live.pending += contents.system_points(sample, live.samples)
+            live.pending += metrics.system_points(sample, live.samples)
             live.samples += 1
         for row in rows:
             live = self._live.setdefault(row.seed, _LiveRun(time.time() - row.train_seconds))
-            live.pending += contents.history_points(row, live.started)
+            live.pending += metrics.history_points(row, live.started)
         self._system.take()
         self._history.take()
         pending = {seed: live for seed, live in self._live.items() if live.pending}
@@ -110,7 +110,7 @@ class _Mirror:
             if live is None or live.run_id is None:
                 continue
             child = comparisons.child_of(self._config, self._root, result, run)
-            store.client.set_terminated(live.run_id, "FINISHED", round(contents.run_times(child)[1] * 1000))
+            store.client.set_terminated(live.run_id, "FINISHED", round(metrics.run_times(child)[1] * 1000))
             store.client.set_tag(live.run_id, MIRRORED, child.key)
 
     def abandon(self) -> None:
@@ -126,7 +126,7 @@ class _Mirror:
 
     def _log(self, store: Store, seed: int, live: _LiveRun) -> None:
         if live.run_id is None:
-            tags = contents.origin_tags(self._root, f"train {self._variant}")
+            tags = labels.origin_tags(self._root, f"train {self._variant}")
             tags |= {LIVE: stores.checkout(self._root), "variant": self._variant, "seed": str(seed)}
             run = store.client.create_run(
                 store.experiment_id,

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config import Config, PipelineError
 from pipeline.results import REPORTS
-from pipeline.tracking import comparisons, contents, stores, views
+from pipeline.tracking import comparisons, labels, stores, views
 from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
 from pipeline.tracking.stores import Store
@@ -31,7 +31,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)
-    compared = contents.compared(root)
+    compared = labels.compared(root)
     if wanted is None or not compared:
         raise PromotionError("there is no comparison of the results that are here; run `dvc repro`, which makes it.")
     variant = best(compared)
@@ -43,7 +43,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
         with stores.locked(uri):
             store = stores.open_store(uri, root, config.publish.experiment)
             parent, run = _stored(store, wanted, child)
-            tags = _evidence(gate, child, contents.verdicts(compared)[variant], parent, run)
+            tags = _evidence(gate, child, labels.verdicts(compared)[variant], parent, run)
             version = _registered(store, config.publish.registered_model, run, tags, gate, parent)
             for file in GATE:
                 if (root / file).exists():

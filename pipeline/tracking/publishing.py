@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.tracking import comparisons, contents, glancing, stores, views
+from pipeline.tracking import comparisons, glancing, labels, metrics, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
-from pipeline.tracking.contents import VERDICT
+from pipeline.tracking.labels import VERDICT
 from pipeline.tracking.reconciliation import Changes, reconcile
 from pipeline.tracking.stores import Store
 
@@ -98,26 +98,26 @@ def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> No
 
 def _record_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> str:
     """Create a run with what a follower would have logged; returns its id."""
-    times = contents.run_times(child)
+    times = metrics.run_times(child)
     run = store.client.create_run(
         store.experiment_id,
         start_time=round(times[0] * 1000),
         run_name=child.name,
         # Tagged from the start, so that a half-written run is found and deleted.
-        tags={PARENT: parent_id, COMPARISON: wanted.key, **contents.child_tags(child)},
+        tags={PARENT: parent_id, COMPARISON: wanted.key, **labels.child_tags(child)},
     )
-    store.log_points(run.info.run_id, contents.recorded_points(child, times))
+    store.log_points(run.info.run_id, metrics.recorded_points(child, times))
     return str(run.info.run_id)
 
 
 def _complete_child(child: Child, run_id: str, wanted: Wanted, parent_id: str, store: Store) -> None:
     """Add what only the result knows, and mark the run complete as the last act."""
     client = store.client
-    ended_ms = round(contents.run_times(child)[1] * 1000)
-    tags = contents.origin_tags(store.root, f"train {child.variant}") | contents.child_tags(child)
+    ended_ms = round(metrics.run_times(child)[1] * 1000)
+    tags = labels.origin_tags(store.root, f"train {child.variant}") | labels.child_tags(child)
     store.set_tags(run_id, tags | {PARENT: parent_id, COMPARISON: wanted.key})
-    store.log_params(run_id, contents.child_params(child.result))
-    store.log_points(run_id, contents.final_points(child.run, ended_ms))
+    store.log_params(run_id, labels.child_params(child.result))
+    store.log_points(run_id, metrics.final_points(child.run, ended_ms))
     client.log_inputs(run_id, [_dataset(child)])
     for file in (child.result_file, child.history_file):
         if file.exists():
@@ -153,7 +153,7 @@ def _dataset(child: Child) -> Any:
 
 
 def _create_parent(wanted: Wanted, store: Store) -> str:
-    start = min(contents.run_times(child)[0] for child in wanted.children.values())
+    start = min(metrics.run_times(child)[0] for child in wanted.children.values())
     run = store.client.create_run(
         store.experiment_id, start_time=round(start * 1000), run_name=wanted.name, tags={COMPARISON: wanted.key}
     )
@@ -165,24 +165,24 @@ def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
 
     Where there is no comparison of these results, what the last one said stays.
     """
-    comparison = contents.compared(store.root)
-    verdicts = contents.verdicts(comparison)
+    comparison = labels.compared(store.root)
+    verdicts = labels.verdicts(comparison)
     for run in store.runs(wanted.key):
         child = wanted.children.get(run.tags.get(RUN, ""))
         if child is None or child.variant not in verdicts or run.tags.get(COMPARISON) != wanted.key:
             continue
         if run.tags.get(VERDICT) != verdicts[child.variant]:
             store.set_tags(run.run_id, {VERDICT: verdicts[child.variant]})
-        store.log_points(run.run_id, contents.compared_points(comparison, child, run.metrics))
+        store.log_points(run.run_id, metrics.compared_points(comparison, child, run.metrics))
 
 
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:
     client, root = store.client, store.root
-    ended_ms = round(max(contents.run_times(child)[1] for child in wanted.children.values()) * 1000)
-    store.set_tags(run_id, contents.origin_tags(root, "publish") | contents.parent_tags(config, wanted, root))
-    store.log_params(run_id, contents.parent_params(wanted))
+    ended_ms = round(max(metrics.run_times(child)[1] for child in wanted.children.values()) * 1000)
+    store.set_tags(run_id, labels.origin_tags(root, "publish") | labels.parent_tags(config, wanted, root))
+    store.log_params(run_id, labels.parent_params(wanted))
     known = client.get_run(run_id).data.metrics
-    store.log_points(run_id, contents.parent_points(wanted, root, ended_ms, known))
+    store.log_points(run_id, metrics.parent_points(wanted, root, ended_ms, known))
     for file in comparisons.report_files(root) + comparisons.context_files(root):
         client.log_artifact(run_id, str(file))
     for file in sorted({child.result_file for child in wanted.children.values()}):

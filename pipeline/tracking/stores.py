@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.tracking.comparisons import COMPARISON, LIVE
-from pipeline.tracking.contents import Point, batches
+from pipeline.tracking.metrics import Point, batches
 from pipeline.tracking.reconciliation import StoredRun
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.tracking.comparisons import COMPARISON, RUN, Wanted
-from pipeline.tracking.contents import COMPARED
+from pipeline.tracking.metrics import COMPARED
 
 TAG = "mlflow.sharedViewState."
 """Tag of an experiment, ending in a view's key: what MLflow's button "Share" writes."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 from pipeline.report.markdown import CUT, LIMIT, markdown
-from pipeline.tracking.contents import NOTE_LIMIT
+from pipeline.tracking.labels import NOTE_LIMIT
 from tests.factories import make_result
 from tests.report.conftest import REASON, Made, made, plain
 

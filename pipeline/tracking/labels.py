@@ -1,0 +1,192 @@
+"""The parameters and tags of a run in a store, by the files. No MLflow here."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline import results
+from pipeline.config import Config
+from pipeline.environment import ENVIRONMENT_FILE, hash_of
+from pipeline.results import Result
+from pipeline.tracking.comparisons import RUN, Child, Wanted
+from pipeline.tracking.metrics import allowed
+
+NOTE = "mlflow.note.content"
+VERDICT = "verdict"
+"""Tag of a child; with a variant's name after a point, of a parent: what the comparison says of it."""
+REFUSALS = "refusals"
+"""Tag, likewise: which numbers were refused, and why."""
+FINDING = "finding"
+"""With a variant's name after a point, tag of a parent: what its profile says."""
+NOTE_LIMIT = 7900
+"""Characters; MLflow's tags end at 8000."""
+
+
+def child_params(result: Result) -> dict[str, str]:
+    """The configuration asked for and what became of it on the machine."""
+    values = result.model_dump(mode="json", exclude={"schema_", "variant", "environment", "summary", "runs"})
+    return flatten(values.pop("config") | values)
+
+
+def child_tags(child: Child) -> dict[str, str]:
+    """What people look for, and the run's key."""
+    tags = {
+        RUN: child.key,
+        "variant": child.variant,
+        "seed": str(child.run.seed),
+        "world_size": str(child.result.world_size),
+        "dvc_stage": f"train@{child.variant}",
+        "model_sha256": child.run.model_sha256,
+        **_origin_of(child.result, child.root),
+    }
+    if child.run.refusals:
+        tags[REFUSALS] = "\n".join(child.run.refusals)
+    return tags
+
+
+def parent_params(wanted: Wanted) -> dict[str, str]:
+    """The job, which all variants share."""
+    by_variant = {child.variant: child.result for child in wanted.children.values()}
+    first = next(iter(by_variant.values()))
+    return flatten(
+        {
+            "train": first.config.get("train", {}),
+            "dataset": first.dataset.model_dump(mode="json"),
+            "device": first.device,
+            "parameter_count": first.parameter_count,
+            "variants": sorted(by_variant),
+        }
+    )
+
+
+def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
+    """What can change while the results stay: how they are compared, the report, the locked state of the data."""
+    origins = [_origin_of(child.result, root) for child in wanted.children.values()]
+    tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
+    tags |= flatten({"compare": config.compare.model_dump(mode="json")})
+    if note := parent_note(root):
+        tags[NOTE] = note
+    for variant, files in wanted.profiles.items():
+        record = next(file for file in files if file.name == "profile.json")
+        found = json.loads(record.read_text(encoding="utf-8"))["findings"]
+        tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
+    comparison = compared(root)
+    for variant, verdict in verdicts(comparison).items():
+        tags[f"{VERDICT}.{variant}"] = verdict
+        tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # in place of an older report's
+    return tags
+
+
+def parent_note(root: Path) -> str | None:
+    """The comparison in Markdown, which MLflow shows as the run's description."""
+    path = root / results.REPORTS / "comparison.md"
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8")
+    if len(text) <= NOTE_LIMIT:
+        return text
+    beginning = text[:NOTE_LIMIT]
+    whole_lines = beginning.rpartition("\n")[0] or beginning
+    return whole_lines + "\n\n*Cut short: the artifact comparison.md has all of it.*"
+
+
+def origin_tags(root: Path, command: str) -> dict[str, str]:
+    """Where a run came from, in the tags that MLflow's page shows; the commit is the one checked out now."""
+    tags = {"mlflow.source.name": f"python -m pipeline {command}", "mlflow.source.type": "LOCAL"}
+    with suppress(OSError, KeyError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    git = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    with suppress(OSError, subprocess.CalledProcessError):  # no git here, or no commit yet
+        answer = subprocess.run(git, capture_output=True, text=True, check=True)
+        tags["mlflow.source.git.commit"] = answer.stdout.strip()
+    return tags
+
+
+def compared(root: Path) -> dict[str, Any]:
+    """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
+    path = root / results.REPORTS / "comparison.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for each in content.get("variants", ()):
+        file = results.result_file(each["variant"], root / results.RESULTS)
+        if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["runs"] != each["runs"]:
+            return {}
+    return content
+
+
+def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
+    """By variant: what the comparison (see ``compared``) says of it, and why it says no more; none if it is empty."""
+    found = {}
+    for each in comparison.get("variants", ()):
+        verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
+        plain = verdict not in ("undecided", "untrusted") or not reasons
+        found[str(each["variant"])] = verdict if plain else _cut(f"{verdict}: {'; '.join(reasons)}")
+    return found
+
+
+def lock_sha256(lock: Path) -> str:
+    """The digest of dvc.lock without the stage ``publish``, which DVC enters only after we have run.
+
+    So the file that is then committed has the same one.
+    """
+    stages = re.split(r"^(?=  \S)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, str]:
+    """Nested values as ``a.b.c`` -> text; what is not text is JSON.
+
+    >>> flatten({"train": {"seeds": [0, 1], "augment": {"flip": False}, "model": "small_cnn"}})
+    {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
+    """
+    return {allowed(name): value if isinstance(value, str) else json.dumps(value) for name, value in _leaves(values)}
+
+
+def _origin_of(result: Result, root: Path) -> dict[str, str]:
+    """What a result came from, beside the commit: the machine, the container image, the locked state of the data."""
+    tags = {"environment": result.environment, "device": result.device}
+    fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
+    known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
+    if known and hash_of(known, "variants", result.variant) == result.environment:
+        tags["environment"] = known["hash"]  # what all variants have in common, to be searched for
+        if known["software"]["image"]:
+            tags["image"] = known["software"]["image"]
+    if lock.exists():
+        tags["dvc_lock_sha256"] = lock_sha256(lock)
+    return tags
+
+
+def _refusals(comparison: Mapping[str, Any], variant: str) -> str:
+    """Which samples of the bench were refused of a variant, a line a round."""
+    samples = [
+        sample
+        for arm in comparison.get("bench", {}).get("arms", ())
+        if (arm["role"], arm["variant"]) == ("variant", variant)
+        for sample in arm["samples"]
+    ]
+    lines = [
+        f"round {index}: {'; '.join(sample['refusals'])}"
+        for index, sample in enumerate(samples, 1)
+        if sample["refusals"]
+    ]
+    return _cut("\n".join(lines))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= NOTE_LIMIT else f"{text[:NOTE_LIMIT]} ..."
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            for inner, leaf in _leaves(value):
+                yield f"{key}.{inner}", leaf
+        else:
+            yield key, value

@@ -1,0 +1,179 @@
+"""The metrics of a run in a store, by the files. No MLflow here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline import results
+from pipeline.results import HistoryRow, Run
+from pipeline.tracking.comparisons import Child, Wanted
+
+COMPARED = {
+    "bench/samples_per_second": "samples_per_second",
+    "bench/peak_memory_bytes": "peak_memory_bytes",
+}
+"""Metrics of a child -> what comparison.json calls them: medians over the bench's rounds."""
+
+
+class Point(NamedTuple):
+    """One value of one metric."""
+
+    key: str
+    value: float
+    timestamp_ms: int
+    step: int
+
+
+def history_points(row: HistoryRow, started: float) -> Iterator[Point]:
+    """Metrics of one row. Their clock is training time after ``started`` (unix seconds): rows carry no other."""
+    for name, value in row.model_dump(exclude={"seed", "step"}).items():
+        if value is not None:
+            yield Point(f"history/{name}", value, round((started + row.train_seconds) * 1000), row.step)
+
+
+def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
+    """Metrics of one sample of the machine, the ``step``-th of its run. MLflow's page shows system/ by itself."""
+    timestamp = round(float(row["seconds"]) * 1000)
+    for column, text in row.items():
+        value = _number(text)
+        if column not in ("seed", "seconds") and value is not None:
+            yield Point(f"system/{allowed(column)}", value, timestamp, step)
+
+
+def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
+    """The result's figures; what is unknown is left out."""
+    for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
+        if isinstance(value, int | float):
+            yield Point(name, value, timestamp_ms, run.steps)
+    for name, value in run.findings.items():
+        yield Point(f"findings/{name}", value, timestamp_ms, run.steps)
+    ranks = run.peak_memory_rank_bytes
+    for rank, peak in enumerate(ranks):
+        if peak is not None and len(ranks) > 1:
+            yield Point(f"peak_memory_rank_bytes/{rank}", peak, timestamp_ms, run.steps)
+
+
+def recorded_points(child: Child, times: tuple[float, float]) -> list[Point]:
+    """History and system metrics of one seed, from its files."""
+    history = results.read_history(child.history_file) if child.history_file.exists() else []
+    rows = [row for row in history if row.seed == child.run.seed]
+    points = [point for row in rows for point in history_points(row, times[0])]
+    for step, sample in enumerate(_samples(child)):
+        points += system_points(sample, step)
+    return points
+
+
+def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[str, float]) -> Iterator[Point]:
+    """What the comparison holds of the child's variant, of the bench's rounds: the run's own speed and memory are those
+    of trainings one after the other, which nobody should compare.
+
+    ``known``: the metrics of the run in the store. A value that is refused now becomes not a number.
+    """
+    now = round(time.time() * 1000)  # of several values MLflow shows the youngest
+    [found] = [each for each in comparison["variants"] if each["variant"] == child.variant]
+    for key, field in COMPARED.items():
+        value = math.nan if found[field] is None else float(found[field])
+        before = known.get(key, math.nan)
+        if value != before and not (math.isnan(value) and math.isnan(before)):
+            yield Point(key, value, now, 0)
+
+
+def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
+    """The comparison's figures, as ``<variant>/<figure>``: those that ``dvc metrics show`` prints, the shares of a
+    profiled step, and what inference gave.
+
+    ``known``: the metrics that the store holds already. MLflow deletes none, so one that is not known any more becomes
+    not a number. ``timestamp_ms``: when the last run ended; of several values MLflow shows the youngest, so a report
+    that was written later counts from then.
+    """
+    files = [
+        root / results.REPORTS / "metrics" / f"{variant}.json"
+        for variant in dict.fromkeys(child.variant for child in wanted.children.values())
+    ]
+    files = [file for file in files if file.exists()]
+    youngest = max([timestamp_ms, *(round(file.stat().st_mtime * 1000) for file in files)])
+    figures = {
+        f"{file.stem}/{name}": value
+        for file in files
+        for name, value in json.loads(file.read_text(encoding="utf-8")).items()
+        if isinstance(value, int | float)
+    }
+    youngest = max([youngest, *(round(file.stat().st_mtime * 1000) for file in wanted.records)])
+    for file in wanted.records:
+        figures |= _figures_of(json.loads(file.read_text(encoding="utf-8")))
+    for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
+        yield Point(key, float(value), youngest, 0)
+
+
+def run_times(child: Child) -> tuple[float, float]:
+    """When a run started and ended, in unix seconds: as sampled, else counted back from the result's file."""
+    sampled = [float(sample["seconds"]) for sample in _samples(child)]
+    durations = {run.seed: run.train_seconds + run.evaluate_seconds for run in child.result.runs}
+    if sampled:
+        return sampled[0], max(sampled[-1], sampled[0] + child.run.train_seconds)
+    seeds = list(durations)
+    after = sum(durations[seed] for seed in seeds[seeds.index(child.run.seed) + 1 :])
+    ended = child.written_ms / 1000 - after
+    return ended - durations[child.run.seed], ended
+
+
+def batches(points: Iterable[Point], size: int) -> Iterator[list[Point]]:
+    """``points`` in lists of at most ``size``."""
+    pending: list[Point] = []
+    for point in points:
+        pending.append(point)
+        if len(pending) == size:
+            yield pending
+            pending = []
+    if pending:
+        yield pending
+
+
+def allowed(text: str) -> str:
+    """``text`` in the characters that MLflow allows."""
+    return re.sub(r"[^A-Za-z0-9_\-. /]", "_", text)
+
+
+def _figures_of(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Metrics of a profile's or an inference's record."""
+    variant = record["variant"]
+    for rank, times in enumerate(record.get("ranks", ())):
+        for name, value in times.items():
+            if name != "step_ms":
+                share = f"{name.removesuffix('_ms')}_fraction"
+                yield f"{variant}/profile/rank_{rank}/{share}", value / times["step_ms"]
+    for form in record.get("forms", ()):
+        if measured := form["measured"]:
+            where = f"{variant}/inference/{form['device_type']}_{form['name']}"
+            latency, agreement = measured["latency"], measured["agreement"]
+            yield f"{where}/latency_p50_ms", latency["p50_ms"]
+            if latency["p99_ms"] is not None:
+                yield f"{where}/latency_p99_ms", latency["p99_ms"]
+            for each in measured["throughput"]:
+                yield f"{where}/batch_{each['batch_size']}_samples_per_second", each["samples_per_second"]
+            yield f"{where}/test_accuracy", agreement["correct_count"] / agreement["test_count"]
+            yield f"{where}/equal_fraction", agreement["equal_count"] / agreement["test_count"]
+            yield f"{where}/model_bytes", measured["model_bytes"]
+
+
+def _samples(child: Child) -> list[dict[str, str]]:
+    """The rows of system.csv that belong to this seed; none without the file."""
+    if not child.system_file.exists():
+        return []
+    with child.system_file.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["seed"] == str(child.run.seed) and _number(row["seconds"])]
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
