@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int | None] = parsed.command
     try:
         code = command(parsed) or 0
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except BrokenPipeError:
         if not _reader_has_left():

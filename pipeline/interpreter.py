@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,26 +38,31 @@ def importing() -> Iterator[None]:
     What imports make stays. Looking through all of it, again and again as it comes, takes a quarter of the time that
     torch and its compiler need, and each later collection would look through it once more.
     """
-    gc.disable()
+    thresholds, modules = gc.get_threshold(), len(sys.modules)
+    gc.set_threshold(0)  # gc.disable() is for the user's own modules to say
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        gc.set_threshold(*thresholds)
+        if len(sys.modules) > modules:  # else garbage of earlier work would stay, for nothing
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # a process that is taken apart in the end has to find them again
 
 
 def run(main: Callable[[], int]) -> NoReturn:
     """End the process with the exit code that ``main`` returns, and leave the rest to the system. Call it once, first.
 
     At its end Python takes its modules apart, object by object: with torch that is a second, after which the system
-    takes back the memory anyway. Threads are waited for, and what is registered with ``atexit`` runs, as ever.
+    takes back the memory anyway. Threads are waited for, what is registered with ``atexit`` runs, and files that
+    somebody left open are written to their ends, as ever.
     """
     code = 1  # after an exception that nobody catches
 
     def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)  # what compiled code has printed
+        try:
+            _flush()
+        except OSError:  # a reader that has left, a full disk: Python's own end says so
+            return
         os._exit(code)
 
     atexit.register(leave)  # the first to be registered is called last
@@ -65,4 +72,19 @@ def run(main: Callable[[], int]) -> NoReturn:
         if end.code is None or isinstance(end.code, int):
             code = end.code or 0
         raise
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+        raise
     sys.exit(code)
+
+
+def _flush() -> None:
+    """Write out what is still in a buffer: of C's standard output, and of any file of Python's. Raises OSError."""
+    libc = ctypes.CDLL(None)
+    libc.fflush(ctypes.c_void_p.in_dll(libc, "__stdoutp" if sys.platform == "darwin" else "stdout"))
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # text first, for it goes through the others
+    files = [each for each in gc.get_objects() if type(each) in kinds]
+    for kind in kinds:
+        for file in files:
+            if type(file) is kind and not file.closed:
+                file.flush()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.interpreter import importing
 from pipeline.tracking import comparisons, glancing, labels, metrics, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
 from pipeline.tracking.labels import VERDICT
@@ -129,7 +130,8 @@ def _complete_child(child: Child, run_id: str, wanted: Wanted, parent_id: str, s
 
 
 def _log_model(child: Child, run_id: str, store: Store) -> None:
-    from pipeline.tracking import logged_models
+    with importing():  # torch, too
+        from pipeline.tracking import logged_models
 
     try:
         store.client.set_tag(run_id, "model", logged_models.log(store, run_id, child))

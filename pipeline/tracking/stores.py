@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.interpreter import importing
 from pipeline.tracking.comparisons import COMPARISON, LIVE
 from pipeline.tracking.metrics import Point, batches
 from pipeline.tracking.reconciliation import StoredRun
@@ -151,7 +152,8 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
     Raises MisplacedStore, and whatever MLflow raises.
     """
     set_defaults()
-    from mlflow.tracking import MlflowClient
+    with importing():
+        from mlflow.tracking import MlflowClient
 
     # It announces each migration of a new database, and prints the traceback of what it also raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
