@@ -7,6 +7,7 @@ part of it. A form that cannot be made here raises ``Unavailable`` with the reas
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import operator
 import platform
@@ -142,7 +143,8 @@ def _int8(trained: Trained) -> Made:
         prepared(batch)
     converted = convert_pt2e(prepared)
     if "quantize_per_tensor" not in str(converted.graph):
-        raise Unavailable("the quantiser found nothing in this model that it has an int8 kernel for")
+        versions = f"torchao {importlib.metadata.version('torchao')} with torch {torch.__version__}"
+        raise Unavailable(f"{versions} found nothing in this model that it has an int8 kernel for")
     predict: Predict = torch.compile(converted, dynamic=False)
     with inductor.patch(freezing=True):  # what is compiled now takes the weights as constants and packs them for int8
         for size in trained.batch_sizes:
