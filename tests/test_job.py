@@ -21,6 +21,7 @@ import yaml
 from pipeline import environment, job, models, results
 from pipeline.checkpoints import checkpoint_file, state_sha256
 from pipeline.config import Config, Machine, PipelineError, Variant, parse
+from pipeline.interpreter import age_seconds
 from pipeline.results import Result
 from tests.conftest import Terminal
 from tests.workspaces import PREPARED, furnish
@@ -77,6 +78,7 @@ def command(variant: str, *, start_new_session: bool = False) -> subprocess.Pope
 
 def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {"baseline": {"bitsandbytes"}}})
+    before = age_seconds()
     result = train("baseline")
     history = results.read_history(results.history_file("baseline"))
     description = json.loads((PREPARED / "dataset.json").read_text())
@@ -104,6 +106,8 @@ def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # 
         assert state_sha256(model.state_dict()) == run.model_sha256
     assert result.runs[0].model_sha256 != result.runs[1].model_sha256
     assert result.runs[0].startup_seconds
+    trained = result.runs[0].train_seconds + result.runs[0].evaluate_seconds
+    assert before <= result.runs[0].startup_seconds <= age_seconds() - trained + 0.02  # age_seconds knows hundredths
     assert result.runs[1].startup_seconds is None
     assert not checkpoint_file("baseline", 0).exists()
     with results.system_file("baseline").open() as file:
