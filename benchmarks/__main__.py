@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does, for both arms of every pair
+from pipeline.interpreter import let_threads_sleep
+
+let_threads_sleep()  # as `python -m pipeline` does, for both arms of every pair
 
 from benchmarks import data_path, ledgers, machines, stages, turns
 

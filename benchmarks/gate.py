@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -27,7 +26,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does
+from pipeline.interpreter import let_threads_sleep
+
+let_threads_sleep()  # as `python -m pipeline` does
 
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist

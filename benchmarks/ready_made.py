@@ -9,14 +9,15 @@ and a table of them to the ``.md`` beside it; sets that are not named keep their
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `python -m pipeline` does
+from pipeline.interpreter import let_threads_sleep
+
+let_threads_sleep()  # as `python -m pipeline` does
 
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout

@@ -31,6 +31,18 @@ def age_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
+def let_threads_sleep() -> None:
+    """Let OpenMP's threads spin but shortly between two parallel regions, unless the user says what they do.
+
+    Where other processes share the cores, a spinning thread takes the core from the very thread that it waits for. With
+    a short spin, after which they sleep, the default job ran 1.2 to 17 times as fast beside one busy process on two
+    cores, and up to 3 times beside two. Its price is the waking: on an idle machine nothing with AVX2, 15% of a small
+    net's throughput with AVX-512. To be called before torch is loaded, which reads it.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """A block of imports, during which nobody looks for garbage; nor among what is there by its end, ever after.

@@ -155,3 +155,18 @@ def test_where_nothing_can_be_printed_python_says_so_as_ever(place: str | None, 
     assert done.returncode == code
     assert "atexit" not in done.stderr
     assert ("No space left" in done.stderr) == (place is not None)
+
+
+@pytest.mark.parametrize(
+    ("said", "spin"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_spin_shortly_unless_the_user_says_what_they_do(
+    said: dict[str, str], spin: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that whatever happens is undone
+        monkeypatch.delenv(name)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    interpreter.let_threads_sleep()
+    assert os.environ.get("GOMP_SPINCOUNT") == spin
