@@ -64,6 +64,18 @@ def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(
     assert (checkout / "params.yaml").read_text(encoding="utf-8") == after
 
 
+@pytest.mark.parametrize(("name", "count"), [("pipeline", 5), ("sharded", 9)])
+def test_one_gpu_is_told_of_each_variant_that_needs_more(
+    name: str, count: int, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / f"variants/{name}.yaml").write_bytes((ROOT / f"variants/{name}.yaml").read_bytes())
+    variant_sets.show(LAPTOP.model_copy(update={"gpus": 1, "gpu_native_bf16": True}), name, add=True)
+    *said, added = capsys.readouterr().out.splitlines()
+    assert len(said) == count
+    assert all("replicas: found 2" in line for line in said if " variants." in line)
+    assert "replica" not in added
+
+
 def test_a_variant_that_would_be_left_out_is_not_taken_in(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkout / "variants/tried.yaml").write_text(
         "# x\nhalf: {precision: bf16}\nboth: {precision: bf16, channels_last: true}\n", encoding="utf-8"

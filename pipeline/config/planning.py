@@ -104,7 +104,7 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
             if asked.parallelism in PARALLELISMS
             else "there is one GPU"
         )
-        changes |= {"parallelism": "none", "replicas": 1, "schedule": Variant().schedule}
+        changes |= {"parallelism": "none", "schedule": Variant().schedule}
         for option in catalogue.asked(asked):
             if option.needs:
                 left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"
@@ -215,11 +215,12 @@ def _check_replicas(variant: Variant, processes: int, where: str) -> None:
             f"{where}.replicas: found {variant.replicas} with parallelism {variant.parallelism!r}; allowed: 1, or "
             f"parallelism {_listed(REPLICATED)}."
         )
-    fitting = [count for count in range(1, processes // 2 + 1) if processes % count == 0]
-    if processes > 1 and variant.replicas not in fitting:
+    fitting = [1, *(count for count in range(2, processes // 2 + 1) if processes % count == 0)]
+    if variant.replicas not in fitting:
         raise ConfigError(
-            f"{where}.replicas: found {variant.replicas}, which cannot divide {processes} processes into groups of two "
-            f"or more; allowed: {', '.join(map(str, fitting))}."
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {processes} "
+            f"{'process' if processes == 1 else 'processes'} into groups of two or more; allowed: "
+            f"{', '.join(map(str, fitting))}."
         )
 
 

@@ -67,6 +67,15 @@ def test_replicas_take_the_same_number_of_processes_each() -> None:
             {"parallelism": "tensor", "replicas": 2},
             "variants.tried.replicas: found 2, which cannot divide 2 processes into groups of two or more; allowed: 1.",
         ),
+        *(
+            (
+                gpus(1),
+                {"parallelism": parallelism, "replicas": 2},
+                "variants.tried.replicas: found 2, which cannot divide 1 process into groups of two or more; "
+                "allowed: 1.",
+            )
+            for parallelism in ("fsdp", "pipeline", "tensor")
+        ),
         (
             CPU,
             {"parallelism": "zero1", "replicas": 2},
@@ -135,7 +144,6 @@ def test_of_one_process_all_that_shards_is_left_out() -> None:
     made = planned(
         gpus(1),
         parallelism="fsdp",
-        replicas=2,
         reshard_after_forward=False,
         parameter_precision="bf16",
         cpu_offload=True,
