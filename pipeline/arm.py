@@ -112,7 +112,7 @@ def _measure(
         config = config.with_train(epochs=max(epochs, config.train.epochs))
         seed = config.train.seeds[0]
         watching = detectors(
-            world.device,
+            world.devices(plan.devices_per_process),
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
@@ -131,14 +131,24 @@ def _measure(
                 training.advance(turn)
             if on_cpu:
                 training.memory = memory
-            chosen = any(technique.placement for technique in training.techniques)  # then the input is what is compared
-            max_input_wait = None if chosen else config.bench.max_input_wait
-            window = window_of(training, asked_steps=steps, max_input_wait=max_input_wait)
+            window = window_of(training, asked_steps=steps, max_input_wait=_allowed_wait(training, config))
             device_name = device_name_of(world, fingerprint)
             found = _ledgers(training, config, window) if ledgers else None
             counted = _flops(training, config, device_name) if ledgers else None
             setup = setup_of(training, device_name)
         yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
+
+
+def _allowed_wait(training: Training, config: Config) -> float | None:
+    """The share of a window that may be waiting for input; None where that belongs to what is compared.
+
+    It does where a technique chooses how the input comes. And where steps are replayed from a CUDA graph: of a small
+    net's step hardly more is left than the input, which is made on the device, outside of the graph.
+    """
+    resident = training.batches.placement == "resident"
+    if any(each.placement or (each.replays and resident) for each in training.techniques):
+        return None
+    return config.bench.max_input_wait
 
 
 def _ledgers(training: Training, config: Config, window: Window) -> Ledgers | None:

@@ -106,7 +106,9 @@ class Job:
         identity = self._identity(seed)
         saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
         watching = detectors(
-            self.world.device, root_pid=os.getppid() if self.world.backend else os.getpid(), max_foreign_load=None
+            self.world.devices(self.plan.devices_per_process),
+            root_pid=os.getppid() if self.world.backend else os.getpid(),
+            max_foreign_load=None,
         )
         plan = Plan.model_validate(saved["plan"]) if saved else self.plan
         with replace(self.assembly, plan=plan).training(seed, watching) as training:

@@ -55,7 +55,7 @@ def window_of(training: Training, *, asked_steps: int, max_input_wait: float | N
     """
     clock, memory, world = training.clock, training.memory, training.world
     seen = [refusal for detector in training.detectors for refusal in detector.refusals()]
-    seen += of_clock(clock, max_input_wait) + of_memory(memory)
+    seen += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident") + of_memory(memory)
     ranks = world.gather((clock.state(), memory.state(), seen))
     clocks, memories, refusals = zip(*ranks, strict=True)
     steps = [len(each["step_seconds"]) for each in clocks]

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from pipeline import benchmark, environment
+from pipeline.arm import _allowed_wait
 from pipeline.benchmark import Asked, BenchError, Server, measure, steps_of, turns_on
 from pipeline.config import Bench, Machine, Variant, parse
 from pipeline.results import Window, read_bench
@@ -309,6 +311,28 @@ def net(*, channels, height, width, classes):
     return Net(channels * height * width, classes)
 """
 """A model whose every step compiles something new."""
+
+
+@pytest.mark.parametrize(
+    ("placement", "chosen", "replays", "limit"),
+    [
+        ("resident", None, False, 0.5),
+        ("streamed", None, False, 0.5),
+        ("streamed", "streamed", False, None),
+        ("resident", None, True, None),
+        ("streamed", None, True, 0.5),
+    ],
+)
+def test_input_that_belongs_to_what_is_compared_may_take_its_time(
+    placement: str, chosen: str | None, replays: bool, limit: float | None
+) -> None:
+    """Of a step replayed from a CUDA graph, a small net's hardly more is left than its input."""
+    technique = SimpleNamespace(placement=chosen, replays=replays)
+    training: Any = SimpleNamespace(batches=SimpleNamespace(placement=placement), techniques=[technique])
+    assert (
+        _allowed_wait(training, parse(PARAMS | {"bench": {"max_input_wait": 0.5}, "variants": {"baseline": {}}}))
+        == limit
+    )
 
 
 def test_what_happens_in_an_arm_is_seen_and_refused(workspace: Path) -> None:

@@ -343,35 +343,55 @@ def test_a_cpu_that_was_hot_before_and_between_windows_is_not(tmp_path: Path) ->
 
 
 class FakeNvml:
-    """The driver's answers about one GPU. Everything else is as in the real module."""
+    """The driver's answers about one GPU, or about several by their handles. All else is as in the real module."""
 
     def __init__(self) -> None:
         self.answers: Iterator[int | Exception] = iter(())
         self.steady = 0
         """Bits of what holds the clocks down, once ``answers`` have been given."""
         self.pids: list[int] = []
+        self.clients: list[int] = []
+        """Those that an MPS server serves."""
         self.asked = 0
+        self.slow: set[str] = set()
+        """Handles of GPUs that are always slowed down."""
+        self.held: set[str] = set()
+        """Handles of GPUs that also somebody else computes on."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pynvml, name)
 
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: object) -> int:
-        assert handle == "this one"
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid == "GPU-gone":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
         self.asked += 1
+        if handle in self.slow:
+            return int(pynvml.nvmlClocksEventReasonHwSlowdown)
         answer = next(self.answers, self.steady)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[SimpleNamespace]:
-        assert handle == "this one"
-        return [SimpleNamespace(pid=pid) for pid in self.pids]
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid) for pid in [*self.pids, *([20] if handle in self.held else [])]]
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: ARG002
+        return [SimpleNamespace(pid=pid) for pid in self.clients]
 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 0.001)
     return FakeNvml()
+
+
+SLOW = pynvml.nvmlClocksEventReasonHwSlowdown
 
 
 def watch_clocks(detector: GpuThrottling, nvml: FakeNvml, *answers: int | Exception, measured: bool = True) -> None:
@@ -396,10 +416,31 @@ def watch_clocks(detector: GpuThrottling, nvml: FakeNvml, *answers: int | Except
         (pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | pynvml.nvmlClocksEventReasonGpuIdle, "power brake"),
     ],
 )
-def test_a_gpu_that_throttled_for_a_moment_is_refused(nvml: FakeNvml, bits: int, words: str) -> None:
+def test_a_gpu_that_throttled_is_refused(nvml: FakeNvml, bits: int, words: str) -> None:
     detector = GpuThrottling(nvml, "this one")
     watch_clocks(detector, nvml, 0, bits, 0, bits, 0)
-    assert f"the GPU throttled ({words}) in 2 of {detector.looks} looks" in reason(detector)
+    detector.looks = 10
+    assert f"the GPU throttled ({words}) in 2 of 10 looks at it (at most 5% are allowed)" in reason(detector)
+
+
+def test_a_gpu_that_throttled_for_a_moment_is_not_refused(nvml: FakeNvml) -> None:
+    detector = GpuThrottling(nvml, "this one")
+    watch_clocks(detector, nvml, 0, SLOW)
+    for looks, refused in ((20, False), (19, True)):
+        detector.looks = looks
+        assert bool(detector.refusals()) is refused
+
+
+def test_a_gpu_that_wakes_up_when_a_window_opens_is_not_looked_at_yet(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 60)
+    detector = GpuThrottling(nvml, "this one")
+    nvml.steady = SLOW
+    detector.open()
+    nvml.steady = 0
+    detector.close(measured=True)
+    assert (detector.looks, detector.slow_looks) == (1, 0)  # at the window's end
 
 
 def test_what_holds_a_healthy_gpus_clocks_is_not_refused(nvml: FakeNvml) -> None:
@@ -417,7 +458,7 @@ def test_what_holds_a_healthy_gpus_clocks_is_not_refused(nvml: FakeNvml) -> None
 
 def test_a_gpu_that_throttled_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> None:
     detector = GpuThrottling(nvml, "this one")
-    watch_clocks(detector, nvml, pynvml.nvmlClocksEventReasonHwSlowdown, measured=False)
+    watch_clocks(detector, nvml, SLOW, measured=False)
     watch_clocks(detector, nvml, 0)
     assert detector.refusals() == []
 
@@ -474,6 +515,54 @@ def test_other_processes_on_the_gpu_are_refused(
 
 
 @pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize(
+    ("pids", "clients", "others"),
+    [
+        ([30, 11], [11], 0),
+        ([30, 11, 12], [11, 12], 0),
+        ([30, 11, 20], [11, 20], 1),  # somebody else's client
+        ([30], [11], 0),  # before Volta the server stands for its clients
+        # a container: nobody's name can be read
+        ([7000, 7001], [7001], 0),
+        ([7000, 7001, 7002], [7001, 7002], 1),
+        ([7001, 7002], [], 1),  # no MPS there
+    ],
+)
+def test_the_server_of_mps_is_not_another_process(
+    nvml: FakeNvml, machine: Machine, pids: list[int], clients: list[int], others: int
+) -> None:
+    machine.process(30, parent=1)
+    (machine.root / "30" / "comm").write_text("nvidia-cuda-mps\n")
+    nvml.clients = clients
+    assert shared_gpu(nvml, pids, pids).others == others
+
+
+@pytest.mark.usefixtures("rank")
+def test_every_gpu_of_a_process_is_watched(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    uuids = ["0", "1", "gone", "3"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    nvml.pids, nvml.slow, nvml.held = [11], {"GPU-1"}, {"GPU-3"}
+    watching = detectors([torch.device("cuda", index) for index in range(4)], root_pid=10, max_foreign_load=None)
+    for detector in watching:
+        detector.open()
+    for detector in watching:
+        detector.close(measured=True)
+    throttled, held = (refusal.reason for detector in watching for refusal in detector.refusals())
+    assert throttled.startswith("GPU 1 throttled (hardware slowdown)")
+    assert held.startswith("1 other process(es) held GPU 3;")
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_driver_that_knows_no_mps_is_believed(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMPSComputeRunningProcesses", unknown, raising=False)
+    assert shared_gpu(nvml, [7001, 7002], [7001, 7002]).others == 1
+
+
+@pytest.mark.usefixtures("rank")
 def test_another_process_on_the_gpu_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> None:
     assert shared_gpu(nvml, [11, 20], [11, 20], measured=False).refusals() == []
 
@@ -504,7 +593,7 @@ def starved(wait: float, work: float, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_run_that_waits_for_its_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    [refusal] = of_clock(starved(0.6, 0.4, monkeypatch), 0.5)
+    [refusal] = of_clock(starved(0.6, 0.4, monkeypatch), 0.5, resident=False)
     assert "the steps waited for input 60% of the time (at most 50% is allowed)" in refusal.reason
     assert not refusal.voids_memory
 
@@ -513,17 +602,19 @@ def test_a_run_that_waits_for_its_input_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_run_that_may_wait_for_its_input_is_not(
     wait: float, limit: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert of_clock(starved(wait, 0.4, monkeypatch), limit) == []
+    assert of_clock(starved(wait, 0.4, monkeypatch), limit, resident=False) == []
 
 
 def test_a_run_without_a_measured_window_waited_for_nothing() -> None:
-    assert of_clock(Clock(CPU), 0.0) == []
+    assert of_clock(Clock(CPU), 0.0, resident=False) == []
 
 
 def test_step_times_that_miss_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = starved(0.1, 0.9, monkeypatch)
     clock.measured_seconds += 1
-    assert [refusal.reason[:33] for refusal in of_clock(clock, None)] == ["step times add up to 10.000 s, but"[:33]]
+    assert [refusal.reason[:33] for refusal in of_clock(clock, None, resident=False)] == [
+        "step times add up to 10.000 s, but"[:33]
+    ]
 
 
 def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,7 +665,7 @@ def test_ranks_are_named_where_there_are_several() -> None:
 def test_a_resumed_run_remembers_what_was_seen(nvml: FakeNvml, machine: Machine, tmp_path: Path) -> None:
     machine.process(10, parent=1)
     throttled = GpuThrottling(nvml, "this one")
-    watch_clocks(throttled, nvml, pynvml.nvmlClocksEventReasonHwSlowdown)
+    watch_clocks(throttled, nvml, SLOW)
     for seen, resumed in (
         (throttled, GpuThrottling(nvml, "this one")),
         (_heated(tmp_path, ((0, 0), (0, 1), True)), CpuThrottling([])),
@@ -587,14 +678,14 @@ def test_a_resumed_run_remembers_what_was_seen(nvml: FakeNvml, machine: Machine,
 def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
-    watching = detectors(CPU, root_pid=os.getpid(), max_foreign_load=None)
+    watching = detectors([CPU], root_pid=os.getpid(), max_foreign_load=None)
     assert [type(detector) for detector in watching] == [Recompilation]
     for core in (0, 1, 3):
         (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("3\n")
     monkeypatch.setattr(processes, "PROC", tmp_path)
     (tmp_path / "stat").write_text("")
-    watching = detectors(CPU, root_pid=os.getpid(), max_foreign_load=0.1)
+    watching = detectors([CPU], root_pid=os.getpid(), max_foreign_load=0.1)
     assert [type(detector) for detector in watching] == [Recompilation, ForeignLoad, CpuThrottling]
     for core, refused in ((1, False), (3, True)):  # this process may not use core 1
         watching[2].open()
@@ -606,7 +697,7 @@ def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: p
 @pytest.mark.gpu
 def test_an_idle_gpu_is_watched_in_silence() -> None:
     left = torch.randn(2048, 2048, device=GPU)
-    watching = detectors(GPU, root_pid=os.getpid(), max_foreign_load=None)
+    watching = detectors([GPU], root_pid=os.getpid(), max_foreign_load=None)
     assert {GpuThrottling, SharedGpu} <= {type(detector) for detector in watching}
     for measured in (False, True, True):
         for detector in watching:

@@ -9,18 +9,21 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
 import yaml
 
-from pipeline import environment, job, models, results
+from pipeline import arm, environment, job, models, results
 from pipeline.checkpoints import checkpoint_file, state_sha256
-from pipeline.config import Config, Machine, PipelineError, Variant, parse
+from pipeline.config import Config, Machine, PipelineError, Variant, parse, plan
+from pipeline.distributed import Interruption, World
 from pipeline.interpreter import age_seconds
 from pipeline.results import Result
 from tests.conftest import Terminal
@@ -377,3 +380,35 @@ def test_without_a_fingerprint_nothing_is_trained(workspace: Path) -> None:
     (workspace / "environment.json").unlink()
     with pytest.raises(PipelineError, match="run `dvc repro`, or `python -m pipeline environment`"):
         train("baseline")
+
+
+class Asked(Exception):
+    """That the detectors were asked for; with the devices."""
+
+
+def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    def asked(devices: Sequence[torch.device], **_: Any) -> None:
+        raise Asked(*devices)
+
+    def made(*_: Any) -> AbstractContextManager[Any]:
+        return nullcontext(assembly)
+
+    config, two = configure(), Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
+    config = config.model_copy(update={"variants": {"both": Variant(parallelism="data_parallel")}})
+    plan_ = plan(config.with_train(device="cuda"), "both", two)
+    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
+    assembly: Any = SimpleNamespace(
+        config=config, plan=plan_, world=world, dataset=SimpleNamespace(sha256="", train=[])
+    )
+    for module in (job, arm):
+        monkeypatch.setattr(module, "detectors", asked)
+    monkeypatch.setattr(job, "forget_last_run", lambda _: None)
+    monkeypatch.setattr(arm, "assembled", made)
+    trained = job.Job(assembly, "environment", "GPU", 0.0, None, cast(Interruption, None))
+    for measure in (
+        lambda: trained.train(0),
+        lambda: next(arm._measure(config, plan_, PREPARED, {}, 4, ledgers=False)),
+    ):
+        with pytest.raises(Asked) as found:
+            measure()
+        assert found.value.args == (torch.device("cuda", 0), torch.device("cuda", 1))

@@ -37,6 +37,7 @@ def window(
     asked: int = 4,
     batch_size: int = 256,
     max_input_wait: float | None = None,
+    placement: str = "resident",
 ) -> Window:
     """The first rank's record of all. ``seen``: what its detectors say; the others' say nothing."""
     others: list[Any] = [(clock.state(), memory.state(), []) for clock, memory in ranks[1:]]
@@ -46,6 +47,7 @@ def window(
         detectors=[SimpleNamespace(refusals=lambda: list(seen))],
         world=SimpleNamespace(gather=lambda mine: [mine, *others]),
         train=SimpleNamespace(warmup_steps=10, batch_size=batch_size),
+        batches=SimpleNamespace(placement=placement),
     )
     return window_of(cast(Training, training), asked_steps=asked, max_input_wait=max_input_wait)
 
@@ -96,6 +98,12 @@ def test_what_the_figures_say_against_themselves_voids_the_speeds(
     assert {getattr(found, name) for name in SPEEDS} == {None}
     assert words in found.refusals[0]
     assert (found.peak_memory_bytes is None) == ("flushed" in words)
+
+
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
+def test_what_is_resident_already_is_not_advised_to_be(placement: str) -> None:
+    found = window(rank([0.1] * 4, wait=0.3), max_input_wait=0.5, placement=placement)
+    assert ("train.placement" in found.refusals[0]) == (placement == "streamed")
 
 
 def test_memory_that_one_rank_cannot_tell_is_unknown() -> None:

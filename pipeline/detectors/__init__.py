@@ -6,6 +6,8 @@ counters at both ends, never waits for the device and does nothing to a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pipeline.detectors.base import Detector, Refusal
@@ -17,11 +19,12 @@ from pipeline.detectors.gpu import gpu_detectors
 __all__ = ["Detector", "Refusal", "detectors", "of_clock", "of_memory", "of_ranks", "of_steps"]
 
 
-def detectors(device: torch.device, *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
-    """What this machine offers to watch ``device`` and this host's CPU with, always the same in the same order.
+def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
+    """What this machine offers to watch ``devices``, a process's own, and this host's CPU with: always the same in the
+    same order.
 
     ``root_pid``: the process that stands for the job; it and all its descendants are the job's own. None for
     ``max_foreign_load``: nobody watches the CPU's load (of several processes of a job on one host, one does).
     """
-    of_device = gpu_detectors(device, root_pid) if device.type == "cuda" else []
-    return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_device]
+    of_gpus = gpu_detectors(devices, root_pid) if devices[0].type == "cuda" else []
+    return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_gpus]

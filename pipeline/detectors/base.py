@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+MAX_THROTTLED_FRACTION = 0.05
+"""Of the measured windows: a CPU's time, a GPU's looks."""
+
 
 class Refusal(NamedTuple):
     """Why numbers of the measured windows are not to be trusted. Every refusal voids the speeds and step times."""

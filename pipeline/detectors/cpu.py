@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.detectors import processes
-from pipeline.detectors.base import Detector, Refusal
+from pipeline.detectors.base import MAX_THROTTLED_FRACTION, Detector, Refusal
 
 CPUS = Path("/sys/devices/system/cpu")
-
-MAX_THROTTLED_FRACTION = 0.05
-"""Of the measured windows."""
 
 
 def cpu_detectors(root_pid: int, max_foreign_load: float | None) -> list[Detector]:

@@ -8,18 +8,22 @@ from pipeline.detectors.base import Refusal
 from pipeline.measurement import Clock, Memory
 
 
-def of_clock(clock: Clock, max_input_wait: float | None) -> list[Refusal]:
-    """What the step times of one rank say against themselves. None for ``max_input_wait``: any wait for input goes."""
+def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Refusal]:
+    """What the step times of one rank say against themselves. None for ``max_input_wait``: any wait for input goes.
+
+    ``resident``: the data set lies on the device, so that the input is made there.
+    """
     found = []
     disagreement = clock.disagreement()
     if disagreement:
         found.append(Refusal(disagreement))
     if max_input_wait is not None and clock.input_seconds > max_input_wait * clock.measured_seconds:
+        remedy = "" if resident else "set train.placement to 'resident', "
         found.append(
             Refusal(
                 f"the steps waited for input {clock.input_seconds / clock.measured_seconds:.0%} of the time (at most "
-                f"{max_input_wait:.0%} is allowed): this measures the input, not the technique; set train.placement to "
-                "'resident', lighten train.augment, or raise bench.max_input_wait"
+                f"{max_input_wait:.0%} is allowed): this measures the input, not the technique; {remedy}lighten "
+                "train.augment, or raise bench.max_input_wait"
             )
         )
     return found

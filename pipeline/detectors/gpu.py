@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from pipeline.detectors.base import Detector, Refusal
-from pipeline.detectors.processes import job_ticks
+from pipeline.detectors import processes
+from pipeline.detectors.base import MAX_THROTTLED_FRACTION, Detector, Refusal
 
 GPU_SAMPLE_SECONDS = 0.1
+MPS_SERVER = "nvidia-cuda-mps"
+"""What the kernel keeps of nvidia-cuda-mps-server, 15 characters."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
@@ -26,36 +29,38 @@ The software power cap is not among them: it is how a GPU at full load finds its
 """
 
 
-def gpu_detectors(device: torch.device, root_pid: int) -> list[Detector]:
-    """Those that the driver answers for this GPU; a virtual GPU's, say, answers few questions."""
+def gpu_detectors(devices: Sequence[torch.device], root_pid: int) -> list[Detector]:
+    """Those that the driver answers for each of these GPUs; a virtual GPU's, say, answers few questions."""
     import pynvml
 
     found: list[Detector] = []
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except pynvml.NVMLError:
-        return found
-    candidates = (GpuThrottling(pynvml, handle), SharedGpu(pynvml, handle, root_pid))
-    for detector in candidates:
+    for device in devices:
         try:
-            detector.look()
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         except pynvml.NVMLError:
             continue
-        found.append(detector)
+        name = "the GPU" if len(devices) == 1 else f"GPU {device.index}"
+        for detector in (GpuThrottling(pynvml, handle, name), SharedGpu(pynvml, handle, root_pid, name)):
+            try:
+                detector.look()
+            except pynvml.NVMLError:
+                continue
+            found.append(detector)
     return found
 
 
 class GpuThrottling(Detector):
     """The GPU was too hot or short of power and slowed down.
 
-    Asks the driver what holds the clocks down at both ends of a window and ten times a second in between, in a thread
-    of its own. The driver's counters of throttled time would miss nothing, but they do not tell these reasons apart, or
-    have numbers and units that changed between drivers.
+    Asks the driver what holds the clocks down ten times a second and at a window's end, in a thread of its own; not at
+    its beginning, as a GPU that was idle names a slowdown for a moment when work comes. The driver's counters of
+    throttled time would miss nothing, but they do not tell these reasons apart, or have numbers and units that changed
+    between drivers. As on a CPU, a moment at the limit belongs to the GPU's speed.
     """
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
+    def __init__(self, nvml: Any, handle: Any, name: str = "the GPU") -> None:
+        self._nvml, self._handle, self._name = nvml, handle, name
         self._slowdowns = {getattr(nvml, constant): reason for constant, reason in SLOWDOWNS.items()}
         self._looks: list[int] = []
         self._stop = threading.Event()
@@ -91,32 +96,35 @@ class GpuThrottling(Detector):
                 self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def refusals(self) -> list[Refusal]:
-        if not self.slow_looks:
+        if self.slow_looks <= MAX_THROTTLED_FRACTION * self.looks:
             return []
         return [
             Refusal(
-                f"the GPU throttled ({', '.join(sorted(self.reasons))}) in {self.slow_looks} of {self.looks} looks at "
-                "it; see to its cooling and power supply, and measure again"
+                f"{self._name} throttled ({', '.join(sorted(self.reasons))}) in {self.slow_looks} of {self.looks} "
+                f"looks at it (at most {MAX_THROTTLED_FRACTION:.0%} are allowed); see to its cooling and power supply, "
+                "and measure again"
             )
         ]
 
     def _watch(self) -> None:
-        more = True
-        while more:
+        ended = False
+        while not ended:
+            ended = self._stop.wait(GPU_SAMPLE_SECONDS)
             with suppress(self._nvml.NVMLError):  # what the driver does not tell now, it may tell later
                 self._looks.append(self.look())
-            more = not self._stop.wait(GPU_SAMPLE_SECONDS)
 
 
 class SharedGpu(Detector):
     """Another process computes on this GPU, at the start or at the end of a window.
 
-    A container with process ids of its own does not find itself in the driver's list, which holds the host's. Then all
-    processes beyond one are taken for others': a job has one process a GPU.
+    The driver lists the host's process ids, whoever asks. In a container with ids of its own no process finds itself
+    there; then all beyond one are taken for others', as a job has one process a GPU. Under MPS the list holds its
+    server beside its clients: it works for them alone and is nobody else. Where its name cannot be read, one server is
+    taken to serve all clients.
     """
 
-    def __init__(self, nvml: Any, handle: Any, root_pid: int) -> None:
-        self._nvml, self._handle, self._root_pid = nvml, handle, root_pid
+    def __init__(self, nvml: Any, handle: Any, root_pid: int, name: str = "the GPU") -> None:
+        self._nvml, self._handle, self._root_pid, self._name = nvml, handle, root_pid, name
         self._seen = 0
         self.others = 0
         """The most that were seen at once."""
@@ -124,9 +132,13 @@ class SharedGpu(Detector):
     def look(self) -> int:
         """How many others compute on the GPU now. Raises NVMLError where the driver does not tell."""
         pids = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
+        if len(pids) < 2:
+            return 0
+        others = {pid for pid in pids if not processes.name_of(pid).startswith(MPS_SERVER)}
         if os.getpid() in pids:
-            return len(pids - job_ticks(self._root_pid).keys()) if len(pids) > 1 else 0
-        return max(0, len(pids) - 1)
+            return len(others - processes.job_ticks(self._root_pid).keys())
+        hidden_server = others == pids and self._serves_clients()
+        return max(0, len(others) - 1 - hidden_server)
 
     def open(self) -> None:
         self._seen = 0
@@ -141,9 +153,17 @@ class SharedGpu(Detector):
         if not self.others:
             return []
         return [
-            Refusal(f"{self.others} other process(es) held the GPU; end them (nvidia-smi lists them) and measure again")
+            Refusal(
+                f"{self.others} other process(es) held {self._name}; end them (nvidia-smi lists them) and measure again"
+            )
         ]
 
     def _see(self) -> None:
         with suppress(self._nvml.NVMLError):
             self._seen = max(self._seen, self.look())
+
+    def _serves_clients(self) -> bool:
+        """Whether processes reach this GPU through an MPS server."""
+        with suppress(self._nvml.NVMLError):  # an old driver does not know the question
+            return bool(self._nvml.nvmlDeviceGetMPSComputeRunningProcesses(self._handle))
+        return False

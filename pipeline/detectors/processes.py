@@ -33,6 +33,14 @@ def job_ticks(root_pid: int) -> dict[int, int]:
     return job
 
 
+def name_of(pid: int) -> str:
+    """Its first 15 characters; empty where there is no such process, in this namespace of process ids."""
+    try:
+        return (PROC / str(pid) / "comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def thread_waits(pid: int) -> list[tuple[str, float]]:
     """Each thread of a process, and the seconds it was ready to work but waited for a core."""
     waits = []
