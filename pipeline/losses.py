@@ -11,7 +11,7 @@ from pipeline.distributed import World
 
 
 class NonFiniteLoss(PipelineError):
-    """The training loss became infinite or NaN; the optimizer has not taken that step.
+    """The training loss became infinite or NaN.
 
     ``steps_ago``: how many steps have ended since that one began.
     """
@@ -34,43 +34,57 @@ class HostLosses:
     def add(self, loss: torch.Tensor) -> None:
         value = loss.item()
         if not math.isfinite(value):
-            raise NonFiniteLoss(f"the loss became {value}")
+            raise NonFiniteLoss(f"the loss became {value}; the optimizer has not taken that step")
         self.total += value
 
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def end_step(self) -> None:
         """Nothing to do: a bad loss did not come this far."""
 
+    def read(self) -> float:
+        """The sum over steps since the last ``take``, averaged over ranks. All ranks call it together."""
+        return self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
+
     def take(self) -> float:
-        """The sum over steps since the last call, averaged over ranks."""
-        total = self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
+        """``read``, and begin anew."""
+        total = self.read()
         self.total = 0.0
         return total
 
 
 class DeviceLosses:
-    """Adds up the losses of steps on the device, without waiting for it.
+    """Adds up the losses of steps on the device, waiting neither for it nor for another rank.
 
-    NaN and infinity stay in a sum for good. So from the first bad loss on, ``found_inf`` is 1 on every
-    rank, the fused optimizers leave the parameters as they are, and ``take`` raises when the sum is read.
+    NaN and infinity stay in a sum for good, so ``read`` finds a bad loss, and in which step it was, though some steps
+    later. These have been taken: the weights are then those of no step that counts, and must not be kept.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.total = torch.zeros((), device=world.device)
         self.bad_steps = torch.zeros((), device=world.device)
+        """How many steps this rank has ended since its sum became infinite or NaN, that step included."""
 
     def add(self, loss: torch.Tensor) -> None:
         self.total += loss.detach()
 
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        found_inf = torch.nan_to_num(self.total * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
-        self.bad_steps += self.world.max_(found_inf)
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    def end_step(self) -> None:
+        self.bad_steps += torch.nan_to_num(self.total * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
+
+    def read(self) -> float:
+        """The sum over steps since the last ``take``, averaged over ranks. Waits for the device.
+
+        All ranks call it together. Raises NonFiniteLoss, on all of them.
+        """
+        total = self.world.sum_(self.total.clone()).item() / self.world.size
+        if not math.isfinite(total):
+            ended = int(self.world.max_(self.bad_steps))
+            raise NonFiniteLoss(
+                f"the loss became {total}; {ended} step(s) were taken before it was read, so no weights are kept", ended
+            )
+        return total
 
     def take(self) -> float:
-        """The sum over steps since the last call, averaged over ranks. Waits for the device."""
-        total = self.world.sum_(self.total).item() / self.world.size
+        """``read``, and begin anew."""
+        total = self.read()
         self.total.zero_()
-        if not math.isfinite(total):
-            raise NonFiniteLoss(f"the loss became {total}", steps_ago=int(self.bad_steps))
         return total

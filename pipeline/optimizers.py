@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,25 +20,8 @@ class OptimizerChoice:
     options: dict[str, Any]
 
     def make(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer of ``parameters``, at the peak learning rate, which leaves out steps that it is told to."""
-        optimizer = self.cls(parameters, **self.options)
-        if not leaves_out_steps(optimizer):
-            optimizer.step = partial(_step_unless_told, optimizer, optimizer.step)  # type: ignore[assignment, method-assign]
-        return optimizer
-
-
-def leaves_out_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's own kernel heeds ``found_inf``, the flag on the device that a step is to be left out."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _step_unless_told(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
-    """A step of an optimizer that knows no ``found_inf``. To read the flag is to wait for the device."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None:
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    if found_inf is None or not found_inf.item():
-        step()
+        """The optimizer of ``parameters``, at the peak learning rate."""
+        return self.cls(parameters, **self.options)
 
 
 class SGD(torch.optim.SGD):

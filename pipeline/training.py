@@ -91,8 +91,8 @@ class TrainingStep:
     def _take(self, micro_batches: MicroBatches) -> None:
         self.zero_grad()
         self.accumulate(micro_batches)
-        self.losses.before_update(self.optimizer)
         self.update()
+        self.losses.end_step()
 
     def add(self, loss: torch.Tensor) -> None:
         """Note a micro-batch's share of the loss."""
@@ -177,8 +177,8 @@ class Training:
     def run(self) -> Generator[HistoryRow | None, None, None]:
         """Train to the end, or on from where ``restore`` left off. Yields once a step: a row where one is due.
 
-        Raises NonFiniteLoss, which says where, on the rank that saw it; the parameters are those of the
-        step before.
+        Raises NonFiniteLoss, which says where. On a CPU the rank that saw it does, and the parameters are those of the
+        step before. On GPUs all ranks do when the next row is due, and the parameters are of no use.
         """
         per_epoch = self.batches.steps_per_epoch
         settling = {1, self.settled}
@@ -263,7 +263,12 @@ class Training:
             self._open()
 
     def state(self) -> dict[str, Any]:
-        """Everything the rest of the run depends on: tensors and plain values. Call it while paused, on all ranks."""
+        """Everything the rest of the run depends on: tensors and plain values. Call it while paused, on all ranks.
+
+        Raises NonFiniteLoss, like ``run``: nothing goes on from there.
+        """
+        with self._located():
+            self.losses.read()
         ranks = self.world.gather(
             {
                 "random": checkpoints.random_state(),
@@ -370,8 +375,7 @@ class Training:
             yield
         except NonFiniteLoss as error:
             raise NonFiniteLoss(
-                f"{place(error.steps_ago)}: {error}; the "
-                "optimizer has not taken that step. Lower train.learning_rate, lengthen train.warmup_fraction, or "
+                f"{place(error.steps_ago)}: {error}. Lower train.learning_rate, lengthen train.warmup_fraction, or "
                 "look at the data and at the variant's precision."
             ) from None
         except RuntimeError as error:

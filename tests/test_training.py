@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoints import state_sha256
 from pipeline.config import Augment, Train
@@ -165,15 +166,21 @@ class _BreaksAt(nn.Module):
         return logits * math.nan if self.seen == self.breaks else logits
 
 
-def _until_broken(
-    joined: World, dataset: Dataset, broken_rank: int, on_device: bool, **applied: Any
-) -> tuple[str, list[str], str]:
-    """The message, the weights before each step, and those after the run broke off."""
+def _broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool, **applied: Any) -> Training:
+    """A training whose loss becomes NaN in step 8, on one rank."""
     training = make_training(
         dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == broken_rank else None), **applied
     )
     if on_device:
         training.losses = training.take_step.losses = DeviceLosses(joined)
+    return training
+
+
+def _until_broken(
+    joined: World, dataset: Dataset, broken_rank: int, on_device: bool, **applied: Any
+) -> tuple[str, list[str], str]:
+    """The message, the weights before each step, and those after the run broke off."""
+    training = _broken(joined, dataset, broken_rank, on_device, **applied)
     before = [weights(training)]
     try:
         for _ in training.run():
@@ -183,27 +190,64 @@ def _until_broken(
     raise AssertionError("the run did not stop")
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_says_where(
-    digits: Dataset, on_device: bool
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_says_where(digits: Dataset) -> None:
+    message, before, after = _until_broken(ALONE, digits, 0, on_device=False)
+    assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; the optimizer has not ")
+    assert after == before[7]
+
+
+@pytest.mark.parametrize("applied", [{}, {"precision": "fp16"}, {"optimizer_kernel": "foreach"}])
+def test_on_the_device_it_stops_the_run_when_the_losses_are_read_and_says_where_it_began(
+    digits: Dataset, applied: dict[str, Any]
 ) -> None:
-    message, before, after = _until_broken(ALONE, digits, 0, on_device)
-    assert message.startswith("variant tried, seed 0, epoch 1, step ")
-    assert "epoch 1, step 8: the loss became nan" in message  # on the device it is read two steps later
-    assert after == before[7]
+    message, before, _ = _until_broken(ALONE, digits, 0, on_device=True, **applied)
+    assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; 3 step(s) were taken ")
+    assert len(before) == 10  # in step 10 a row of history is due
 
 
-def test_under_fp16_no_step_is_taken_from_the_bad_one_on(digits: Dataset) -> None:
-    message, before, after = _until_broken(ALONE, digits, 0, True, precision="fp16")
-    assert "epoch 1, step 8: the loss became nan" in message
-    assert after == before[7]
-
-
-def test_no_rank_takes_the_step_in_which_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:
+def test_all_ranks_stop_where_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:
     ranks = run_ranks(_until_broken, digits, 1, True)
-    for message, before, after in ranks:
-        assert "the loss became nan" in message
-        assert after == before[7]
+    assert [message.partition(" were taken")[0] for message, _, _ in ranks] == [
+        "variant tried, seed 0, epoch 1, step 8: the loss became nan; 3 step(s)"
+    ] * 2
+
+
+class _Reads(TorchDispatchMode):
+    """Counts how often the host looks at a tensor's value, which on a GPU is to wait for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "applied",
+    [{}, {"optimizer_kernel": "foreach"}, {"optimizer_kernel": "for_loop"}, {"optimizer_in_backward": True}],
+)
+def test_no_step_on_the_device_waits_for_a_value(digits: Dataset, applied: dict[str, Any]) -> None:
+    training = _broken(ALONE, digits, 0, on_device=True, **applied)
+    batches = training.batches.epoch(0)
+    with _Reads() as reads:  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            training.take_step(batches)
+        assert reads.count == 0
+        training.losses.take()
+        assert reads.count == 1
+
+
+def _checkpointed_when_broken(joined: World, dataset: Dataset) -> str:
+    training = _broken(joined, dataset, 1, on_device=True)
+    training.advance(9)
+    with pytest.raises(NonFiniteLoss) as caught, training.paused():
+        training.state()
+    return str(caught.value)
+
+
+def test_no_checkpoint_is_made_of_a_training_whose_loss_is_not_finite(digits: Dataset) -> None:
+    for message in run_ranks(_checkpointed_when_broken, digits):
+        assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; 2 step(s) were taken ")
 
 
 def test_no_rank_takes_the_step_in_which_one_rank_stops_on_the_host(digits: Dataset, tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeline.data.prepared import Dataset, Split
 from pipeline.ledger.tape import Tape
 from pipeline.ledger.watching import Call, Calls, Watch
-from pipeline.losses import DeviceLosses, HostLosses
-from pipeline.optimizers import leaves_out_steps
+from pipeline.losses import HostLosses
 
 _IN_FLOAT32 = {
     *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy),
@@ -38,15 +37,6 @@ class UnreadLosses(HostLosses):
 
     def add(self, loss: torch.Tensor) -> None:
         pass
-
-
-class UnreadDeviceLosses(DeviceLosses):
-    """The same on a GPU. An optimizer that would read the flag is given none."""
-
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        super().before_update(optimizer)
-        if not leaves_out_steps(optimizer):
-            del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class FakeWatch(Watch, TorchDispatchMode):

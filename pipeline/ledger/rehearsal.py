@@ -20,8 +20,9 @@ from pipeline.data.prepared import Dataset, Split
 from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE
 from pipeline.environment import cores
-from pipeline.ledger.fakes import CudaAutocast, FakeWatch, UnreadDeviceLosses, UnreadLosses, faked, faked_dataset
+from pipeline.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_dataset
 from pipeline.ledger.watching import Call, KernelWatch, Standing, resident_bytes, watched_step
+from pipeline.losses import DeviceLosses
 from pipeline.results import Ledger
 from pipeline.techniques import of_plan
 from pipeline.training import Training
@@ -137,7 +138,7 @@ class Rehearsal:
                 model, faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
             )
             if on_gpu:
-                training.losses = training.take_step.losses = UnreadDeviceLosses(ALONE)
+                training.losses = training.take_step.losses = DeviceLosses(ALONE)
             if plan.applied.parallelism == "ddp":
                 _use_buckets(training)
             _make_optimizer_state(training)

@@ -17,9 +17,9 @@ class CudaGraph(Technique):
     """The first steps run as they are, on a stream of their own, as libraries set themselves up; the next is recorded.
 
     A replay reads and writes the addresses of the recording. So each batch is copied into the recorded one's place, and
-    the learning rate, which is a number elsewhere, into a tensor. The optimizer reads it there, as it does the flag
-    of a loss that is not finite. Gradients, losses and the random generator's state are the graph's as well: the step
-    after a replay finds them as a step without a graph would.
+    the learning rate, which is a number elsewhere, into a tensor, where the optimizer reads it. Gradients, losses and
+    the random generator's state are the graph's as well: the step after a replay finds them as a step without a graph
+    would.
 
     Source: PyTorch documentation, "CUDA semantics", section "Whole-network capture".
     """

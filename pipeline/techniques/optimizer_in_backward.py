@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeline.optimizers import leaves_out_steps
-from pipeline.techniques.base import Backward, Technique, Update
+from pipeline.techniques.base import Technique, Update
 
 
 class OptimizerInBackward(Technique):
@@ -16,41 +15,25 @@ class OptimizerInBackward(Technique):
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024 (LOMO).
     It is the plain optimizer, with all its state and its groups' learning rates, that sees a single parameter at a
-    time: the weights are the same to the last bit. What a step's loss says is known before its backward pass: after a
-    loss that is not finite no parameter is updated.
+    time: the weights are the same to the last bit.
     """
 
     name = "optimizer_in_backward"
 
     def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:
         self.optimizer, self.update = optimizer, update
-        self.bad = torch.zeros((), device=self.world.device)
-        self.left_out = False
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._update, number))
         return lambda: None
 
-    def wrap_backward(self, backward: Backward) -> Backward:
-        def told(loss: torch.Tensor) -> None:
-            bad = torch.nan_to_num(loss.detach() * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
-            self.bad = torch.maximum(self.bad, bad)  # and from then on
-            if leaves_out_steps(self.optimizer):
-                self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
-            else:
-                self.left_out = bool(self.bad)
-            backward(loss)
-
-        return told
-
     def _update(self, number: int, parameter: torch.Tensor) -> None:
         """What happens when ``parameter``, of the optimizer's group ``number``, has its gradient."""
-        if not self.left_out:
-            groups: list[dict[str, Any]] = self.optimizer.param_groups
-            self.optimizer.param_groups = [groups[number] | {"params": [parameter]}]
-            try:
-                self.update()
-            finally:
-                self.optimizer.param_groups = groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        self.optimizer.param_groups = [groups[number] | {"params": [parameter]}]
+        try:
+            self.update()
+        finally:
+            self.optimizer.param_groups = groups
         parameter.grad = None

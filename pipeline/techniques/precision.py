@@ -46,12 +46,6 @@ class Float16(BFloat16):
 
     def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
         def scaled() -> None:
-            # The scaler puts its own flag in place of one that is set already, but it heeds what is in a gradient.
-            found_inf = getattr(optimizer, "found_inf", None)
-            if found_inf is not None:
-                parameters = (each for group in optimizer.param_groups for each in group["params"])
-                gradient = next(each.grad for each in parameters if each.grad is not None)  # some may be frozen
-                gradient += found_inf / (1 - found_inf)  # 0: nothing; 1: infinity
             self.scaler.step(optimizer)
             self.scaler.update()
 

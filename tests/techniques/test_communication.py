@@ -16,6 +16,7 @@ from torch import nn
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.evaluation import evaluate
+from pipeline.losses import DeviceLosses
 from pipeline.techniques import chosen, of_plan
 from pipeline.techniques.communication import LOCAL_STEPS, RANK
 from pipeline.training import Training
@@ -50,8 +51,9 @@ def _overheard(sent: Sent) -> Iterator[None]:
 
 
 def _communicate(joined: World, dataset: Dataset, hook: str, steps: int) -> list[dict[str, Any]]:
-    """What each of the first steps sent, and left: gradients, and every rank's weights."""
+    """What each of the first steps sent, and left: gradients, and every rank's weights. Losses are kept as on a GPU."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook=hook)
+    training.losses = training.take_step.losses = DeviceLosses(joined)
     found = []
     batches = training.batches.epoch(0)
     for _ in range(steps):

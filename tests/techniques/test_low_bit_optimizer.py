@@ -97,7 +97,7 @@ class TestWithTheLibrary:
     ) -> None:
         monkeypatch.setattr(low_bit_optimizer, "LEAST_VALUES", 1)  # of a net that is small
         message, before, after = _until_broken(
-            ALONE, digits, 0, True, train=ADAMW, optimizer_state="8bit", optimizer_in_backward=in_backward
+            ALONE, digits, 0, False, train=ADAMW, optimizer_state="8bit", optimizer_in_backward=in_backward
         )
         assert "epoch 1, step 8: the loss became nan" in message
         assert after == before[7]

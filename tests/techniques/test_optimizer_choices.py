@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import ledger, optimizers
+from pipeline import ledger
 from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
-from tests.nets import ALONE, conv_net
-from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
+from tests.test_training import TRAIN, make_training, resumes_exactly, weights
 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -55,30 +54,6 @@ def test_the_weights_are_those_of_fused_within_rounding(digits: Dataset, train: 
     for training in (fused, other):
         training.advance(10)
     torch.testing.assert_close(list(other.model.parameters()), list(fused.model.parameters()), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "applied",
-    [
-        {"optimizer_kernel": "foreach"},
-        {"optimizer_kernel": "for_loop"},
-        {"optimizer_kernel": "foreach", "precision": "fp16"},
-        {"optimizer_state": "factored"},
-    ],
-)
-def test_kernels_that_cannot_leave_out_a_step_take_none_after_a_loss_that_is_not_finite(
-    digits: Dataset, applied: dict[str, Any]
-) -> None:
-    message, before, after = _until_broken(ALONE, digits, 0, True, **applied)
-    assert "epoch 1, step 8: the loss became nan" in message
-    assert after == before[7]
-
-
-def test_whether_a_kernel_leaves_out_steps_is_known() -> None:
-    fused = optimizers.of_job(TRAIN)
-    plain = optimizers.OptimizerChoice(torch.optim.SGD, {"lr": 0.1})
-    assert optimizers.leaves_out_steps(fused.make(conv_net().parameters()))
-    assert not optimizers.leaves_out_steps(plain.make(conv_net().parameters()))
 
 
 def test_adafactor_keeps_rows_and_columns_and_learns(digits: Dataset) -> None:

@@ -54,15 +54,3 @@ def test_the_scale_is_remembered() -> None:
     _scaled_step(technique, parameter, parameter.half().float() * 100.0)
     resumed.restore(technique.state())
     assert resumed.state() == technique.state()
-
-
-def test_a_bad_loss_leaves_out_the_step_of_a_model_whose_first_parameter_is_frozen() -> None:
-    technique = Float16(make_plan(precision="fp16"), ALONE)
-    frozen, parameter = torch.nn.Parameter(torch.ones(()), requires_grad=False), torch.nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([frozen, parameter], lr=1.0, fused=True)
-    for flag, expected in ((1.0, 1.0), (0.0, 0.0)):
-        optimizer.zero_grad()
-        technique.wrap_backward(torch.Tensor.backward)(1.0 * parameter)
-        optimizer.found_inf = torch.tensor(flag)  # type: ignore[attr-defined]
-        technique.wrap_update(optimizer.step, optimizer)()
-        assert parameter.item() == expected

@@ -67,12 +67,13 @@ def _left_out_unfused(joined: World) -> tuple[bool, bool]:
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
     choice = OptimizerChoice(torch.optim.SGD, {"lr": 0.1, "foreach": True})
     optimizer: Any = technique.change_optimizer(choice).make(technique.wrap_model(net).parameters())
-    changes = []
-    for flag in (1.0, 0.0):
+    scaler, changes = torch.amp.GradScaler("cpu"), []
+    scaler.scale(torch.ones(()))
+    for gradient in (torch.inf, 1.0):
         before = net.weight.detach().clone()
-        net.weight.grad = torch.ones_like(net.weight)
-        optimizer.found_inf = torch.full((), flag)
-        optimizer.step()
+        net.weight.grad = torch.full_like(net.weight, gradient)
+        scaler.step(optimizer)
+        scaler.update()
         changes.append(not torch.equal(before, net.weight))
     return changes[0], changes[1]
 
