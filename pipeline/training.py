@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -40,12 +41,31 @@ class OutOfMemory(PipelineError):
     """A device had not the memory for a step of the training."""
 
 
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|CUDA( driver)? error: out of memory|CUDA ran out of memory|\[CUDA\]: out of memory"
+    r"|ALLOC(ATION)?_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|Cuda failure (\d+ )?'out of memory'"
+)
+"""What torch, Triton, cuDNN, cuBLAS and NCCL say. cuBLAS cannot be initialised where its workspace does not fit."""
+_NO_ENGINE = re.compile(r"(GET|FIND) was unable to find an engine to execute this computation")
+"""What torch says where none of cuDNN's engines gets its workspace; or where none can do it, with any memory."""
+LITTLE_MEMORY = 0.1
+"""The share of a GPU's memory below which it is taken for the reason why there is no engine."""
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocator of torch said so, or one of CUDA's libraries."""
-    said = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        words in said for words in ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
-    )
+    if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)):
+        return True
+    return bool(_NO_ENGINE.search(str(error))) and _free_memory_fraction() < LITTLE_MEMORY
+
+
+def _free_memory_fraction() -> float:
+    """Of the current GPU's memory, or of the part of it that this process may take; 1 without a GPU."""
+    if not torch.cuda.is_available():
+        return 1.0
+    free, total = torch.cuda.mem_get_info()
+    allowed = torch.cuda.get_per_process_memory_fraction() * total
+    return min(free / total, 1 - torch.cuda.memory_reserved() / allowed)
 
 
 class TrainingStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from pipeline.config import Config, PipelineError, parse, plan, techniques
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.results import Result
-from pipeline.training import Training
+from pipeline.training import Training, is_out_of_memory
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.test_job import CPU_ONLY, PARAMS, workspace  # noqa: F401
-from tests.test_training import weights
+from tests.test_training import make_training, weights
 from tests.workspaces import PREPARED
 
 
@@ -107,6 +108,65 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
         "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples a process "
         "(tried to allocate too much). Set variants.tried.gradient_accumulation to 'auto', "
     )
+
+
+_NO_ENGINE = "was unable to find an engine to execute this computation"
+_OF_NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.30.7\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "free", "fits"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to", 0.9, False),
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 0.9, False),
+        ("CUDA driver error: out of memory", 0.9, False),
+        ("CUDA ran out of memory outside PyTorch's allocator. If this workload uses many", 0.9, False),
+        ("Triton Error [CUDA]: out of memory", 0.9, False),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", 0.9, False),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", 0.9, False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", 0.9, False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", 0.9, False),
+        (f"{_OF_NCCL} 2 'out of memory'", 0.9, False),
+        (f"{_OF_NCCL} 'out of memory'", 0.9, False),
+        (f"GET {_NO_ENGINE}", 0.01, False),
+        (f"FIND {_NO_ENGINE}", 0.01, False),
+        (f"GET {_NO_ENGINE}", 0.9, None),
+        (f"{_OF_NCCL} 700 'an illegal memory access was encountered'", 0.01, None),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle, opa, opb)`", 0.01, None),
+    ],
+)
+def test_what_libraries_say_when_memory_is_out_is_understood(
+    said: str, free: float, fits: bool | None, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``fits`` None: it is another error, which comes through."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 2**30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    training = make_training(digits)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError(said)
+
+    training.take_step.forward = fail  # type: ignore[assignment]
+    if fits is None:
+        with pytest.raises(RuntimeError, match=re.escape(said)):
+            training.fits()
+    else:
+        assert training.fits() is fits
+
+
+def test_a_process_that_may_take_a_part_of_a_gpu_runs_out_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**33, 2**34))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 2.0**-5)
+    for reserved, out in ((2**28, False), (2**29 - 2**20, True)):
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
+        assert is_out_of_memory(RuntimeError(f"GET {_NO_ENGINE}")) is out
 
 
 def _without_memory_for_the_update(joined: World, dataset: Dataset) -> str:
