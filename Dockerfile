@@ -26,7 +26,8 @@ ENV PIP_CONSTRAINT="" \
     LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64
 
 # Where packages come from a mirror, or by way of a certificate authority of your own:
-# docker build --secret id=pip.conf,src=pip.conf --secret id=ca.crt,src=ca.crt; nothing of it stays in the image.
+# docker build --secret id=pip.conf,src=/etc/pip.conf --secret id=ca.crt,src=/etc/ssl/my-ca.crt; nothing of it stays in
+# the image. Keep such files outside of the checkout; .dockerignore lets in only what it names.
 COPY requirements.lock /opt/
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
@@ -73,6 +74,7 @@ ARG CREATED=unknown
 LABEL org.opencontainers.image.title="pipeline" \
     org.opencontainers.image.description="Which PyTorch technique pays on your model, data and machine" \
     org.opencontainers.image.base.name="${BASE}" \
+    org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.source="${SOURCE}" \
     org.opencontainers.image.version="${VERSION}" \

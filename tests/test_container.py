@@ -5,25 +5,36 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+
+from tests.conftest import Clone
 
 ROOT = Path(__file__).parent.parent
 
 
-def patterns(file: Path) -> list[str]:
-    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+def let_in(context: Path) -> set[str]:
+    """What .dockerignore leaves of a build context. Its patterns are so simple that Python's glob reads them alike."""
+    lines = (context / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    everything, *allowed = [line for line in lines if line and not line.startswith("#")]
+    assert everything == "*"
+    for line in allowed:
+        assert re.fullmatch(r"!([\w.-]+/)*(\*\.)?[\w.-]+", line), line
+    return {path.relative_to(context).as_posix() for line in allowed for path in context.glob(line[1:])}
 
 
-def as_docker_says_it(pattern: str) -> str:
-    """Docker's patterns begin at the root; git's do so only with a slash before their last character."""
-    return pattern.strip("/") if "/" in pattern[:-1] else f"**/{pattern.rstrip('/')}"
-
-
-def test_what_git_ignores_stays_out_of_the_image() -> None:
-    ignored = {as_docker_says_it(pattern) for pattern in patterns(ROOT / ".gitignore")}
-    ignored |= {f".dvc{pattern}" for pattern in patterns(ROOT / ".dvc" / ".gitignore")}
-    assert not {*ignored, ".git"} - set(patterns(ROOT / ".dockerignore"))
+def test_the_image_gets_the_package_and_nothing_that_lies_beside_it(clone: Callable[..., Clone]) -> None:
+    checkout = clone()
+    tracked = set(checkout.run("git", "ls-files").splitlines())
+    for folder in {(checkout.path / file).parent for file in tracked}:
+        for secret in (".env.local", ".netrc", ".aws/credentials", "credentials.json", "id_rsa", "pip.conf", "x.pyc"):
+            (folder / secret).parent.mkdir(exist_ok=True)
+            (folder / secret).touch()
+    (checkout.path / ".dvc" / "config.local").touch()
+    found = let_in(checkout.path)
+    assert all((checkout.path / path).is_file() for path in found), "a directory would be let in as a whole"
+    assert found <= tracked
+    assert {file for file in tracked if file.startswith(("pipeline/", "variants/"))} <= found
 
 
 def test_the_base_has_the_cuda_of_the_locked_torch() -> None:
@@ -52,5 +63,5 @@ def test_the_readmes_container_gets_the_gpus_and_keeps_the_checkouts_path() -> N
         "--volume": "$PWD:$PWD",
         "--workdir": "$PWD",
     }
-    assert "--ipc=host" in words
+    assert "--shm-size=8g" in words
     assert image == "pipeline"
