@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -197,7 +198,13 @@ def test_a_fork_cannot_start_it_in_another_way() -> None:
     assert triggers["pull_request"]["types"] == ["labeled", "synchronize"]
     machines = {job for job in JOBS if "self-hosted" in the(*job).get("runs-on", "")}
     assert machines == {("gpu", "gpu")}
-    assert the("gpu", "gpu")["environment"] == "gpu"
+
+
+def test_only_the_weekly_run_of_the_default_branch_may_write_what_others_read() -> None:
+    assert the("gpu", "gpu")["environment"] == "${{ github.event_name == 'schedule' && 'gpu' || 'gpu-pull-request' }}"
+    asked = {STEP["env"][name] for name in ("PUSH", "PROMOTE")}
+    assert asked == {"${{ github.event_name == 'schedule' && 'yes' || '' }}"}
+    assert {job for job in JOBS if "secrets." in json.dumps(the(*job))} == {("gpu", "gpu")}
 
 
 def test_what_may_write_runs_the_code_of_the_base() -> None:
@@ -333,31 +340,81 @@ def test_the_container_gets_the_gpus_the_checkout_and_the_revision(
 ) -> None:
     log = recorder(tmp_path / "tools", "docker")
     revision = evaluate(STEP["env"]["AGAINST"], found)
-    done = shell(STEP["run"], tmp_path, tmp_path / "tools", AGAINST=str(revision), CONTAINER="gpu-1")
+    given = {"AGAINST": str(revision), "CONTAINER": "gpu-1", "RUNNER_TEMP": "/temp"}
+    done = shell(STEP["run"], tmp_path, tmp_path / "tools", **given)
     assert done.returncode == 0, done.stderr
     call = log.read_text(encoding="utf-8")
-    assert call.startswith("docker run --rm --name gpu-1 --gpus all --ipc=host --user ")
-    assert f"--volume {tmp_path}:/workspace " in call
+    assert call.startswith("docker run --rm --name gpu-1 --gpus all ")
     words = shlex.split(call)
-    assert words[words.index(".ci/gpu") + 1 :] == ([against] if against else [])
+    assert words[words.index("gpu-1", 5) + 1 :] == [".ci/gpu"] + ([against] if against else [])
     assert not (tmp_path / "injected").exists()
 
 
 def test_secrets_are_handed_over_by_name_alone(tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "docker")
-    shell(STEP["run"], tmp_path, tmp_path / "tools", AGAINST="", CONTAINER="", **dict.fromkeys(SECRETS, "hush"))
+    given = dict.fromkeys(["AGAINST", "CONTAINER", "RUNNER_TEMP"], "") | dict.fromkeys(SECRETS, "hush")
+    shell(STEP["run"], tmp_path, tmp_path / "tools", **given)
     call = log.read_text(encoding="utf-8")
     assert "hush" not in call
     assert set(re.findall(r"--env (\w+)", call)) >= SECRETS
     assert set(re.findall(r"--env (\w+)", call)) == set(STEP["env"]) - {"AGAINST"}
 
 
-def test_the_container_is_removed_also_when_the_run_is_cancelled(tmp_path: Path) -> None:
+def test_what_is_tried_runs_in_a_container_alone_that_may_do_nothing_to_the_machine() -> None:
+    """No Makefile of a pull request, no git in a directory that its code wrote."""
+    lines = [line for step in steps("gpu", "gpu") for line in step.get("run", "").splitlines()]
+    assert {line.split()[0] for line in lines} == {"cp", "docker", "find"}
+    words = shlex.split(STEP["run"])
+    assert {"--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=8g"} <= set(words)
+    assert not any(word.startswith(("--ipc", "--net", "--pid", "--privileged", "--cap-add")) for word in words)
+    mounted = [after for word, after in itertools.pairwise(words) if word in ("--volume", "-v", "--mount")]
+    assert mounted == ["$RUNNER_TEMP/copy:/workspace"]
+
+
+def test_the_checkout_is_a_new_one_and_what_is_mounted_its_copy(clone: Callable[..., Clone], tmp_path: Path) -> None:
+    checkout, outside = clone(), tmp_path / "kept"
+    outside.touch()
+    (checkout.path / "link").symlink_to(outside)
+    texts = [step.get("run") or step["uses"].partition("@")[0] for step in steps("gpu", "gpu")]
+    clearing, copying = "find . -mindepth 1 -delete", 'cp --archive . "$RUNNER_TEMP/copy"'
+    assert texts[:3] == [clearing, "actions/checkout", copying]
+    shell(copying, checkout.path, tmp_path, RUNNER_TEMP=str(tmp_path))
+    shell(clearing, checkout.path, tmp_path)
+    assert not list(checkout.path.iterdir())  # no .git/hooks/post-checkout that an earlier job planted
+    assert outside.exists()
+    subprocess.run(["git", "-C", tmp_path / "copy", "diff", "--exit-code", "HEAD"], check=True)
+
+
+def test_nothing_is_left_behind_also_when_the_run_is_cancelled(tmp_path: Path) -> None:
     step = running("gpu", "gpu", "docker rm")
-    log = recorder(tmp_path / "tools", "docker", '[ "$1" != rm ]')  # it was gone already
+    log = recorder(tmp_path / "tools", "docker", "exit 1")  # they were gone already
+    (tmp_path / "copy").mkdir()
     assert step["if"] == "always()"
-    assert shell(step["run"], tmp_path, tmp_path / "tools", CONTAINER="gpu-1").returncode == 0
-    assert log.read_text(encoding="utf-8").startswith("docker rm --force gpu-1\n")
+    given = {"CONTAINER": "gpu-1", "RUNNER_TEMP": str(tmp_path)}
+    assert shell(step["run"], tmp_path, tmp_path / "tools", **given).returncode == 0
+    assert log.read_text(encoding="utf-8") == "docker rm --force gpu-1\ndocker image rm --force gpu-1\n"
+
+
+def test_what_is_uploaded_follows_no_link_to_the_machines_files(tmp_path: Path) -> None:
+    """actions/upload-artifact follows links: to the runner's own credentials, say."""
+    recorder(tmp_path / "tools", "docker")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").touch()
+    copy = tmp_path / "copy"
+    (copy / "reports").mkdir(parents=True)
+    (copy / "reports" / "comparison.md").touch()
+    (copy / "reports" / "gate.md").symlink_to(tmp_path / "private" / "key")
+    (copy / "results").symlink_to(tmp_path / "private")
+    os.mkfifo(copy / "bench.json")  # which would be waited for
+    [upload] = [step for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
+    step = running("gpu", "gpu", "docker rm")
+    assert steps("gpu", "gpu").index(step) < steps("gpu", "gpu").index(upload)
+    assert f"steps.{step['id']}.outcome == 'success'" in upload["if"]
+    assert all(path.startswith("${{ runner.temp }}/copy/") for path in upload["with"]["path"].splitlines())
+    done = shell(step["run"], tmp_path, tmp_path / "tools", CONTAINER="gpu-1", RUNNER_TEMP=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in copy.rglob("*")) == ["comparison.md", "reports"]
+    assert (tmp_path / "private" / "key").exists()
 
 
 @pytest.fixture
@@ -394,7 +451,7 @@ def machine(clone: Callable[..., Clone], tmp_path: Path) -> Callable[..., tuple[
 def test_the_gate_decides_and_what_was_measured_is_shared_anyway(
     code: int, machine: Callable[..., tuple[int, list[str], str]]
 ) -> None:
-    ended, calls, _ = machine("main", REMOTE="storage", GATE=str(code))
+    ended, calls, _ = machine("main", REMOTE="storage", GATE=str(code), PUSH="yes")
     assert ended == code
     assert calls == [
         "dvc repro --pull",
@@ -403,8 +460,14 @@ def test_the_gate_decides_and_what_was_measured_is_shared_anyway(
     ]
 
 
+def test_nothing_is_pushed_unasked(machine: Callable[..., tuple[int, list[str], str]]) -> None:
+    """A clean clone of main takes over what lies in the run cache: a pull request must not put anything there."""
+    calls = machine("main", REMOTE="storage", PUSH="")[1]
+    assert calls == ["dvc repro --pull", "python -m pipeline gate --against main as nobody"]
+
+
 def test_without_a_remote_nothing_is_shared(machine: Callable[..., tuple[int, list[str], str]]) -> None:
-    ended, calls, _ = machine("main", AWS_ACCESS_KEY_ID="")  # a secret that is not there
+    ended, calls, _ = machine("main", AWS_ACCESS_KEY_ID="", PUSH="yes")  # a secret that is not there
     assert ended == 0
     assert calls == ["dvc repro", "python -m pipeline gate --against main as nobody"]
 
@@ -420,12 +483,6 @@ def test_only_what_passes_and_is_wanted_becomes_the_champion(
 def test_a_run_that_is_tried_again_replaces_its_files() -> None:
     [upload] = [step["with"] for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
     assert upload["overwrite"] is True  # else the second attempt would fail on the first one's
-
-
-def test_pull_requests_promote_nothing() -> None:
-    assert evaluate(STEP["env"]["PROMOTE"], event("schedule")) == "yes"
-    for found in (pull_request("labeled", "gpu", added="gpu"), event("workflow_dispatch")):
-        assert not evaluate(STEP["env"]["PROMOTE"], found)
 
 
 def test_a_secret_arrives(machine: Callable[..., tuple[int, list[str], str]]) -> None:
