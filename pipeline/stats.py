@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -74,9 +74,10 @@ def unpaired_ratio(
     """The median of ``a`` over the median of ``b``, positive samples of any lengths, with a bootstrap interval.
 
     Medians are taken of logarithms, and both samples are resampled. The interval is the expanded percentile one, as in
-    ``paired_ratio``, at the levels of the shorter sample, whose length is ``count``.
+    ``paired_ratio``, at the levels of the shorter sample, whose length is ``count``. Raises ValueError for a value that
+    is no positive number.
     """
-    above, below = (np.sort(np.log(np.asarray(values, dtype=np.float64))) for values in (a, b))
+    above, below = (np.sort(_logs(np.asarray(values, dtype=np.float64))) for values in (a, b))
     count = min(len(above), len(below))
     estimate = math.exp(np.median(above) - np.median(below))
     if _bounds_nothing(count, confidence):
@@ -105,10 +106,14 @@ def _log_ratios(a: ArrayLike, b: ArrayLike) -> np.ndarray[tuple[int], np.dtype[n
     over, under = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if over.ndim != 1 or over.shape != under.shape or not len(over):
         raise ValueError(f"pairs: found shapes {over.shape} and {under.shape}; expected [n] twice, n at least 1.")
-    if not (np.isfinite(over).all() and np.isfinite(under).all() and (over > 0).all() and (under > 0).all()):
-        raise ValueError("pairs: every value must be positive and finite; leave out the whole pair of one that is not.")
-    ratios: np.ndarray[tuple[int], np.dtype[np.float64]] = np.log(over) - np.log(under)
-    return ratios
+    return _logs(over) - _logs(under)
+
+
+def _logs(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise ValueError("ratios: every value must be positive and finite; leave out one that is not, and its pair.")
+    logs: np.ndarray[tuple[int], np.dtype[np.float64]] = np.log(values)
+    return logs
 
 
 def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) -> Decision:

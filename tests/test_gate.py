@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline import gate
 from pipeline.benchmark import Asked, Rounds
-from pipeline.config import Config, Margins, parse
+from pipeline.config import Config, ConfigError, Margins, Variant, parse
 from pipeline.environment import checked_out
 from pipeline.gate import copies, measuring, recording
 from pipeline.gate.copies import check_arms, commit_of
@@ -31,6 +33,7 @@ from tests.factories import (
     make_bench,
     make_comparison,
     make_result,
+    make_results,
     make_run,
     make_window,
 )
@@ -174,6 +177,18 @@ def test_memory_that_the_machine_does_not_tell_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize("paired", [True, False])
+def test_a_speed_that_neither_side_tells_is_no_pass(paired: bool) -> None:
+    def silent(name: str, variant: str) -> Arm:
+        made = arm(name, variant=variant)
+        unknown = tuple(each.model_copy(update={"samples_per_second": None}) for each in made.samples)
+        return made.model_copy(update={"samples": unknown})
+
+    base, head, again = (silent(name, "baseline") for name in ("base baseline", "head baseline", "base baseline again"))
+    found = judge({"baseline": base}, {"baseline": head}, noises(base, again, 0.15), Margins(), {}, paired=paired)
+    assert (found.outcome, decisions(found)["baseline"]) == ("untrusted", ("untrusted", "same"))
+
+
+@pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("more_mib", "expected"), [(0.98, "same"), (1.02, "worse")])
 def test_on_a_cpu_less_than_a_heaps_free_blocks_is_no_difference(
     more_mib: float, expected: str, paired: bool, monkeypatch: pytest.MonkeyPatch
@@ -214,8 +229,9 @@ def test_together_means_the_ratios_of_what_is_known() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose reports/comparison.json is the factory's."""
+    """A checkout whose reports/comparison.json is the factory's, and of what is here, as DVC says."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recording, "output", lambda *_: "{}")
     (tmp_path / "reports").mkdir()
     recording.COMPARISON_FILE.write_text(make_comparison().to_json(), encoding="utf-8")
     return tmp_path
@@ -276,16 +292,15 @@ def test_recorded_accuracies_are_paired_by_seed() -> None:
     assert values["variants"][0]["accuracy"]["mean_fraction"] == pytest.approx(-0.03)
     assert values["variants"][0]["accuracy"]["high_fraction"] == pytest.approx(-0.03, abs=2e-4)
     assert "Only the head has: ddp, memory." in values["remarks"]
-    assert gate.run(configured(gate={"accuracy": False}), str(file)) == 0
+    assert gate.run(configured(gate={"accuracy": False}), str(file)) == 1, "they are there"
 
 
 @pytest.mark.usefixtures("checkout")
-def test_other_seeds_leave_the_accuracy_out() -> None:
-    others = [make_result("baseline", [make_run(seed) for seed in (7, 8)])]
-    file = Path("main.json")
-    file.write_text(make_comparison(others, make_bench(others)).to_json(), encoding="utf-8")
-    assert gate.run(configured(), str(file)) == 0
-    assert "The accuracy of baseline was not compared" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+def test_a_head_that_lacks_a_seed_of_the_base_is_refused() -> None:
+    more = [make_result("baseline", [make_run(seed) for seed in (0, 1, 2, 7)])]
+    Path("main.json").write_text(make_comparison(more, make_bench(more)).to_json(), encoding="utf-8")
+    with pytest.raises(GateError, match=r"^train\.seeds: base \[0, 1, 2, 7\], head \[0, 1, 2\]: "):
+        gate.run(configured(), "main.json")
 
 
 @pytest.mark.usefixtures("checkout")
@@ -318,16 +333,156 @@ def test_what_other_variants_rely_on_is_no_other_environment() -> None:
     )
 
 
-def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path) -> None:
+@pytest.mark.usefixtures("checkout")
+@pytest.mark.parametrize(
+    ("looser", "key", "counts"),
+    [
+        ({"margins": {"throughput": 0.9}}, "compare.margins.throughput", 0.03),
+        ({"margins": {"memory": 0.9}}, "compare.margins.memory", 0.03),
+        ({"margins": {"accuracy": 0.9}}, "compare.margins.accuracy", 0.01),
+        ({"max_spread": 99.0}, "compare.max_spread", 0.15),
+    ],
+)
+def test_of_margins_the_stricter_counts(looser: dict[str, Any], key: str, counts: float) -> None:
+    better = [
+        make_result("baseline", [make_run(seed, test_correct=9300 + seed) for seed in (0, 1, 2)]),
+        *make_results()[1:],
+    ]
+    faster = make_bench(better, throughput={"ddp": 3.2, "memory": 0.8}, memory={"memory": 0.3})
+    Path("main.json").write_text(make_comparison(better, faster).to_json(), encoding="utf-8")
+    assert gate.run(configured(compare=looser), "main.json") == 1
+    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    [said] = [remark for remark in values["remarks"] if remark.startswith(f"{key}: base {counts}")]
+    assert said.endswith(f"; {counts} counts")
+    assert values["margins"] == Margins().model_dump()
+    assert {row["throughput"]["decision"] for row in values["variants"]} >= {"worse"}
+    assert values["noise_throughput"]["max_spread"] == 0.15
+
+
+@pytest.mark.usefixtures("checkout")
+@pytest.mark.parametrize(
+    ("key", "base", "head"),
+    [
+        ("max_foreign_load", 0.1, 1.0),
+        ("max_input_wait", 0.5, 1.0),
+        ("max_minutes", 2.5, 0.1),
+        ("max_rounds", None, 6),
+        ("turns", 10, 1),
+        ("window_seconds", 1.5, 0.1),
+    ],
+)
+def test_a_comparison_by_looser_settings_is_refused(key: str, base: float | None, head: float) -> None:
+    ours = make_comparison()
+    ours.bench.config["bench"][key] = head
+    recording.COMPARISON_FILE.write_text(ours.to_json(), encoding="utf-8")
+    with pytest.raises(GateError, match=rf"bench\.{key}: base {json.dumps(base)}, head {head}$"):
+        gate.run(configured(), str(recorded()))
+    recording.COMPARISON_FILE.rename("looser.json")
+    recording.COMPARISON_FILE.write_text(make_comparison().to_json(), encoding="utf-8")
+    assert gate.run(configured(), "looser.json") == 0, "the head's are the stricter ones"
+
+
+@pytest.mark.usefixtures("checkout")
+@pytest.mark.parametrize("samples", [0, 12])
+def test_speeds_that_nobody_knows_are_no_pass(samples: int) -> None:
+    """None were taken, or none of them says anything, not even why."""
+    ours = make_comparison()
+    unknown = ours.bench.arms[1].samples[0].model_copy(update={"samples_per_second": None})
+    arms = [
+        each.model_copy(update={"samples": (unknown,) * samples}) if each.variant == "ddp" else each
+        for each in ours.bench.arms
+    ]
+    silent = ours.model_copy(update={"bench": ours.bench.model_copy(update={"arms": tuple(arms)})})
+    recording.COMPARISON_FILE.write_text(silent.to_json(), encoding="utf-8")
+    assert gate.run(configured(), str(recorded())) == 3
+    assert "throughput (ddp)" in gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()[0]
+
+
+@pytest.mark.parametrize("broken", ["dvc.yaml", "no stage", "no repository", "words"])
+def test_what_dvc_cannot_tell_is_a_refusal(checkout: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    file = str(recorded())
+    assert gate.run(configured(), file) == 0
+    if broken == "words":
+        monkeypatch.setattr(recording, "output", lambda *_: "")
+    else:
+        monkeypatch.setattr(recording, "output", copies.output)
+        if broken != "no repository":
+            (checkout / ".dvc").mkdir()
+            (checkout / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
+            (checkout / "dvc.yaml").write_text("stages: [" if broken == "dvc.yaml" else "stages: {}", encoding="utf-8")
+    with pytest.raises(GateError, match=r"(?s)nobody knows whether reports/comparison\.json .*`dvc status`.*: \S"):
+        gate.run(configured(), file)
+    assert not gate.JSON_FILE.exists(), "of the gate before"
+    assert not gate.MARKDOWN_FILE.exists()
+
+
+@pytest.mark.parametrize("change", ["nothing", "committed", "changed", "untracked", "dirty", "notes"])
+def test_code_of_the_users_own_must_be_what_was_measured(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """DVC does not see it; git does."""
+    monkeypatch.setattr(recording, "output", lambda *asked: "{}" if "dvc" in asked[0] else copies.output(*asked))
+    (repository / "nets.py").write_text("slow = False", encoding="utf-8")
+    run("git", "add", "--all")
+    run("git", "commit", "--quiet", "--message", "measured")
+    ours = make_comparison()
+    commit = run("git", "rev-parse", "HEAD").strip() + ("+" if change == "dirty" else "")
+    ours.train["model"] = "nets:net"
+    (repository / "reports").mkdir()
+    for name in ("main.json", str(recording.COMPARISON_FILE)):
+        bench = ours.bench.model_copy(update={"commit": commit})
+        Path(name).write_text(ours.model_copy(update={"bench": bench}).to_json(), encoding="utf-8")
+    name = {"untracked": "new.py", "notes": "notes.md"}.get(change, "nets.py")
+    if change not in ("nothing", "dirty"):
+        (repository / name).write_text("slow = True", encoding="utf-8")
+    if change in ("committed", "notes"):
+        run("git", "add", name)
+        run("git", "commit", "--quiet", "--message", "after")
+    if change in ("nothing", "notes"):
+        assert gate.run(configured(), "main.json") == 0
+    else:
+        with pytest.raises(GateError, match=r"DVC does not see your own nets, and git does not show"):
+            gate.run(configured(), "main.json")
+
+
+def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> None:
+    (repository / "HEAD").write_text(make_comparison().to_json(), encoding="utf-8")
+    with pytest.raises(GateError, match=r"--against: found 'HEAD', a file and a revision; write \./HEAD"):
+        gate.run(configured(), "HEAD")
+    with pytest.raises(GateError, match=r"^reports/comparison\.json is missing"):
+        gate.run(configured(), "./HEAD")
+
+
+def test_a_comparison_is_not_held_against_itself(checkout: Path) -> None:
+    with pytest.raises(GateError, match="own comparison"):
+        gate.run(configured(), str(checkout / recording.COMPARISON_FILE))
+
+
+@pytest.mark.usefixtures("checkout")
+def test_what_nobody_foresaw_is_no_decision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    monkeypatch.setattr(recording, "judge", fail)
+    with pytest.raises(GateError, match="unforeseen"):
+        gate.run(configured(), str(recorded()))
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "output", copies.output)
     (checkout / "code.py").write_text("slow = False", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 2.5\n", encoding="utf-8")
     (checkout / "environment.json").write_text('{"hash": "one"}', encoding="utf-8")
-    stage = "{cmd: 'true', deps: [code.py], params: [bench, environment.json: [hash]]}"
+    (checkout / "gone.py").touch()
+    stage = "{cmd: 'true', deps: [code.py, gone.py], params: [bench, environment.json: [hash]]}"
     names = ("train@baseline", "train@ddp", "train@memory", "bench", "compare")
     each = "".join(f"    {name.removeprefix('train@')}: x\n" for name in names[:3])
     (checkout / "dvc.yaml").write_text(
         f"stages:\n  train:\n    foreach:\n{each.replace('    ', '      ')}    do: {stage}\n"
-        f"  bench: {stage}\n  compare: {stage}\n",
+        f"  bench: {stage}\n  compare: {stage[:-1]}, outs: [reports/comparison.json: {{persist: true}}]}}\n",
         encoding="utf-8",
     )
     dvc = (sys.executable, "-m", "dvc")
@@ -337,16 +492,24 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path) -> N
     (checkout / "code.py").write_text("slow = True", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 9.0\n", encoding="utf-8")
     (checkout / "environment.json").write_text('{"hash": "other"}', encoding="utf-8")
-    message = r"is not of what is here now: since it was made, code\.py, bench\S*, environment\.json changed"
-    with pytest.raises(GateError, match=message):
+    (checkout / "gone.py").unlink()
+    with recording.COMPARISON_FILE.open("a", encoding="utf-8") as file:
+        file.write("\n")
+    stages = (checkout / "dvc.yaml").read_text(encoding="utf-8")
+    (checkout / "dvc.yaml").write_text(stages.replace("compare: {cmd: 'true'", "compare: {cmd: ':'"), encoding="utf-8")
+    with pytest.raises(GateError, match=r"is not of what is here now: since it was made, (.*) changed") as refused:
         gate.run(configured(), "main.json")
+    found = str(refused.value).partition("made, ")[2].partition(" changed")[0].split(", ")
+    assert sorted(found) == [
+        "bench", "code.py", "command", "environment.json", "gone.py", "reports/comparison.json",
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("checkout")
-def test_recordings_without_a_common_variant_are_refused() -> None:
-    other = [make_result("other")]
-    Path("main.json").write_text(make_comparison(other, make_bench(other)).to_json(), encoding="utf-8")
-    with pytest.raises(GateError, match="no variant in common: there are other there and baseline, ddp, memory here"):
+def test_a_variant_that_the_head_left_out_is_refused() -> None:
+    more = [*make_results(), make_result("slow"), make_result("large")]
+    Path("main.json").write_text(make_comparison(more, make_bench(more)).to_json(), encoding="utf-8")
+    with pytest.raises(GateError, match=r"^variants: main\.json has slow, large, which was not measured here"):
         gate.run(configured(), "main.json")
 
 
@@ -483,6 +646,35 @@ def test_no_dvc_repository(repository: Path) -> None:
         gate.run(configured(), "HEAD")
 
 
+@pytest.mark.usefixtures("repository")
+def test_a_side_that_is_no_dvc_repository() -> None:
+    """DVC would take the repository around the copy."""
+    run("git", "rm", "-r", "--quiet", "--cached", ".dvc")
+    run("git", "commit", "--quiet", "--message", "without")
+    with pytest.raises(GateError, match=r"^the base is no DVC repository"):
+        gate.run(configured(), "HEAD")
+
+
+def test_code_that_both_sides_would_take_from_the_work_tree_is_refused(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "sources").mkdir()
+    for file in ("nets.py", "sources/losses.py", "sources/scores.py"):
+        (repository / file).touch()
+    run("git", "add", "--all")
+    (repository / ".gitignore").write_text("/sources/scores.py\n", encoding="utf-8")  # as an environment would be
+    run("git", "rm", "--quiet", "--cached", "sources/scores.py")
+    run("git", "commit", "--quiet", "--message", "own code")
+    monkeypatch.setenv("PYTHONPATH", str(repository / "sources"))
+    with copies.copies(commit_of("HEAD")) as roots:
+        for root in roots:
+            copies.check_imports(root, ["nets", "scores"])
+            with pytest.raises(GateError, match=r"losses is imported from .*/repository/sources/losses\.py"):
+                copies.check_imports(root, ["nets", "losses"])
+            with pytest.raises(GateError, match="lacks missing"):
+                copies.check_imports(root, ["missing"])
+
+
 def test_a_base_that_cannot_measure_itself(repository: Path) -> None:
     commit = run("git", "rev-parse", "HEAD").strip()
     message = rf"^HEAD \({commit[:12]}\) cannot be measured: it has no `python -m pipeline arms`"
@@ -517,10 +709,14 @@ class Pretended:
     refused: dict[str, Sequence[int]] = field(default_factory=dict)
     correct: tuple[int, int] = (9000, 9000)
     test_count: int = 10_000
+    written: dict[str, str | None] = field(default_factory=dict)
+    """Side -> what its training leaves as the results; None: nothing."""
     rounds: int = 14
     interrupted: bool = False
     spoiled: int = 0
     """So many short samples of the first arm are refused."""
+    budget: tuple[float, int | None, int, int] | None = None
+    """Seconds, most rounds, steps and turns, as they were asked for."""
     asked: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
 
@@ -529,14 +725,17 @@ class Pretended:
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     """Sides with the variants baseline and ddp, equal until a test changes them."""
     monkeypatch.chdir(tmp_path)
-    variants = configured().model_dump(mode="json")["variants"]
     about: dict[str, Any] = {
         "device": "cpu",
         "environment": "e" * 64,
         "dataset": {"name": "digits", "sha256": "d", "test_count": 10_000},
-        "train": {"epochs": 3},
+        "train": {"epochs": 3, "seeds": [0, 1, 2]},
     }
-    sides = Pretended([about | {"variants": dict(variants)} for _ in range(2)])
+    given = configured().model_dump(mode="json", include={"variants", "bench", "compare", "gate"})
+    sides = Pretended([copy.deepcopy(about | given) for _ in range(2)])
+    for side in ("base", "head"):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
 
     class Server:
         def __init__(self, root: Path) -> None:
@@ -573,11 +772,13 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
                 correct = sides.correct[("base", "head").index(root.name)]
                 count = sides.test_count
                 runs = [make_run(n, test_correct=correct + n, test_count=count).model_dump() for n in (0, 1, 2)]
-                file.write_text(json.dumps({"runs": runs}), encoding="utf-8")
+                text = sides.written.get(root.name, json.dumps({"runs": runs}))
+                if text is not None:
+                    file.write_text(text, encoding="utf-8")
 
     def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
-        assert (seconds, max_rounds, steps, turns) == (600.0, None, 150, 10)
+        sides.budget = (seconds, max_rounds, steps, turns)
         made = tuple(
             arm(
                 each.name,
@@ -593,6 +794,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     monkeypatch.setattr(measuring, "commit_of", lambda _: "a" * 40)
     monkeypatch.setattr(measuring, "checked_out", lambda: "b" * 40 + "+")
     monkeypatch.setattr(measuring, "check_arms", lambda *_: None)
+    monkeypatch.setattr(measuring, "check_imports", lambda *_: None)
     for name, value in (("Server", Server), ("copies", two), ("dvc", dvc), ("measure", measure)):
         monkeypatch.setattr(measuring, name, value)
     return sides
@@ -617,11 +819,13 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
     assert len(values["head"]["arms"][0]["samples"]) == 14
     assert values["head"]["test_accuracies"]["ddp"] == {"0": 0.9, "1": 0.9001, "2": 0.9002}
     assert values["margins"] == Margins().model_dump()
+    assert pretended.budget == (600.0, None, 150, 10)
 
 
 @pytest.mark.parametrize("own", [{"model": "nets:mine"}, {"loss": "losses:mine"}, {"metric": "scores:mine"}])
 def test_code_of_the_users_own_is_trained_anew_on_both_sides(pretended: Pretended, own: dict[str, str]) -> None:
-    pretended.about[0]["train"] = {"epochs": 3} | own
+    for about in pretended.about:
+        about["train"] |= own
     gate.run(configured(), "main")
     trained = [command for command in pretended.ran if "train@" in command]
     anew = "repro --force --no-run-cache --single-item train@baseline train@ddp"
@@ -652,20 +856,114 @@ def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pr
 
 def test_what_differs_between_the_sides_is_named(pretended: Pretended) -> None:
     base, head = pretended.about
-    base["variants"]["gone"], head["variants"]["new"] = {}, {}
+    base["gate"]["accuracy"] = False
     head["train"] = {"epochs": 4}
     head["variants"]["ddp"] = head["variants"]["ddp"] | {"processes": 4}
-    gate.run(configured(gate={"accuracy": False}), "main")
+    gate.run(configured(gate={"accuracy": False}, variants={"baseline": {}, "ddp": {}, "new": {}}), "main")
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
     assert values["remarks"] == [
-        "Only the base has: gone.",
         "Only the head has: new.",
         "train.epochs: base 3, head 4",
+        "train.seeds: base [0, 1, 2], head null",
         'variants.ddp.processes: base "auto", head 4',
-        "Accuracy was not compared: gate.accuracy is false.",
+        "Accuracy was not compared: gate.accuracy is false on both sides.",
     ]
     assert pretended.ran == ["base repro environment prepare", "head repro environment prepare"], "nothing was trained"
     assert [each["variant"] for each in values["variants"]] == ["baseline", "ddp"]
+
+
+LOOSE = {
+    "compare": {"margins": {"throughput": 0.9, "memory": 0.9, "accuracy": 0.9}, "max_spread": 99.0},
+    "gate": {"max_minutes": 0.1, "accuracy": False},
+    "bench": {"max_rounds": 1, "turns": 1, "window_seconds": 0.1, "max_foreign_load": 1.0, "max_input_wait": 1.0},
+}
+
+
+def test_a_change_cannot_loosen_its_own_gate(pretended: Pretended, tmp_path: Path) -> None:
+    pretended.speeds, pretended.correct = {"head baseline": 0.8, "head ddp": 0.8}, (9000, 8000)
+    assert gate.run(configured(**LOOSE), "main") == 1
+    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    assert pretended.budget == (600.0, None, 150, 10)
+    assert values["margins"] == Margins().model_dump()
+    assert values["noise_throughput"]["max_spread"] == 0.15
+    assert values["variants"][0]["accuracy"]["decision"] == "worse"
+    assert [line for line in values["remarks"] if line.endswith(" counts")] == [
+        "compare.margins.accuracy: base 0.01, head 0.9; 0.01 counts",
+        "compare.margins.memory: base 0.03, head 0.9; 0.03 counts",
+        "compare.margins.throughput: base 0.03, head 0.9; 0.03 counts",
+        "compare.max_spread: base 0.15, head 99.0; 0.15 counts",
+        "gate.accuracy: base true, head false; true counts",
+        "gate.max_minutes: base 10.0, head 0.1; 10.0 counts",
+        "bench.max_foreign_load: base 0.1, head 1.0; 0.1 counts",
+        "bench.max_input_wait: base 0.5, head 1.0; 0.5 counts",
+        "bench.max_rounds: base null, head 1; null counts",
+        "bench.turns: base 10, head 1; 10 counts",
+        "bench.window_seconds: base 1.5, head 0.1; 1.5 counts",
+    ]
+    asked = yaml.safe_load((tmp_path / "head" / "params.yaml").read_text(encoding="utf-8"))
+    assert asked == {"variants": {"baseline": {}}, "bench": {"max_foreign_load": 0.1, "max_input_wait": 0.5}}
+
+
+def test_a_change_may_be_stricter_than_its_base(pretended: Pretended) -> None:
+    for section, values in LOOSE.items():
+        pretended.about[0][section] |= values
+    pretended.speeds = {"head baseline": 0.8, "head ddp": 0.8}
+    assert gate.run(configured(), "main") == 1
+    assert pretended.budget == (600.0, None, 150, 10)
+    assert json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["margins"] == Margins().model_dump()
+
+
+def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended: Pretended, tmp_path: Path) -> None:
+    base, head = pretended.about
+    head["variants"]["gone"] = base["variants"]["gone"] = Variant(channels_last=True).model_dump(mode="json")
+    base["compare"]["baseline"] = "gone"
+    pretended.speeds = {"head gone": 0.8}
+    assert gate.run(configured(), "main") == 1
+    remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
+    assert "Only the base has: gone; the head was measured with it as the base defines it." in remarks
+    assert 'compare.baseline: base "gone", head "baseline"; "gone" counts' in remarks
+    assert pretended.asked[0] == "base gone again of 0, again", "whose noise counts"
+    asked = yaml.safe_load((tmp_path / "head" / "params.yaml").read_text(encoding="utf-8"))
+    assert asked["variants"] == {"baseline": {}, "gone": base["variants"]["gone"]}
+
+
+def test_a_variant_that_the_head_can_no_longer_train_is_refused(pretended: Pretended) -> None:
+    pretended.about[0]["variants"]["gone"] = {"removed_technique": True}
+    with pytest.raises(ConfigError, match=r"what main asks beyond it: variants\.gone\.removed_technique: unknown key"):
+        gate.run(configured(), "main")
+
+
+@pytest.mark.parametrize("section", ["compare", "gate", "bench", "train", "variants"])
+def test_a_side_that_does_not_tell_its_settings_is_refused(pretended: Pretended, section: str) -> None:
+    del pretended.about[0][section]
+    with pytest.raises(GateError, match=rf"^main does not tell its {section}"):
+        gate.run(configured(), "main")
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        (None, "FileNotFoundError"),
+        ("", "JSONDecodeError"),
+        ("{}", "KeyError"),
+        ('{"runs": [{"seed": 0, "test_correct": NaN, "test_count": 9}]}', "found nan right of 9"),
+        ('{"runs": [{"seed": 0, "test_correct": 0, "test_count": 0}]}', "found 0 right of 0"),
+        ('{"runs": [{"seed": 0, "test_correct": 10, "test_count": 9}]}', "found 10 right of 9"),
+        ('{"runs": [{"seed": 0, "test_correct": 8, "test_count": 9}]}', r"train\.seeds: base \[0, 1, 2\], head \[0\]"),
+        ('{"runs": []}', r"train\.seeds: base \[0, 1, 2\], head \[\]"),
+    ],
+)
+def test_results_that_tell_no_accuracies_are_refused(pretended: Pretended, written: str | None, named: str) -> None:
+    pretended.written["head"] = written
+    with pytest.raises(GateError, match=named):
+        gate.run(configured(), "main")
+
+
+def test_a_head_with_fewer_seeds_is_refused_before_it_is_trained(pretended: Pretended) -> None:
+    pretended.about[1]["train"] = {"epochs": 3, "seeds": [0]}
+    with pytest.raises(GateError, match=r"^train\.seeds: base \[0, 1, 2\], head \[0\]"):
+        gate.run(configured(), "main")
+    assert not [command for command in pretended.ran if "train@" in command]
 
 
 def test_one_image_a_seed_is_no_loss_of_accuracy(pretended: Pretended) -> None:
@@ -676,14 +974,10 @@ def test_one_image_a_seed_is_no_loss_of_accuracy(pretended: Pretended) -> None:
     assert [each["accuracy"]["decision"] for each in values["variants"]] == ["undecided", "undecided"]
 
 
-def test_accuracies_by_different_metrics_are_not_compared(pretended: Pretended) -> None:
-    pretended.correct = (9000, 8000)
-    pretended.about[1]["train"] = {"epochs": 3, "metric": "scores:mine"}
-    assert gate.run(configured(), "main") == 0
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    assert [each["accuracy"] for each in values["variants"]] == [None, None]
-    assert 'train.metric: base null, head "scores:mine"' in values["remarks"]
-    assert any(remark.startswith("Accuracy was not compared: by train.metric") for remark in values["remarks"])
+def test_accuracies_by_different_metrics_are_refused(pretended: Pretended) -> None:
+    pretended.about[1]["train"] |= {"metric": "scores:mine"}
+    with pytest.raises(GateError, match=r'^train\.metric: base "accuracy", head "scores:mine"'):
+        gate.run(configured(), "main")
 
 
 @pytest.mark.usefixtures("pretended")
@@ -713,21 +1007,16 @@ def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
     assert "* ddp: of the throughput, the base's samples stand and most of the head's do not" in text
 
 
-def test_other_data_and_no_common_variant_are_refused(pretended: Pretended) -> None:
-    pretended.about[1]["variants"] = {"other": {}}
-    with pytest.raises(
-        GateError, match="main and this work tree have no variant in common: there are baseline, ddp there"
-    ):
-        gate.run(configured(), "main")
+def test_the_rulers_are_there() -> None:
+    """Of one that was moved, nobody would be told that it changed."""
+    package = Path(gate.__file__).parent.parent
+    assert all(list(package.glob(ruler)) for ruler in measuring.RULERS)
+
+
+def test_other_data_are_refused(pretended: Pretended) -> None:
     pretended.about[1]["dataset"] = {"name": "mnist", "sha256": "d"}
     with pytest.raises(GateError, match=r'(?s)trains on other data.*dataset\.name: base "digits", head "mnist"'):
         gate.run(configured(), "main")
-
-
-def test_without_the_baseline_another_variant_shows_the_noise(pretended: Pretended) -> None:
-    del pretended.about[0]["variants"]["baseline"]
-    assert gate.run(configured(), "main") == 0
-    assert pretended.asked[0] == "base ddp again of 0, again"
 
 
 @pytest.mark.parametrize(("rounds", "enough"), [(5, False), (6, True)])
@@ -743,8 +1032,8 @@ def test_an_interrupted_measurement(pretended: Pretended, rounds: int, enough: b
 
 def test_a_sample_that_other_load_spoiled_says_nothing_about_steps(pretended: Pretended) -> None:
     pretended.spoiled = 2
-    assert gate.run(configured(), "main") == 0  # of 150 steps, as the fixture asserts
-    assert pretended.spoiled == 0
+    assert gate.run(configured(), "main") == 0
+    assert (pretended.spoiled, pretended.budget) == (0, (600.0, None, 150, 10))
 
 
 # In earnest.

@@ -114,7 +114,7 @@ def test_what_does_not_pair_is_refused(a: list[float], b: list[float]) -> None:
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_a_value_that_makes_no_ratio_is_refused(bad: float) -> None:
     for a, b in [([1.0, bad], [1.0, 1.0]), ([1.0, 1.0], [bad, 1.0])]:
-        with pytest.raises(ValueError, match="pairs: every value must be positive and finite"):
+        with pytest.raises(ValueError, match="every value must be positive and finite"):
             paired_ratio(a, b)
 
 
@@ -151,6 +151,13 @@ def test_an_unpaired_ratio_is_that_of_the_medians() -> None:
     a, b = draw.lognormal(size=12), draw.lognormal(size=9)
     assert unpaired_ratio(a, b) == unpaired_ratio(draw.permutation(a), draw.permutation(b))
     assert unpaired_ratio(3 * a, b).low == pytest.approx(3 * unpaired_ratio(a, b).low)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_positive_number_has_no_unpaired_ratio(wrong: float) -> None:
+    for samples in (([1.0] * 7 + [wrong], [1.0] * 8), ([1.0] * 8, [1.0] * 7 + [wrong])):
+        with pytest.raises(ValueError, match="every value must be positive and finite"):
+            unpaired_ratio(*samples)
 
 
 def test_an_unpaired_interval_holds_the_ratio_in_95_percent() -> None:

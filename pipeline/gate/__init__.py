@@ -7,9 +7,11 @@ Ratios are the head's figure over the base's.
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
-from pipeline.config import Config
+from pipeline.config import Config, PipelineError
+from pipeline.gate.copies import commit_of
 from pipeline.gate.decision import EXIT_CODES, GateError
 from pipeline.gate.measuring import measured
 from pipeline.gate.recording import recorded
@@ -26,11 +28,31 @@ def run(config: Config, against: str) -> int:
     """Hold this work tree against ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
 
     Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell, or the
-    head's own samples had to be refused. Raises GateError and other PipelineErrors.
+    head's own samples had to be refused. Raises GateError and other PipelineErrors: whatever could not be asked or
+    answered is no pass, and leaves no ``reports/gate.*``, not even one of an earlier gate.
     """
-    gated = recorded(config, Path(against)) if Path(against).is_file() else measured(config, against)
+    for file in (JSON_FILE, MARKDOWN_FILE):
+        file.unlink(missing_ok=True)
+    try:
+        gated = recorded(config, Path(against)) if _is_file(against) else measured(config, against)
+    except PipelineError:
+        raise
+    except Exception as error:  # Python would end with 1, which says that something got worse
+        traceback.print_exc()
+        raise GateError(f"nothing was decided, because of what stands above: {error!r}") from error
     text = markdown(gated)
     write_text(JSON_FILE, gated.to_json())
     write_text(MARKDOWN_FILE, text)
     print(text, end="")
     return EXIT_CODES[gated.outcome]
+
+
+def _is_file(against: str) -> bool:
+    """Whether it names a file. Raises GateError for one that is called like a revision: a change could bring it."""
+    if not Path(against).is_file():
+        return False
+    try:
+        commit_of(against)
+    except GateError:
+        return True
+    raise GateError(f"--against: found {against!r}, a file and a revision; write ./{against} for the file.")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def copies(commit: str) -> Iterator[tuple[Path, Path]]:
     DVC cache, so what DVC has once made is restored, and what it makes there is not made again here.
     """
     here = Path.cwd()
-    cache = _output([sys.executable, "-m", "dvc", "cache", "dir"], "this is no DVC repository")
+    cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is no DVC repository")
     top, prefix = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--show-prefix")
     scratch = here / ".dvc" / "tmp"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -39,10 +39,11 @@ def copies(commit: str) -> Iterator[tuple[Path, Path]]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
         roots = folder / "base" / prefix, folder / "head" / prefix
-        for root in roots:
-            if (root / ".dvc").is_dir():
-                settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
-                (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
+        for side, root in zip(("base", "head"), roots, strict=True):
+            if not (root / ".dvc").is_dir():  # DVC would take the repository around it
+                raise GateError(f"the {side} is no DVC repository: git has no file under .dvc there.")
+            settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
+            (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
         yield roots
 
 
@@ -71,6 +72,20 @@ def check_arms(root: Path, label: str) -> None:
         )
 
 
+def check_imports(root: Path, modules: Sequence[str]) -> None:
+    """Raise GateError if, in the copy ``root``, one of ``modules`` is imported from the work tree that was copied: both
+    sides would run the same code, and nothing could ever get worse."""
+    asking = "import importlib.util, sys\nfor name in sys.argv[1:]: print(importlib.util.find_spec(name).origin)"
+    found = output([sys.executable, "-c", asking, *modules], f"{root} lacks {' or '.join(modules)}", root=root)
+    here = Path.cwd()
+    for module, origin in zip(modules, (Path(line).resolve() for line in found.splitlines()), strict=True):
+        if origin.is_relative_to(here) and (root / origin.relative_to(here)).is_file():
+            raise GateError(
+                f"{module} is imported from {origin} in a copy of the project too, so base and head would run the same "
+                "code: take it out of PYTHONPATH, or uninstall what is installed from this work tree (pip uninstall)."
+            )
+
+
 def commit_of(revision: str) -> str:
     """The full hash. Raises GateError if there is no such file, repository or revision."""
     _git("rev-parse", "--git-dir")
@@ -84,13 +99,16 @@ def commit_of(revision: str) -> str:
 
 
 def _git(*arguments: str, **variables: str) -> str:
-    return _output(["git", *arguments], f"git {' '.join(arguments)} failed here", **variables)
+    return output(["git", *arguments], f"git {' '.join(arguments)} failed here", variables=variables)
 
 
-def _output(command: list[str], otherwise: str, **variables: str) -> str:
-    """What ``command`` prints. Raises GateError, which begins with ``otherwise``, if it fails."""
+def output(
+    command: list[str], otherwise: str, *, root: Path = Path(), variables: Mapping[str, str] | None = None
+) -> str:
+    """What ``command`` prints in ``root``. Raises GateError, which begins with ``otherwise``, if it fails."""
+    given = {**_variables(), **(variables or {})}
     try:
-        done = subprocess.run(command, env=_variables() | variables, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=root, env=given, capture_output=True, text=True)
     except FileNotFoundError:
         raise GateError(f"{command[0]} is not installed; --against a revision needs it.") from None
     if done.returncode:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipeline import stats, verdicts
-from pipeline.config import Config, Margins, PipelineError
+from pipeline.config import Margins, PipelineError
 from pipeline.results import Arm, Record, Window
 from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
 
@@ -31,11 +31,11 @@ class Held(Record):
     """One variant of the head against the same of the base."""
 
     variant: str
-    throughput: Ratio | None
-    """None: this machine does not tell it. The same goes for memory."""
+    throughput: Ratio
     memory: Ratio | None
+    """None: this machine does not tell it."""
     accuracy: Accuracy | None
-    """None: not asked for, or no seed was trained on both sides."""
+    """None: not asked for."""
 
 
 class Judged(Record):
@@ -103,21 +103,22 @@ def judge(
     ``noise`` is that of throughput and of memory. ``paired``: samples of one index were measured side by side.
     """
 
-    def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio | None:
-        if verdicts.untold((of_head, of_base), quantity):
-            return None
+    def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
         if quantity is THROUGHPUT:
             margin, machine = margins.throughput, noise[0]
         else:
             margin, machine = max(margins.memory, _resolution(of_base)), noise[1]
         return (verdicts.ratio if paired else unpaired)(of_head, of_base, quantity, margin, machine)
 
+    def memory(of_head: Arm, of_base: Arm) -> Ratio | None:
+        return None if verdicts.untold((of_head, of_base), MEMORY) else ratio(of_head, of_base, MEMORY)
+
     names = [name for name in base if name in head]
     held = [
         Held(
             variant=name,
             throughput=ratio(head[name], base[name], THROUGHPUT),
-            memory=ratio(head[name], base[name], MEMORY),
+            memory=memory(head[name], base[name]),
             accuracy=accuracies.get(name),
         )
         for name in names
@@ -128,7 +129,7 @@ def judge(
         together = Held(
             variant="all together",
             throughput=ratio(*_means(*arms, THROUGHPUT), THROUGHPUT),
-            memory=ratio(*_means(*arms, MEMORY), MEMORY),
+            memory=memory(*_means(*arms, MEMORY)),
             accuracy=None,
         )
     hidden = [
@@ -185,7 +186,7 @@ def _resolution(arm: Arm) -> float:
 
 def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
     known = sum(bool(getattr(sample, quantity.field)) for sample in arm.samples)
-    return 2 * known >= len(arm.samples)
+    return 0 < 2 * known >= len(arm.samples)
 
 
 def _outcome(held: Sequence[Held], hides: bool) -> Outcome:
@@ -216,44 +217,62 @@ def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tupl
 # What both ways to come by samples need.
 
 
-def in_common(base: Mapping[str, Any], head: Mapping[str, Any], against: str) -> list[str]:
-    """The variants, by name, of both. Raises GateError if there is none."""
-    if names := [name for name in base if name in head]:
-        return names
-    raise GateError(
-        f"{against} and this work tree have no variant in common: there are {', '.join(base)} there and "
-        f"{', '.join(head)} here. At least one name must stand under variants on both sides."
-    )
+def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> list[str]:
+    """The base's variants. Raises GateError unless the head has them all."""
+    names = list(base)
+    if lacking := ", ".join(name for name in names if name not in set(head)):
+        raise GateError(
+            f"variants: {against} has {lacking}, which was not measured here, and what is left out would pass unseen. "
+            "Put it back into params.yaml and run `dvc repro`, or hold this work tree against a revision."
+        )
+    return names
+
+
+def accuracy_of(correct: float, count: int, of: str) -> float:
+    """As a fraction. Raises GateError if it is none."""
+    if count > 0 and 0 <= correct <= count:
+        return correct / count
+    raise GateError(f"{of}: found {correct} right of {count} test samples: train it again.")
+
+
+def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
+    """Raise GateError unless the head trains every seed of the base: with fewer, less would be decided."""
+    there, here = sorted(base), sorted(head)
+    if not there or not set(there) <= set(here):
+        raise GateError(
+            f"train.seeds: base {there}, head {here}: test accuracies are compared over the base's seeds, of which the "
+            "head has to train every one."
+        )
 
 
 def accuracies(
-    config: Config,
-    names: Sequence[str],
-    test_count: int,
-    base: Mapping[str, Mapping[int, float]],
-    head: Mapping[str, Mapping[int, float]],
-) -> tuple[dict[str, Accuracy], list[str]]:
-    """The head's test accuracies (variant -> seed -> fraction of ``test_count`` samples) minus the base's; and why some
-    are not compared."""
-    if not config.gate.accuracy:
-        return {}, ["Accuracy was not compared: gate.accuracy is false."]
-    found, missing = {}, []
-    for name in names:
-        if seeds := sorted(base[name].keys() & head[name].keys()):
-            differences = [head[name][seed] - base[name][seed] for seed in seeds]
-            found[name] = verdicts.accuracy(differences, config.compare.margins.accuracy, 1 / test_count)
-        else:
-            missing.append(f"The accuracy of {name} was not compared: the two have trained no seed in common.")
-    return found, missing
+    test_count: int, base: Mapping[str, Mapping[int, float]], head: Mapping[str, Mapping[int, float]], margin: float
+) -> dict[str, Accuracy]:
+    """By variant, the head's test accuracies (variant -> seed -> fraction of ``test_count`` samples) minus the base's.
+
+    Raises GateError if the head lacks one.
+    """
+    found = {}
+    for name, there in base.items():
+        here = head.get(name, {})
+        check_seeds(there, here)
+        found[name] = verdicts.accuracy([here[seed] - there[seed] for seed in sorted(there)], margin, 1 / test_count)
+    return found
 
 
-def unshared(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """Names the variants that only one side has, and that nothing is held against."""
-    alone = {
-        "base": [name for name in base if name not in head],
-        "head": [name for name in head if name not in base],
-    }
-    return [f"Only the {side} has: {', '.join(names)}." for side, names in alone.items() if names]
+def own_modules(train: Mapping[str, Any]) -> list[str]:
+    """Modules of the user's own, which model, loss and metric name as ``module:function``."""
+    return [name.partition(":")[0] for key in ("model", "loss", "metric") if ":" in (name := str(train.get(key)))]
+
+
+def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
+    """Names the variants that only one side has."""
+    there, here = list(base), list(head)
+    gone, new = (", ".join(name for name in one if name not in other) for one, other in ((there, here), (here, there)))
+    return [
+        *([f"Only the base has: {gone}; the head was measured with it as the base defines it."] if gone else []),
+        *([f"Only the head has: {new}."] if new else []),
+    ]
 
 
 def differing(base: Any, head: Any, path: str) -> list[str]:

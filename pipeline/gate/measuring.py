@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +15,22 @@ from pipeline import benchmark, results, stats
 from pipeline.benchmark import Asked, Rounds, Server, measure
 from pipeline.config import Config
 from pipeline.environment import checked_out
-from pipeline.gate.copies import check_arms, commit_of, copies, dvc
-from pipeline.gate.decision import Gated, GateError, Side, accuracies, differing, in_common, judge, noises, unshared
-from pipeline.verdicts import Accuracy
+from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
+from pipeline.gate.decision import (
+    Gated,
+    GateError,
+    Side,
+    accuracies,
+    accuracy_of,
+    check_seeds,
+    differing,
+    held_variants,
+    judge,
+    noises,
+    own_modules,
+    unshared,
+)
+from pipeline.gate.settings import ask, judging, told
 
 RULERS = ("arm.py", "detectors/*.py", "evaluation.py", "heap.py", "measurement.py", "records.py")
 """Modules that make numbers of a training; each side is measured by its own."""
@@ -28,27 +42,34 @@ def measured(config: Config, revision: str) -> Gated:
     Raises GateError if there is nothing to measure, and KeyboardInterrupt before the first complete round.
     """
     commit, head_is = commit_of(revision), checked_out()
-    with copies(commit) as roots:
+    with copies(commit) as roots, ExitStack() as servers:
         check_arms(roots[0], f"{revision} ({commit[:12]})")
         rulers = _other_rulers(*roots)
+        dvc(roots[0], "repro", "environment", "prepare")
+        base = servers.enter_context(Server(roots[0]))
+        there = _described(base, revision)
+        asked = judging(config, there, revision)
+        ask(roots[1], asked, config)
+        dvc(roots[1], "repro", "environment", "prepare")
+        head = servers.enter_context(Server(roots[1]))
+        here = _described(head, "this work tree")
+        if problems := differing(there["dataset"], here["dataset"], "dataset"):
+            raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
+        names = held_variants(there["variants"], here["variants"], revision)
+        own = {module for each in (there, here) for module in own_modules(each["train"])}
         for root in roots:
-            dvc(root, "repro", "environment", "prepare")
-        with Server(roots[0]) as base, Server(roots[1]) as head:
-            there, here = base.describe(), head.describe()
-            if problems := differing(there["dataset"], here["dataset"], "dataset"):
-                raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
-            names = in_common(there["variants"], here["variants"], revision)
-            trained: list[dict[str, dict[int, float]]] = [{}, {}]
-            if config.gate.accuracy:
-                own = any(_has_own_code(each["train"]) for each in (there, here))
-                for root in roots:
-                    # DVC does not see the files of a user's own code; it would take one's training for the other's.
-                    anew = ("--force", "--no-run-cache", "--single-item") if own else ()
-                    dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
-                trained = [_test_accuracies(root, names) for root in roots]
-            baseline = config.compare.baseline if config.compare.baseline in names else names[0]
-            turns = benchmark.turns_on(here["device"], config.bench)
-            rounds = _rounds(config, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
+            check_imports(root, ["pipeline", *sorted(own)])
+        trained: list[dict[str, dict[int, float]]] = [{}, {}]
+        if asked.gate.accuracy:
+            _check_comparable(there["train"], here["train"])
+            for root in roots:
+                # DVC does not see the files of a user's own code; it would take one's training for the other's.
+                anew = ("--force", "--no-run-cache", "--single-item") if own else ()
+                dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
+            trained = [_test_accuracies(root, names) for root in roots]
+        baseline = asked.compare.baseline
+        turns = benchmark.turns_on(here["device"], asked.bench)
+        rounds = _rounds(asked, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
 
     arms = {arm.name: arm for arm in rounds.arms}
     again = rounds.arms[0]
@@ -56,18 +77,15 @@ def measured(config: Config, revision: str) -> Gated:
     if rounds.interrupted and count < stats.FEWEST_PAIRS:
         raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
     of_base, of_head = ({name: arms[f"{side} {name}"] for name in names} for side in ("base", "head"))
-    settings = config.compare
-    compared: dict[str, Accuracy] = {}
-    missing = ["Accuracy was not compared: by train.metric, the two mean different things by it."]
-    if there["train"].get("metric") == here["train"].get("metric"):
-        compared, missing = accuracies(config, names, here["dataset"]["test_count"], *trained)
+    margins = asked.compare.margins
+    compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], margins.accuracy)
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
-    machine = noises(of_base[baseline], again, settings.max_spread)
+    machine = noises(of_base[baseline], again, asked.compare.max_spread)
     return Gated(
-        **dict(judge(of_base, of_head, machine, settings.margins, compared, paired=True)),
+        **dict(judge(of_base, of_head, machine, margins, compared, paired=True)),
         mode="side by side",
         against=revision,
-        margins=settings.margins,
+        margins=margins,
         base=Side(
             commit=commit,
             environment=there["environment"],
@@ -83,14 +101,14 @@ def measured(config: Config, revision: str) -> Gated:
         remarks=(
             *([f"Interrupted after {count} rounds."] if rounds.interrupted else []),
             *rulers,
-            *unshared(there["variants"], here["variants"]),
+            *unshared(there["variants"], config.variants),
             *differing(there["train"], here["train"], "train"),
-            *(line for key in ("compare", "gate", "bench") for line in differing(there.get(key), here.get(key), key)),
+            *told(there, config.model_dump(mode="json")),
             *differing(variants[0], variants[1], "variants"),
-            *missing,
+            *([] if asked.gate.accuracy else ["Accuracy was not compared: gate.accuracy is false on both sides."]),
         ),
         seconds=rounds.seconds,
-        budget="bench.max_rounds" if count == config.bench.max_rounds else "gate.max_minutes",
+        budget="bench.max_rounds" if count == asked.bench.max_rounds else "gate.max_minutes",
     )
 
 
@@ -138,13 +156,31 @@ def _other_rulers(base: Path, head: Path) -> list[str]:
     return [f"The two sides measure by different code, so a difference may be the ruler's: {', '.join(changed)}."]
 
 
-def _has_own_code(train: Mapping[str, Any]) -> bool:
-    """Whether the model, the loss or the metric is the user's own, ``module:function``."""
-    return any(":" in str(train.get(key)) for key in ("model", "loss", "metric"))
+def _described(server: Server, side: str) -> dict[str, Any]:
+    about = server.describe()
+    if lacking := {"variants", "train", "bench", "compare", "gate", "dataset", "device", "environment"} - about.keys():
+        raise GateError(f"{side} does not tell its {', '.join(sorted(lacking))}: hold a newer commit against another.")
+    return about
+
+
+def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
+    """Raise GateError unless what both trained by, the sections ``train``, gives accuracies that can be compared."""
+    if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
+        raise GateError(
+            f"{problems[0]}: the two mean different things by accuracy, so nothing would say whether it got worse. "
+            "Change the metric in a commit of its own, which is not gated, or set gate.accuracy: false on both sides."
+        )
+    check_seeds(base["seeds"], head["seeds"])
 
 
 def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, float]]:
     """Of each variant and seed, from the results there: read only as far as every version writes them alike."""
-    files = {name: root / results.result_file(name) for name in names}
-    runs = {name: json.loads(file.read_text(encoding="utf-8"))["runs"] for name, file in files.items()}
-    return {name: {run["seed"]: run["test_correct"] / run["test_count"] for run in each} for name, each in runs.items()}
+    found = {}
+    for name in names:
+        file = root / results.result_file(name)
+        try:
+            runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
+            found[name] = {run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs}
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise GateError(f"{file} tells no test accuracies, and train@{name} should: {error!r}") from None
+    return found

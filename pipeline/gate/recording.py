@@ -4,61 +4,65 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.comparison import Comparison
-from pipeline.config import Config
+from pipeline.config import PARAMS_FILE, Config
 from pipeline.environment import checked_out, hash_of, optional_versions
+from pipeline.gate.copies import output
 from pipeline.gate.decision import (
     Gated,
     GateError,
     Side,
     accuracies,
+    accuracy_of,
     differing,
-    in_common,
+    held_variants,
     judge,
     noises,
+    own_modules,
     unshared,
 )
+from pipeline.gate.settings import STRICTER, judging, looser, told
 from pipeline.results import REPORTS
 from pipeline.verdicts import Noise
 
 COMPARISON_FILE = REPORTS / "comparison.json"
+OF_VERDICTS = [key for key in STRICTER if key.startswith(("compare.margins.", "compare.max_spread"))]
+OF_SAMPLES = [key for key in STRICTER if key.startswith("bench.")]
 
 
 def recorded(config: Config, path: Path) -> Gated:
     """Hold ``reports/comparison.json`` against the comparison in ``path``.
 
-    Raises GateError if they are not of one job in one environment, naming what differs, or if this checkout's is not of
-    what is here now.
+    Raises GateError if they are not of one job in one environment, naming what differs, if this checkout's lacks what
+    the other has or was measured by looser settings, or if it is not of what is here now.
     """
+    if path.resolve() == COMPARISON_FILE.resolve():
+        raise GateError(f"{path} is this checkout's own comparison: give a recorded one.")
     base, head = _read(path), _read(COMPARISON_FILE)
     there, here = ({arm.variant: arm for arm in each.bench.arms if arm.role == "variant"} for each in (base, head))
-    names = in_common(there, here, str(path))
+    names = held_variants(there, here, str(path))
     if problems := [*_environment_problems(base, head, names, path), *_job_problems(base, head, path)]:
         raise GateError("\n".join(problems))
-    if changed := _changed(names):
-        raise GateError(
-            f"{COMPARISON_FILE} is not of what is here now: since it was made, {', '.join(changed)} changed. "
-            "Run `dvc repro`, which measures it again."
-        )
-    settings = config.compare
-    found = _noise(base, settings.max_spread, path), _noise(head, settings.max_spread, COMPARISON_FILE)
+    _check_current(head, names)
+    there_asked = {"compare": {"margins": base.margins.model_dump(), "max_spread": base.noise_throughput.max_spread}}
+    asked = judging(config, there_asked, str(path), OF_VERDICTS)
+    margins, max_spread = asked.compare.margins, asked.compare.max_spread
+    found = _noise(base, max_spread, path), _noise(head, max_spread, COMPARISON_FILE)
     throughput, memory = (max(each, key=_loudness) for each in zip(*found, strict=True))
     of_base, of_head = _side(base), _side(head)
-    compared, missing = accuracies(
-        config, names, head.dataset.test_count, of_base.test_accuracies, of_head.test_accuracies
-    )
+    trained = {name: of_base.test_accuracies.get(name, {}) for name in names}
+    compared = accuracies(head.dataset.test_count, trained, of_head.test_accuracies, margins.accuracy)
     variants = [{name: each.bench.config["variants"][name] for name in names} for each in (base, head)]
     return Gated(
-        **dict(judge(there, here, (throughput, memory), settings.margins, compared, paired=False)),
+        **dict(judge(there, here, (throughput, memory), margins, compared, paired=False)),
         mode="recorded",
         against=str(path),
-        margins=settings.margins,
+        margins=margins,
         base=of_base,
         head=of_head,
         remarks=(
@@ -66,29 +70,53 @@ def recorded(config: Config, path: Path) -> Gated:
             "Held against a revision, both are measured side by side.",
             *_stale(head),
             *unshared(there, here),
+            *told(there_asked, config.model_dump(mode="json"), OF_VERDICTS),
             *differing(variants[0], variants[1], "variants"),
-            *missing,
         ),
         seconds=None,
         budget="bench.max_minutes",
     )
 
 
-def _changed(names: Sequence[str]) -> list[str]:
-    """What this checkout's comparison rests on and was modified since, as far as DVC knows it."""
-    if not Path(".dvc").is_dir():
-        return []
+def _check_current(head: Comparison, names: Sequence[str]) -> None:
+    """Raise GateError unless DVC, and of a user's own code git, knows that ``head`` is of what is here now."""
     stages = [*(f"train@{name}" for name in names), "bench", "compare"]
-    command = [sys.executable, "-m", "dvc", "status", "--json", *stages]
-    done = subprocess.run(command, capture_output=True, text=True)
-    known = json.loads(done.stdout) if done.returncode == 0 else {}  # it may not know these stages
-    modified: dict[str, None] = {}
-    for change in (each for changes in known.values() for each in changes if isinstance(each, dict)):
-        for path, how in change.get("changed deps", {}).items():
-            keys = how if isinstance(how, dict) else {path: how}  # parameters, or a file
-            changed = (key for key, what in keys.items() if what == "modified")
-            modified |= dict.fromkeys(key if path == "params.yaml" else path for key in changed)
-    return list(modified)
+    unknown = f"nobody knows whether {COMPARISON_FILE} is of what is here now, for `dvc status` failed; put that right"
+    text = output([sys.executable, "-m", "dvc", "status", "--json", *stages], unknown)
+    try:
+        changes = [change for of_stage in json.loads(text).values() for change in of_stage]
+        changed = list(dict.fromkeys(name for change in changes for name in _changed(change)))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise GateError(f"{unknown}: it wrote {text!r} ({error})") from None
+    if changed:
+        raise GateError(
+            f"{COMPARISON_FILE} is not of what is here now: since it was made, {', '.join(changed)} changed. "
+            "Run `dvc repro`, which measures it again."
+        )
+    if (own := own_modules(head.train)) and not _same_code(head.bench.commit):
+        raise GateError(
+            f"DVC does not see your own {', '.join(own)}, and git does not show that no Python file has changed since "
+            f"{COMPARISON_FILE} was measured (at {head.bench.commit or 'no commit'}). Commit, and measure again: "
+            "`dvc repro --force`; or hold this work tree against a revision."
+        )
+
+
+def _changed(change: Any) -> list[str]:
+    """Names what one entry of `dvc status` says of a stage. Of its outputs the comparison alone is read here."""
+    if not isinstance(change, dict):
+        return [str(change).removeprefix("changed ")]  # the stage's command
+    names = [path for path in change.get("changed outs", {}) if path == str(COMPARISON_FILE)]
+    for path, how in change.get("changed deps", {}).items():
+        names += how if isinstance(how, dict) and path == str(PARAMS_FILE) else [path]
+    return names
+
+
+def _same_code(commit: str | None) -> bool:
+    """Whether git knows every Python file here to be as it was at ``commit``, which ends with "+" if files differed."""
+    if commit is None or commit.endswith("+"):
+        return False
+    different = output(["git", "diff", "--name-only", commit, "--", "*.py"], f"git does not know commit {commit}")
+    return not different and not output(["git", "ls-files", "--others", "--exclude-standard", "*.py"], "git failed")
 
 
 def _stale(head: Comparison) -> list[str]:
@@ -120,7 +148,7 @@ def _side(comparison: Comparison) -> Side:
         environment=comparison.bench.environment,
         arms=tuple(arm for arm in comparison.bench.arms if arm.role in ("variant", "again")),
         test_accuracies={
-            each.variant: {run.seed: run.test_correct / run.test_count for run in each.runs}
+            each.variant: {run.seed: accuracy_of(run.test_correct, run.test_count, each.variant) for run in each.runs}
             for each in comparison.variants
         },
     )
@@ -149,7 +177,11 @@ def _job_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:
         *differing(base.train | {"seeds": None}, head.train | {"seeds": None}, "train"),
         *differing(base.dataset.model_dump(), head.dataset.model_dump(), "dataset"),
     ]
-    return [f"{path} and {COMPARISON_FILE} are of different jobs, which are not compared.", *found] if found else []
+    weaker = looser(base.bench.config, head.bench.config, OF_SAMPLES)
+    return [
+        *([f"{path} and {COMPARISON_FILE} are of different jobs, which are not compared.", *found] if found else []),
+        *([f"{COMPARISON_FILE} was measured by looser settings than {path}.", *weaker] if weaker else []),
+    ]
 
 
 def _noise(comparison: Comparison, max_spread: float, path: Path) -> tuple[Noise, Noise]:

@@ -67,7 +67,7 @@ def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
     everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
     for row in rows:
         reasons = [
-            *(verdicts.ratio_reasons(row.throughput, THROUGHPUT, gated.budget) if row.throughput else []),
+            *verdicts.ratio_reasons(row.throughput, THROUGHPUT, gated.budget),
             *(verdicts.ratio_reasons(row.memory, MEMORY, gated.budget) if row.memory else []),
             *(verdicts.accuracy_reasons(row.accuracy) if row.accuracy else []),
         ]

@@ -1,0 +1,96 @@
+"""Whose settings count: key by key the stricter of base and head, so that no change loosens its own gate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config import PARAMS_FILE, Config, parse
+from pipeline.config.loading import read
+from pipeline.gate.decision import GateError, differing
+
+
+def _more_rounds(base: int | None, head: int | None) -> int | None:
+    return None if base is None or head is None else max(base, head)
+
+
+STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
+    "compare.baseline": lambda base, _: base,  # whose noise decides what is believed
+    "compare.margins.accuracy": min,
+    "compare.margins.memory": min,
+    "compare.margins.throughput": min,
+    "compare.max_spread": min,
+    "gate.accuracy": max,
+    "gate.max_minutes": max,
+    "bench.max_foreign_load": min,
+    "bench.max_input_wait": min,
+    "bench.max_minutes": max,
+    "bench.max_rounds": _more_rounds,
+    "bench.turns": max,
+    "bench.window_seconds": max,
+}
+"""Key of params.yaml -> which of the base's and the head's value counts."""
+
+
+def stricter(base: Mapping[str, Any], head: Mapping[str, Any], keys: Iterable[str] = STRICTER) -> dict[str, Any]:
+    """Key -> the value that counts, of those on which the sides differ. Raises GateError if a side lacks one."""
+    try:
+        pairs = {key: (at(base, key), at(head, key)) for key in keys}
+        return {key: STRICTER[key](there, here) for key, (there, here) in pairs.items() if there != here}
+    except (KeyError, TypeError) as error:
+        raise GateError(
+            f"base and head have different settings ({error!r}), so one of them is of another version: hold this work "
+            "tree against a newer commit or recording."
+        ) from None
+
+
+def at(values: Mapping[str, Any], key: str) -> Any:
+    """What stands at the dotted ``key``."""
+    found: Any = values
+    for part in key.split("."):
+        found = found[part]
+    return found
+
+
+def judging(config: Config, base: Mapping[str, Any], against: str, keys: Iterable[str] = STRICTER) -> Config:
+    """``config``, the head's, with what ``base`` asks beyond it: its variants, and of ``keys`` the stricter values.
+
+    ``base``: sections of its params.yaml. Raises ConfigError if this version knows no such variant.
+    """
+    values = config.model_dump(mode="json")
+    for key, value in stricter(base, values, keys).items():
+        section, _, name = key.rpartition(".")
+        at(values, section)[name] = value
+    values["variants"] = {**base.get("variants", {}), **values["variants"]}
+    return parse(values, f"{PARAMS_FILE}, with what {against} asks beyond it")
+
+
+def ask(root: Path, asked: Config, config: Config) -> None:
+    """Let the copy of the head in ``root``, which has ``config``, also have the variants of ``asked``, and refuse the
+    samples that this refuses."""
+    variants = {name: asked.variants[name].model_dump(mode="json") for name in asked.variants.keys() - config.variants}
+    limits = {key: getattr(asked.bench, key) for key in ("max_foreign_load", "max_input_wait")}
+    if variants or any(getattr(config.bench, key) != value for key, value in limits.items()):
+        values = read(root / PARAMS_FILE)  # the rest stays as it is written, for DVC compares it
+        values["variants"] |= variants
+        values["bench"] = {**values.get("bench", {}), **limits}
+        (root / PARAMS_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+
+def told(base: Mapping[str, Any], head: Mapping[str, Any], keys: Iterable[str] = STRICTER) -> list[str]:
+    """A line for each setting on which the sides differ, with the value that counts."""
+    return [
+        f"{line}; {json.dumps(value)} counts"
+        for key, value in stricter(base, head, keys).items()
+        for line in differing(at(base, key), at(head, key), key)
+    ]
+
+
+def looser(base: Mapping[str, Any], head: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """A line for each setting of which the head's value is not the one that counts."""
+    wrong = [key for key, value in stricter(base, head, keys).items() if value != at(head, key)]
+    return [line for key in wrong for line in differing(at(base, key), at(head, key), key)]
