@@ -42,7 +42,7 @@ bench: .venv/installed
 
 IMAGE ?= pipeline
 BUILDER ?= $(shell command -v docker || command -v podman || command -v buildah)
-PUBLIC := s,^(https://)([^/@]*@)?,\1,p; s,^git@([^:]+):,https://\1/,p
+PUBLIC := s,[?\#].*,,; s,^(https://)([^/]*@)?,\1,p; s,^git@([^:]+):,https://\1/,p
 image:  # another base, say: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-arg BASE=ubuntu:24.04"
 	@test -n "$(BUILDER)" || { echo "error: install Docker, Podman or Buildah to build the image"; exit 1; }
 	$(BUILDER) build --tag $(IMAGE) \

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        from pipeline.config import PipelineError
+        from pipeline.config import PipelineError, redacted
     except ModuleNotFoundError as error:
         print(
             f"error: {sys.executable} has no {error.name}: run `make repro`, which installs into .venv, and "
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redacted(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

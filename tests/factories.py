@@ -21,6 +21,28 @@ ENVIRONMENT: dict[str, Any] = {
 }
 """The content of an environment.json."""
 
+SECRETS = (
+    "hub-0a1b2c",
+    "cache-pw",
+    "opensesame",
+    "hunter2x",
+    "plugin-pw",
+    "16C7e42F292c6912E7710c838347",
+    "me@h0st",
+    "img-pw",
+)
+PLANTED = {
+    "TORCH_HUB_TOKEN": SECRETS[0],
+    "TORCHINDUCTOR_REDIS_URL": f"redis://:{SECRETS[1]}@cache:6379",
+    "NCCL_SECRET": SECRETS[2],
+    "CUDA_LICENSE_KEY": SECRETS[3],
+    "NCCL_NET_PLUGIN": f"https://{SECRETS[4]}@host/lib.so",
+    "NCCL_ALGO": f"ghp_{SECRETS[5]}",
+    "GLIBC_TUNABLES": SECRETS[6],
+    "PIPELINE_IMAGE": f"https://{SECRETS[7]}@registry.example/pipeline?sig={SECRETS[7]}",
+}
+"""Environment variables with secrets: under names that nobody knows, and where a setting is expected."""
+
 JOB: dict[str, Any] = {"decided": {}, "batch_size": 256, "learning_rate": 0.1, "micro_batches": 1}
 """How a variant trains the job that params.yaml describes by default."""
 

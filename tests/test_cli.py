@@ -48,6 +48,14 @@ def test_wrong_arguments_end_with_the_usage(arguments: list[str], capsys: pytest
     assert "usage: python -m pipeline" in capsys.readouterr().err
 
 
+def test_an_error_shows_no_secret_of_an_address(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    params = yaml.safe_load((checkout / "params.yaml").read_text(encoding="utf-8"))
+    params["fetch"]["mirror"] = "https://t0ken@host/data?sig=t0ken"
+    (checkout / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    assert cli.main(["fetch"]) == 2
+    assert "fetch.mirror: found 'https://***@host/data?***'" in capsys.readouterr().err
+
+
 def test_environment_writes_the_fingerprint_and_says_what_is_left_out(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import config
-from pipeline.config import Config, ConfigError, Machine, PipelineError, Variant, load, parse, plan, plans
+from pipeline.config import Config, ConfigError, Machine, PipelineError, Variant, load, parse, plan, plans, redacted
 
 ROOT = Path(__file__).parent.parent
 SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
@@ -398,6 +398,27 @@ def test_params_yaml_names_its_schema() -> None:
 
 
 # Junk
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no address", "no address"),
+        ("mlflow at http://mlflow:5000 is down", "mlflow at http://mlflow:5000 is down"),
+        ("https://me:secret@host/x", "https://***@host/x"),
+        ("https://ghp_token@host/x", "https://***@host/x"),
+        ("https://me:p@ss:word@host", "https://***@host"),
+        ("postgresql+psycopg2://me:pw@db:5432/mlflow", "postgresql+psycopg2://***@db:5432/mlflow"),
+        ("s3://key:pw@bucket/a and s3://b/c", "s3://***@bucket/a and s3://b/c"),
+        ("found 'https://host/x?sig=1&se=2'; expected", "found 'https://host/x?***'; expected"),
+        ("https://host/x#access_token=1", "https://host/x#***"),
+        ("http://host/#/experiments/1/runs?x=y", "http://host/#/experiments/1/runs?x=y"),
+        ("sqlite:////home/me@work/mlflow.db", "sqlite:////home/me@work/mlflow.db"),
+        ("git@github.com:owner/name.git", "git@github.com:owner/name.git"),
+    ],
+)
+def test_addresses_are_shown_without_what_may_be_secret(text: str, shown: str) -> None:
+    assert redacted(text) == shown
 
 
 def places(values: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import Clone
 
@@ -50,6 +54,26 @@ def test_a_driver_that_torch_can_use_is_not_refused_for_the_bases_sake() -> None
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     variables = dockerfile.rpartition("\nENV ")[2].partition("\n\n")[0]
     assert "NVIDIA_DISABLE_REQUIRE=true" in variables.split()
+
+
+@pytest.mark.parametrize(
+    ("remote", "label"),
+    [
+        ("https://github.com/owner/name.git", "https://github.com/owner/name.git"),
+        ("git@github.com:owner/name.git", "https://github.com/owner/name.git"),
+        ("https://me:t0ken@github.com/owner/name", "https://github.com/owner/name"),
+        ("https://t0ken@github.com/owner/name", "https://github.com/owner/name"),
+        ("https://me:t0@ken@github.com/owner/name?t=t0ken", "https://github.com/owner/name"),
+        ("https://github.com/owner/name?access_token=t0ken#t0ken", "https://github.com/owner/name"),
+        ("http://t0ken@github.com/owner/name", ""),
+        ("ssh://t0ken@github.com/owner/name", ""),
+    ],
+)
+def test_the_images_source_holds_no_secret(remote: str, label: str) -> None:
+    rule = "source: ; @printf '%s\\n' \"$$REMOTE\" | sed -nE '$(PUBLIC)'"
+    command = ["make", "--no-print-directory", "--directory", str(ROOT), "--eval", rule, "source"]
+    done = subprocess.run(command, env=os.environ | {"REMOTE": remote}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == label
 
 
 def test_the_readmes_container_gets_the_gpus_and_keeps_the_checkouts_path() -> None:

@@ -652,9 +652,10 @@ def test_a_remote_that_is_not_there(repository: Path, serve: Serve) -> None:
     refusing = with_remote(repository, serve(lambda _: (403, "")))
     assert refusing.status == "problem"
     assert "403" in refusing.found
-    secret = with_remote(repository, serve(lambda _: (500, "")).replace("://", "://me:secret@"))
-    assert "secret" not in secret.found
-    assert "me:***@" in secret.found
+    for named in ("me:secret", "secret"):
+        secret = with_remote(repository, serve(lambda _: (500, "")).replace("://", f"://{named}@") + "/x?sig=secret")
+        assert "secret" not in secret.found
+        assert "://***@" in secret.found
     assert "credentials" in refusing.remedy
 
 
@@ -806,7 +807,8 @@ def test_credentials_are_sent_and_not_shown(serve: Serve, monkeypatch: pytest.Mo
     health(monkeypatch, uri)
     assert seen == ["Basic bWU6c2VjcmV0", "Bearer abc"]
     assert "secret" not in f"{found}"
-    assert "me:***@" in found.found
+    assert "://***@" in found.found
+    assert "secret" not in f"{health(monkeypatch, uri.replace('://', '://secret@') + '?token=secret')}"
 
 
 def test_the_embedded_store(tmp_path: Path) -> None:
@@ -920,6 +922,18 @@ def test_a_failure_that_nobody_foresaw_is_a_line(monkeypatch: pytest.MonkeyPatch
     findings = {finding.check: finding for finding in doctor.examine(ROOT)}
     assert findings["memory"].found == "could not be looked at: ZeroDivisionError: a bug"
     assert findings["CPU"].status in ("ok", "warning"), "the others go on"
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_no_address_is_shown_with_its_secrets(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = Finding("git", "problem", "no answer from https://t0ken@host/x?key=t0ken", "set it to ssh://t0ken:x@host")
+    monkeypatch.setattr(doctor, "examine", lambda _: iter([finding]))
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "https://***@host/x?***" in said
+    assert "t0ken" not in said
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warning", 0), ("not applicable", 0), ("problem", 1)])

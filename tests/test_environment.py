@@ -14,7 +14,8 @@ import pynvml
 import pytest
 
 from pipeline.config import COMPILER, PipelineError
-from pipeline.environment import cpus, fingerprint, hash_of, machine, read, software, write
+from pipeline.environment import cpus, fingerprint, hash_of, machine, read, software, variables, write
+from tests.factories import PLANTED, SECRETS
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,6 +122,40 @@ def test_nothing_of_it_belongs_to_one_machine_alone(plug: Plug, monkeypatch: pyt
     text = json.dumps(fingerprint())
     for private in ("node17", os.uname().nodename, A.uuid, "somebody"):
         assert private not in text
+
+
+def test_secrets_are_told_by_their_variables_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+    write(tmp_path / "environment.json")
+    text = (tmp_path / "environment.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    assert all(found["settings"][name] is None for name in PLANTED if name != "PIPELINE_IMAGE")
+    assert found["software"]["image"] == "https://***@registry.example/pipeline?***"
+    assert not [secret for secret in SECRETS if secret in text]
+    before = found["hash"]
+    monkeypatch.setenv("NCCL_SECRET", "another")
+    assert fingerprint()["hash"] == before, "nor can its hash be used to try values"
+    monkeypatch.delenv("NCCL_SECRET")
+    assert fingerprint()["hash"] != before, "that it is set counts"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OMP_PLACES", "{0:4},{4:4}"),
+        ("KMP_AFFINITY", "granularity=fine,verbose,compact,1,0"),
+        ("NCCL_PROTO", "LL,LL128,Simple"),
+        ("NCCL_SOCKET_IFNAME", "^docker0,lo"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native,garbage_collection_threshold:0.6,expandable_segments:True"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        ("LD_PRELOAD", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
+        ("ATEN_CPU_CAPABILITY", "avx512"),
+    ],
+)
+def test_a_setting_is_told_with_its_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert variables.settings()[name] == value
 
 
 def test_write_returns_the_hash_and_leaves_an_equal_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

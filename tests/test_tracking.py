@@ -30,14 +30,24 @@ from mlflow.data import get_source
 from mlflow.entities import Run as MlflowRun
 from mlflow.tracking import MlflowClient
 
-from pipeline import models, report, results, tracking
+from pipeline import environment, models, report, results, tracking
 from pipeline.config import Config, parse
 from pipeline.environment import hash_of
 from pipeline.tracking import comparisons, following, glancing, labels, metrics, promoting, publishing, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
-from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_result, make_results, make_run
+from tests.factories import (
+    ENVIRONMENT,
+    PLANTED,
+    SECRETS,
+    make_bench,
+    make_comparison,
+    make_history,
+    make_result,
+    make_results,
+    make_run,
+)
 
 pytestmark = [  # what MLflow's own modules do as they are imported
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"),
@@ -882,8 +892,29 @@ def test_the_cheap_look_has_the_credentials_of_the_address_or_of_the_variables(
     assert glancing.glance(uri, tmp_path, "training-performance", "key") == seen
 
 
-def test_a_password_is_not_shown() -> None:
-    assert "secret" not in stores.describe("http://me:secret@host:5000", RuntimeError("no"))
+@pytest.mark.parametrize(
+    "uri", ["http://me:secret@host:5000", "http://secret@host:5000", "http://host:5000/mlflow?token=secret"]
+)
+def test_a_secret_in_the_address_is_not_shown(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "secret" not in stores.describe(uri, RuntimeError("no"))
+    assert "secret" not in stores.describe("http://host", RuntimeError(f"{'x' * 380} no answer from {uri}"))
+    stores.warn(f"no answer from {uri}.")
+    assert "secret" not in capsys.readouterr().err
+    assert "secret" not in views.page(uri)
+
+
+def test_secrets_of_the_environment_do_not_reach_the_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+    digest = environment.write(root / "environment.json")
+    for variant in VARIANTS:
+        write_result(root, variant, environment=digest)
+    tracking.publish(config_of(), root)
+    tags = [run.data.tags for run in client_of(root).search_runs(["1"])]
+    assert {each["image"] for each in tags} == {"https://***@registry.example/pipeline?***"}
+    files = [path for path in root.rglob("*") if path.is_file()]
+    assert any(path.name == "environment.json" and "mlartifacts" in path.parts for path in files)
+    assert not [(path, secret) for path in files for secret in SECRETS if secret.encode() in path.read_bytes()]
 
 
 @pytest.mark.slow

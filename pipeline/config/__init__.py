@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, techniques, without
 from pipeline.config.catalogue.base import COMPILER, Entry
-from pipeline.config.errors import ConfigError, PipelineError, first_line
+from pipeline.config.errors import ConfigError, PipelineError, first_line, redacted
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.machine import Machine
 from pipeline.config.planning import Plan, plan, plans, relied_on
@@ -65,6 +65,7 @@ __all__ = [
     "parse",
     "plan",
     "plans",
+    "redacted",
     "relied_on",
     "schema",
     "techniques",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class PipelineError(Exception):
     """What a person can put right: the command line prints its message alone.
@@ -12,6 +14,13 @@ class PipelineError(Exception):
 
 class ConfigError(PipelineError, ValueError):
     """params.yaml, or what it asks of this machine, cannot be. The message says where and what to do."""
+
+
+def redacted(text: str) -> str:
+    """``text`` as it may be shown or kept: its addresses without user names, passwords and queries. A user name can be
+    a token, and so can a query's value."""
+    unnamed = re.sub(r"(://)[^\s/'\"]*@", r"\1***@", text)
+    return re.sub(r"(://[^\s?#'\"]*[?#])(?!/)[^\s'\"]+", r"\1***", unnamed)  # "/#/runs" is a page
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import TypeVar
 
 from pipeline import environment, tracking
-from pipeline.config import PARAMS_FILE, Machine, Publish
+from pipeline.config import PARAMS_FILE, Machine, Publish, redacted
 from pipeline.doctor import checkout, gpus, params, probes, resources, words
 from pipeline.doctor.findings import Finding, Status
 
@@ -27,7 +27,9 @@ PROBE_SECONDS = 30.0
 
 def run(*, as_json: bool) -> int:
     """Print what was found; return 1 if there is a problem, else 0."""
-    findings = list(examine(Path()))
+    findings = [
+        finding._replace(found=redacted(finding.found), remedy=redacted(finding.remedy)) for finding in examine(Path())
+    ]
     if as_json:
         print(words.as_json(findings))
     else:

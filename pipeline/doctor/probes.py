@@ -16,6 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.config import redacted
+
 NETWORK_SECONDS = 3.0
 """Longest wait for a DVC remote."""
 
@@ -111,7 +113,7 @@ def _dvc() -> None:
         if not name:
             _say(remote=None, remotes=sorted(repo.config["remote"]))
             return
-        _say(remote=name, url=_without_password(repo.config["remote"].get(name, {}).get("url", "")))
+        _say(remote=name, url=redacted(repo.config["remote"].get(name, {}).get("url", "")))
 
         def give_up() -> None:
             _say(error=f"no answer within {NETWORK_SECONDS:g} s")
@@ -148,11 +150,7 @@ def _dvc() -> None:
 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return _without_password(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"(://[^:/@\s]*):[^@/\s]*@", r"\1:***@", text)
+    return redacted(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 if __name__ == "__main__":

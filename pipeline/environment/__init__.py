@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,8 +19,8 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import CATALOGUE, COMPILER, Machine, PipelineError, outside
-from pipeline.environment import cpus, gpus, software
+from pipeline.config import CATALOGUE, COMPILER, Machine, PipelineError, outside, redacted
+from pipeline.environment import cpus, gpus, software, variables
 from pipeline.environment.cpus import control_groups, cores
 from pipeline.environment.gpus import visible
 from pipeline.results import write_text
@@ -52,21 +51,13 @@ _TF32_CAPABILITY = (8, 0)
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
 """What ``config.relied_on`` returns: section -> who -> names."""
 
-_SETTINGS = re.compile(
-    r"(OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|MALLOC|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA_TF32|TORCH|TORCHINDUCTOR"
-    r"|PYTORCH|TRITON)_.+|LD_PRELOAD"
-)
-_NO_SETTINGS = re.compile(
-    # Places and messages change no number; what CUDA_VISIBLE_DEVICES shows is listed as the GPUs themselves.
-    r".*(_HOME|_PATH|_DIR|_DIRECTORY|_FILE|_LOGS?|_LOG_LEVEL|_VERSION)|NCCL_DEBUG.*|CUDA_VISIBLE_DEVICES"
-)
-
 
 def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     """``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers the three
     between, on which every number depends.
 
-    Sizes are whole GiB, powers watts; ``None`` means unknown. ``relied_on`` (``config.relied_on``) names what is
+    Sizes are whole GiB, powers watts; ``None`` means unknown, and of a setting that its value is not told
+    (``variables``). ``relied_on`` (``config.relied_on``) names what is
     optional, and who uses it: its versions stand apart, because nobody else's numbers depend on them. Take it in the
     process that a person started: launchers set variables such as OMP_NUM_THREADS in their workers.
     """
@@ -85,17 +76,13 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         },
         "software": {
             "system": f"{platform.system()} {platform.machine()}",
-            "image": os.environ.get(IMAGE_VARIABLE) or None,
+            "image": redacted(os.environ.get(IMAGE_VARIABLE, "")) or None,
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "numpy": software.version("numpy"),
             "torch": software.torch_build()["__version__"],
             "torchvision": software.version("torchvision"),
         },
-        "settings": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if _SETTINGS.fullmatch(name) and not _NO_SETTINGS.fullmatch(name)
-        },
+        "settings": variables.settings(),
     }
     if outside.packages():
         content["software"]["techniques"] = outside.packages()

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.config import redacted
 from pipeline.tracking import glancing, stores
 
 
@@ -29,7 +30,7 @@ def health(root: Path, experiment: str, seconds: float) -> Health:
     uri = stores.address(root)
     if uri.startswith(stores.SQLITE):
         return _embedded(Path(uri.removeprefix(stores.SQLITE)), uri, root, experiment)
-    place = stores.without_password(uri)
+    place = redacted(uri)
     if uri.startswith(("http://", "https://")):
         return _server(uri, place, experiment, seconds)
     return Health(None, f"{place.split(':')[0]} store: only servers and SQLite are looked at here")
@@ -120,7 +121,7 @@ def _judged(status: int, text: str, place: str, address: urllib.parse.SplitResul
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
             False,
-            f"{place} answers, but runs keep their files in {artifacts}, for which boto3 is missing",
+            f"{place} answers, but runs keep their files in {redacted(artifacts)}, for which boto3 is missing",
             "python -m pip install boto3; or let the server pass files on (mlflow server --artifacts-destination)",
         )
     return Health(True, f"{place} answers")

@@ -7,12 +7,12 @@ import logging
 import os
 import socket
 import sys
-import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.config import redacted
 from pipeline.interpreter import importing
 from pipeline.tracking.comparisons import COMPARISON, LIVE
 from pipeline.tracking.metrics import Point, batches
@@ -74,21 +74,15 @@ def set_defaults() -> None:
 
 def warn(message: str) -> None:
     """One line for a person."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def describe(uri: str, error: Exception) -> str:
-    """What failed, in one line, without a password."""
-    reason = " ".join(str(error).split())
+    """What failed, in one line, without a secret."""
+    reason = redacted(" ".join(str(error).split()))
     if not isinstance(error, Unreachable | MisplacedStore):
         reason = f"{type(error).__name__}: {reason}"
-    return f"MLflow at {without_password(uri)}: {reason if len(reason) <= 400 else reason[:397] + '...'}"
-
-
-def without_password(uri: str) -> str:
-    """The address as it may be shown."""
-    password = urllib.parse.urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri
+    return f"MLflow at {redacted(uri)}: {reason if len(reason) <= 400 else reason[:397] + '...'}"
 
 
 class Store:
