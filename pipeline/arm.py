@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import environment
-from pipeline.assembly import assembled
+from pipeline.assembly import assembled, planned
 from pipeline.config import Config, Machine, PipelineError, Plan, Variant
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import read as read_dataset
@@ -61,7 +61,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 
     def open_(name: str, values: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
         asked = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
-        plan = plan_of(asked, name, machine)
+        plan = planned(asked, name, machine, prepared)
         arguments = (config, plan, prepared, environment.read(), steps, ledgers)
         with ExitStack() as processes:
             ask = processes.enter_context(forked(_measure, arguments, plan.processes, preload=PRELOAD))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,18 +13,41 @@ import torch
 from torch import nn
 
 from pipeline import models, objectives
-from pipeline.config import Config, ConfigError, Plan
+from pipeline.config import Config, ConfigError, Machine, Plan
+from pipeline.config import plan as plan_of
 from pipeline.data.batches import Placement, TrainBatches, choose_placement
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import Detector
-from pipeline.distributed import World
+from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import cores
 from pipeline.interpreter import importing
 from pipeline.measurement import Memory
 from pipeline.techniques import of_plan
 from pipeline.training import OutOfMemory, Training
+
+
+def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
+    """``config.plan`` for who starts the processes, with no more of them than can hold the model together.
+
+    ``prepared``: where the data set lies. Under a launcher the processes are there, and find out themselves. Raises
+    PipelineError.
+    """
+    launched = launched_size()
+    found = plan_of(config, name, machine, launched)
+    if found.model_processes == 1 or launched is not None:
+        return found
+    dataset = read_dataset(prepared)
+    with redirect_stdout(sys.stderr):  # what a user's model prints is said when it trains
+        model = models.of_job(config.train, dataset.shape, len(dataset.classes))
+        for kind in of_plan(found):
+            if kind.name == found.applied.parallelism:
+                return plan_of(config, name, machine, None, kind.why_not_held_by(model, dataset.shape))
+            technique = kind(found, ALONE)
+            technique.see_data(dataset.shape)
+            model = technique.wrap_model(model)
+    raise AssertionError(f"{found.applied.parallelism} is no technique")
 
 
 @contextmanager

@@ -18,11 +18,10 @@ from typing import Any
 from tqdm import tqdm
 
 from pipeline import checkpoints, environment, results
-from pipeline.assembly import Assembly, assembled, forget_last_run
+from pipeline.assembly import Assembly, assembled, forget_last_run, planned
 from pipeline.config import Config, Machine, Plan
-from pipeline.config import plan as plan_of
 from pipeline.detectors import detectors
-from pipeline.distributed import Interruption, World, interruption, launch, launched_size
+from pipeline.distributed import Interruption, World, interruption, launch
 from pipeline.heap import keep_freed_memory
 from pipeline.interpreter import age_seconds
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
@@ -44,7 +43,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     Starts the processes that the variant needs; where a launcher started this one, it is one of them.
     An interrupted job goes on from its checkpoints. Raises PipelineError.
     """
-    plan = plan_of(config, name, machine, launched_size())
+    plan = planned(config, name, machine, prepared)
     started = time.time() - age_seconds()
     launch(_work, (config, plan, prepared, environment.read(), started), plan.processes)
 

@@ -11,7 +11,7 @@ from pipeline.config.catalogue.base import COMPILER, Entry
 from pipeline.config.errors import ConfigError, PipelineError, first_line, redacted
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.machine import Machine
-from pipeline.config.planning import Plan, plan, plans, relied_on
+from pipeline.config.planning import Plan, WhyNotHeldBy, plan, plans, relied_on
 from pipeline.config.sections import (
     GRAPH_WARMUP_STEPS,
     Augment,
@@ -55,6 +55,7 @@ __all__ = [
     "Section",
     "Train",
     "Variant",
+    "WhyNotHeldBy",
     "asked",
     "entries",
     "entry",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -21,6 +22,9 @@ ONE_BATCH = ("pipeline", "tensor")
 MICRO_BATCHES_A_STAGE = 4
 """Of a pipeline, where the variant does not say. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
 Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
+
+WhyNotHeldBy = Callable[[int], str | None]
+"""A number of processes -> why so many cannot hold a model together; None if they can."""
 
 _FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
 """What ``Entry.relies_on`` is for techniques, for forms of inference."""
@@ -69,10 +73,17 @@ class Plan(BaseModel):
         return self.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size, **changes})
 
 
-def plan(config: Config, name: str, machine: Machine, launched: int | None = None) -> Plan:
+def plan(
+    config: Config,
+    name: str,
+    machine: Machine,
+    launched: int | None = None,
+    why_not_held_by: WhyNotHeldBy = lambda processes: None,  # noqa: ARG005
+) -> Plan:
     """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
 
     ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process.
+    ``why_not_held_by`` is for who knows the job's model.
     """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
@@ -88,14 +99,14 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
     left_out: dict[str, str] = {}
     changes: dict[str, Any] = {}
     if on_gpu and launched is None and asked.parallelism in PARALLELISMS and asked.processes == "auto":
-        available, alike = machine.gpus, processes
-        processes = alike if weak else _sharing_evenly(asked, alike, train.batch_size, micro_batches)
+        available, why_fewer = machine.gpus, f"{asked.replicas} replicas take the same number each"
+        fewest = 2 * asked.replicas if asked.replicas > 1 or asked.parallelism in ONE_BATCH else 1
+        while reason := _why_not_among(asked, processes, train.batch_size, micro_batches, why_not_held_by):
+            if processes - asked.replicas < fewest:
+                break  # the least that could be, of which it is said below what is wrong
+            processes, why_fewer = processes - asked.replicas, reason.partition("; allowed: ")[0]
         if processes < available:
-            left_out[f"{available - processes} of {available} GPUs"] = (
-                f"train.batch_size {train.batch_size} is shared out evenly among {processes} at most"
-                if processes < alike
-                else f"{asked.replicas} replicas take the same number each"
-            )
+            left_out[f"{available - processes} of {available} GPUs"] = why_fewer
     devices_per_process = machine.gpus if asked.parallelism == "data_parallel" and on_gpu else 1
     alone = processes == 1 if asked.parallelism in PARALLELISMS else on_gpu and devices_per_process == 1
     if asked.parallelism != "none" and alone:
@@ -125,6 +136,10 @@ def plan(config: Config, name: str, machine: Machine, launched: int | None = Non
 
     model_processes = processes // asked.replicas if asked.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes
+    if model_processes > 1 and (reason := why_not_held_by(model_processes)):
+        raise ConfigError(
+            f"{where}.parallelism: found {asked.parallelism!r} of {model_processes} processes, but {reason}."
+        )
     if asked.parallelism == "pipeline" and model_processes > 1:
         samples = train.batch_size // (1 if weak else data_processes)
         micro_batches = _micro_batches_of_pipeline(micro_batches, model_processes, samples, where)
@@ -224,14 +239,22 @@ def _check_replicas(variant: Variant, processes: int, where: str) -> None:
         )
 
 
-def _sharing_evenly(variant: Variant, processes: int, batch_size: int, micro_batches: int) -> int:
-    """The most of ``processes`` that can share out a batch evenly; the fewest that could be if none can."""
-    if variant.parallelism in ONE_BATCH:  # replicas share it out, however many processes each of them has
-        return processes
-    fewest = 1 if variant.replicas == 1 else 2 * variant.replicas
-    candidates = range(processes, fewest - 1, -variant.replicas)
-    even = (each for each in candidates if batch_size % (each * micro_batches) == 0)
-    return next(even, min(fewest, processes))
+def _why_not_among(
+    variant: Variant,
+    processes: int,
+    batch_size: int,
+    micro_batches: int,
+    why_not_held_by: WhyNotHeldBy,
+) -> str | None:
+    """Why ``processes`` cannot share out the batch evenly, or cannot hold the model together; None if they can."""
+    if variant.parallelism in ONE_BATCH:  # replicas share the batch out, however many processes each of them has
+        together = processes // variant.replicas
+        if variant.parallelism == "pipeline" and 1 < micro_batches < together:
+            return f"a pipeline of {together} stages stands still with {micro_batches} micro-batches"
+        return why_not_held_by(together) if together > 1 else None
+    if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
+        return None
+    return f"train.batch_size {batch_size} is shared out evenly among {processes - variant.replicas} at most"
 
 
 def _micro_batches_of_pipeline(asked: int, stages: int, samples: int, where: str) -> int:

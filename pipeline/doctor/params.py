@@ -98,7 +98,7 @@ def _variants(job: Job) -> Iterator[Finding]:
         remedy = "none needed if that is known: the report says so"
         if technique == "bf16":
             remedy = "use a machine that has it, or set train.without_native: run"
-        elif "GPUs" in technique:
+        elif "train.batch_size" in reason:
             remedy = "set train.batch_size to a multiple of the number of GPUs"
         yield Finding("variants", "warning", f"{name}: {technique} is left out: {reason}", remedy)
     if job.plans and not job.refused and not left_out:

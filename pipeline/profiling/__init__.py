@@ -20,10 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from pipeline import environment, results
-from pipeline.assembly import assembled
+from pipeline.assembly import assembled, planned
 from pipeline.config import Config, Machine, Plan
-from pipeline.config import plan as plan_of
-from pipeline.distributed import launch, launched_size
+from pipeline.distributed import launch
 from pipeline.heap import keep_freed_memory
 from pipeline.profiling import trace
 from pipeline.profiling.findings import Facts, findings
@@ -51,7 +50,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     Starts the processes that the variant needs; where a launcher started this one, it is one of them. Raises
     PipelineError.
     """
-    plan = plan_of(config, name, machine, launched_size())
+    plan = planned(config, name, machine, prepared)
     launch(_work, (config, plan, prepared, environment.read()), plan.processes)
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from pipeline.config import Plan, entry
+from pipeline.config import Plan, WhyNotHeldBy, entry
 from pipeline.data.batches import Placement
 from pipeline.distributed import World
 from pipeline.optimizers import OptimizerChoice
@@ -85,6 +85,12 @@ class Technique:
         """Whether the plan applies this technique."""
         known = entry(cls.name)
         return known.asked(plan.applied) and (not known.needs or plan.applied.parallelism in known.needs)
+
+    @classmethod
+    def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:  # noqa: ARG003
+        """Of what lets processes hold ``model`` together: which is as the techniques before leave it, on the CPU.
+        ``shape``: that of an image, channels, height, width."""
+        return lambda processes: None  # noqa: ARG005
 
     @classmethod
     def prepare_process(cls) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -71,16 +71,10 @@ def best_cut(
     ``images`` float32 [b, C, H, W]: a micro-batch. ``autocast``: the step's precision, which decides the types that
     pass from stage to stage. The model and the random state stay as they are. Raises NotAChain.
     """
-    units, device = chain(model), world.device
-    with _unchanged(model, device), torch.no_grad(), autocast():
-        expected = model(images.clone())
-    with _unchanged(model, device), torch.no_grad(), autocast():
-        computed, joins = _written_in_place(units, images.clone())
-    units = joined(units, joins)
+    device = world.device
+    units, joins = parts(model, images, autocast)
     if len(units) < stages:
         raise NotAChain(f"{type(model).__name__} can be cut into {len(units)} part(s) at most")
-    if not torch.allclose(computed, expected, rtol=1e-3, atol=1e-4):
-        raise NotAChain(f"torch.fx recorded something else than {type(model).__name__} computes")
     seconds: list[list[float]] = [[] for _ in units]
     for _ in range(RUNS + 1):
         with _unchanged(model, device):
@@ -97,6 +91,24 @@ def best_cut(
     model.zero_grad()
     costs = tuple(statistics.median(each[1:]) for each in seconds)  # the first run is a warm-up
     return Cut(joins, costs, tuple(forms), tuple(balanced(costs, stages)))
+
+
+def parts(
+    model: nn.Module, images: torch.Tensor, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> tuple[list[nn.Sequential], tuple[int, ...]]:
+    """The units between which ``model`` can be cut, and the ``joins`` that they took (see ``Cut``).
+
+    ``images`` float32 [b, C, H, W], on the model's device. The model and the random state stay as they are. Raises
+    NotAChain.
+    """
+    units, device = chain(model), images.device
+    with _unchanged(model, device), torch.no_grad(), autocast():
+        expected = model(images.clone())
+    with _unchanged(model, device), torch.no_grad(), autocast():
+        computed, joins = _written_in_place(units, images.clone())
+    if not torch.allclose(computed, expected, rtol=1e-3, atol=1e-4):
+        raise NotAChain(f"torch.fx recorded something else than {type(model).__name__} computes")
+    return joined(units, joins), joins
 
 
 def described(cut: Cut, micro_batches: int) -> str:

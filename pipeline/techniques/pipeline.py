@@ -15,14 +15,20 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config import ConfigError, PipelineError, Plan
+from pipeline.config import ConfigError, PipelineError, Plan, WhyNotHeldBy
 from pipeline.distributed import World
 from pipeline.techniques.base import Accumulate, Criterion, Forward, Losses, MicroBatches, Stored, Technique
 from pipeline.techniques.chain import NotAChain, chain, joined
-from pipeline.techniques.cutting import Cut, best_cut, described
+from pipeline.techniques.cutting import Cut, best_cut, described, parts
 from pipeline.techniques.precision import BFloat16
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+_ALLOWED = (
+    "allowed: fewer processes, another parallelism, or a model that is a chain of so many modules, such as an "
+    "nn.Sequential or a ResNet"
+)
 
 
 class Pipeline(Technique):
@@ -61,6 +67,15 @@ class Pipeline(Technique):
         ends = (0, *self._cut.ends)
         return ends[self._index], ends[self._index + 1]
 
+    @classmethod
+    def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:
+        try:
+            most, why_not = len(parts(model, torch.zeros(2, *shape))[0]), ""
+        except NotAChain as reason:
+            most, why_not = 1, str(reason)
+        why_not = why_not or f"{type(model).__name__} can be cut into {most} part(s) at most"
+        return lambda stages: f"{why_not}; {_ALLOWED}" if stages > most else None
+
     def preview(self, sample: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._sample = sample
 
@@ -77,8 +92,7 @@ class Pipeline(Technique):
         if not isinstance(found, Cut):
             raise ConfigError(
                 f"variants.{self.plan.name}.parallelism: found 'pipeline' of {self._stages} stages, but {found}; "
-                "allowed: fewer processes, another parallelism, or a model that is a chain of so many modules, such as "
-                "an nn.Sequential or a ResNet."
+                f"{_ALLOWED}."
             )
         self._split(found)
         return self._module

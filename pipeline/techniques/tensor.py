@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, WhyNotHeldBy
 from pipeline.techniques.base import HoldSync, Stored
 from pipeline.techniques.ddp import Replicated, replicated
 from pipeline.techniques.parts import Layout, whole_model, whole_optimizer, without_random_warning
@@ -39,6 +40,10 @@ class Tensor(Replicated):
     shards_model = True
     draws_alike = True
     foreseen = False
+
+    @classmethod
+    def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:  # noqa: ARG003
+        return partial(_why_not_cut, model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         replicas, ranks = self.plan.data_processes, self.plan.model_processes
@@ -77,21 +82,27 @@ class Tensor(Replicated):
 
     def _fitting(self, model: nn.Module, ranks: int) -> list[Pair]:
         """The pairs that can be cut. Raises ConfigError if there is none."""
-        found = list(pairs(model))
-        fitting = [pair for pair in found if pair.first.out_features % ranks == 0]
-        if fitting:
-            return fitting
-        where = f"variants.{self.plan.name}.parallelism: found 'tensor', but {type(model).__name__}"
-        if found:
-            widths = ", ".join(map(str, sorted({pair.first.out_features for pair in found})))
-            raise ConfigError(
-                f"{where} has {widths} values between its linear layers, which {ranks} processes cannot share evenly; "
-                "allowed: a number of processes (a replica) that divides one of them."
-            )
-        raise ConfigError(
-            f"{where} has no two linear layers with nothing but element-wise functions between them; allowed: a model "
-            "with such a pair in an nn.Sequential or an nn.TransformerEncoderLayer, or another parallelism."
+        fitting = [pair for pair in pairs(model) if pair.first.out_features % ranks == 0]
+        if not fitting:
+            why_not = _why_not_cut(model, ranks)
+            raise ConfigError(f"variants.{self.plan.name}.parallelism: found 'tensor', but {why_not}.")
+        return fitting
+
+
+def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
+    """Why no pair of ``model`` can be cut into so many parts; None if one can."""
+    widths = sorted({pair.first.out_features for pair in pairs(model)})
+    if any(width % ranks == 0 for width in widths):
+        return None
+    if widths:
+        return (
+            f"{type(model).__name__} has {', '.join(map(str, widths))} values between its linear layers, which {ranks} "
+            "processes cannot share evenly; allowed: a number of processes (a replica) that divides one of them"
         )
+    return (
+        f"{type(model).__name__} has no two linear layers with nothing but element-wise functions between them; "
+        "allowed: a model with such a pair in an nn.Sequential or an nn.TransformerEncoderLayer, or another parallelism"
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from pipeline import objectives
-from pipeline.config import Config, Machine, PipelineError, plan
+from pipeline.assembly import planned
+from pipeline.config import Config, Machine, PipelineError
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import launched_size
 from pipeline.verification import words
@@ -25,7 +26,7 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
         raise PipelineError("verify starts the processes itself: run it without a launcher, on one host.")
     names = list(variants) or list(config.variants)
     for name in names:
-        plan(config, name, machine)  # what cannot run here is said before anything runs
+        planned(config, name, machine, prepared)  # what cannot run here is said before anything runs
     started = time.monotonic()
     dataset = read_dataset(prepared)
     claims: list[Claim] = []

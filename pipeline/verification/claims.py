@@ -16,8 +16,8 @@ import torch
 
 from pipeline import config as configuration
 from pipeline import models
+from pipeline.assembly import planned
 from pipeline.config import Config, ConfigError, Entry, Machine, Plan, Variant
-from pipeline.config import plan as plan_of
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError
 from pipeline.verification.natures import Nature, keep_still, nature
@@ -162,7 +162,7 @@ class Verifier:
 
     def claims(self, name: str) -> Iterator[Claim]:
         """Those of ``variants.<name>``. What its reference cannot be trained for promises nothing, and says so."""
-        plan = plan_of(self.config, name, self.machine)
+        plan = planned(self.config, name, self.machine, self.prepared)
         for technique, reason in plan.left_out.items():
             yield Claim(name, f"{technique} is left out", note=reason)
         try:
@@ -293,7 +293,7 @@ class Verifier:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
         values["variants"] = {name: variant.model_dump(mode="json")}
         values["compare"] = {"baseline": name}
-        return plan_of(configuration.parse(values), name, self.machine)
+        return planned(configuration.parse(values), name, self.machine, self.prepared)
 
     def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
         """Each task once, unless it was done before; all that are new in the same processes."""

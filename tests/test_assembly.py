@@ -1,0 +1,109 @@
+"""How many processes hold a model together, which only who builds it knows: decided before any of them starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import job, profiling
+from pipeline.assembly import planned
+from pipeline.config import Config, ConfigError, Machine, parse
+from tests.conftest import ROOT
+from tests.workspaces import PREPARED, furnish
+
+
+def gpus(count: int) -> Machine:
+    return Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=True)
+
+
+def configured(variants: dict[str, Any], **train: Any) -> Config:
+    """For the digits and small_cnn: a chain of four units, with 50 values between its linear layers."""
+    return parse({"fetch": {"dataset": "digits"}, "train": train, "variants": {"baseline": {}} | variants})
+
+
+READY_MADE = {
+    name: values
+    for stem in ("pipeline", "sharded")
+    for name, values in yaml.safe_load((ROOT / "variants" / f"{stem}.yaml").read_text(encoding="utf-8")).items()
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("workspace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        furnish(configured({}))
+        yield directory
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        # on 3 to 9 GPUs, and on 16
+        ("tensor", (2, 2, 5, 5, 5, 5, 5, 10)),
+        ("tensor-replicas", (None, 4, 4, 4, 4, 4, 4, 10)),
+        ("pipeline-1f1b", (3, 4, 4, 4, 4, 4, 4, 4)),
+        ("pipeline-checkpointed", (3, 3, 3, 3, 3, 3, 3, 3)),  # whose units are whole blocks
+        ("pipeline-x-ddp", (None, 4, 4, 6, 6, 8, 8, 8)),
+    ],
+)
+def test_no_more_gpus_are_taken_than_hold_the_model_together(name: str, processes: tuple[int | None, ...]) -> None:
+    config = configured(READY_MADE)
+    for count, expected in zip((*range(3, 10), 16), processes, strict=True):
+        if expected is None:
+            with pytest.raises(ConfigError, match=f"{name}.replicas: found 2"):
+                planned(config, name, gpus(count), PREPARED)
+            continue
+        made = planned(config, name, gpus(count), PREPARED)
+        assert made.processes == expected
+        assert list(made.left_out) == ([f"{count - expected} of {count} GPUs"] if count > expected else [])
+        assert (made.asked, made.applied.processes) == (config.variants[name], "auto")
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (
+            {"parallelism": "tensor", "processes": 3},
+            "'tensor' of 3 processes, but Sequential has 50 values between its ",
+        ),
+        (
+            {"parallelism": "tensor", "replicas": 2, "processes": 8},
+            "'tensor' of 4 processes, but Sequential has 50 val",
+        ),
+        (
+            {"parallelism": "pipeline", "processes": 5},
+            "'pipeline' of 5 processes, but Sequential can be cut into 4 part",
+        ),
+    ],
+)
+@pytest.mark.parametrize("machine", [gpus(0), gpus(8)])
+def test_a_number_that_cannot_is_refused(variant: dict[str, Any], message: str, machine: Machine) -> None:
+    with pytest.raises(ConfigError, match=rf"variants\.tried\.parallelism: found {message}.*; allowed: "):
+        planned(configured({"tried": variant}), "tried", machine, PREPARED)
+
+
+def test_a_model_that_no_processes_hold_together_is_refused() -> None:
+    config = configured({"tried": {"parallelism": "tensor"}}, model="resnet9")
+    with pytest.raises(ConfigError, match=r"variants\.tried\.parallelism: .* has no two linear layers .*; allowed: "):
+        planned(config, "tried", gpus(8), PREPARED)
+
+
+@pytest.mark.parametrize("start", [job.run, profiling.run])
+def test_it_is_known_before_a_process_starts(
+    start: Callable[[Config, str, Machine, Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(
+        f"{start.__module__}.launch",
+        lambda worker, arguments, processes: started.append(processes),  # noqa: ARG005
+    )
+    start(configured(READY_MADE), "tensor", gpus(8), PREPARED)
+    with pytest.raises(ConfigError):
+        start(configured({"tried": {"parallelism": "tensor", "processes": 8}}), "tried", gpus(8), PREPARED)
+    assert started == [5]
