@@ -129,10 +129,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _environment(_: argparse.Namespace) -> None:
     from pipeline import config, environment
+    from pipeline.environment import stages
 
     params = config.load(for_dvc=True)
     plans = config.plans(params, environment.machine())
-    print(f"environment {environment.write(relied_on=config.relied_on(params))[:12]}")
+    written = environment.write(relied_on=config.relied_on(params), described=stages.described(params, plans))
+    print(f"environment {written[:12]}")
     for name, plan in plans.items():
         for technique, reason in plan.left_out.items():
             print(f"variants.{name}: {technique} is left out: {reason}")

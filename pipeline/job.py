@@ -22,6 +22,7 @@ from pipeline.assembly import Assembly, assembled, forget_last_run, planned
 from pipeline.config import Config, Machine, Plan
 from pipeline.detectors import detectors
 from pipeline.distributed import Interruption, World, interruption, launch
+from pipeline.environment import stages
 from pipeline.heap import keep_freed_memory
 from pipeline.interpreter import age_seconds
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
@@ -45,11 +46,19 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = planned(config, name, machine, prepared)
     started = time.time() - age_seconds()
-    launch(_work, (config, plan, prepared, environment.read(), started), plan.processes)
+    depends_on = stages.training(config, plan)  # as the code is now, whatever environment.json says
+    launch(_work, (config, plan, prepared, environment.read(), depends_on, started), plan.processes)
 
 
-def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], started: float) -> None:
-    """What each process does. ``fingerprint``: the environment's."""
+def _work(
+    config: Config,
+    plan: Plan,
+    prepared: Path,
+    fingerprint: dict[str, Any],
+    depends_on: dict[str, Any],
+    started: float,
+) -> None:
+    """What each process does. ``fingerprint``: the environment's. ``depends_on``: see ``stages.training``."""
     keep_freed_memory()
     with assembled(config, plan, prepared) as assembly:
         world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
@@ -62,7 +71,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
         free_steps = max((technique.free_steps for technique in of_plan(plan)), default=0)
         with following, sampler or nullcontext(), interruption(world, free_steps) as heard:
             environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
-            job = Job(assembly, environment_hash, device_name, started, sampler, heard)
+            job = Job(assembly, environment_hash, depends_on, device_name, started, sampler, heard)
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
                 job.write_result(runs)
@@ -80,6 +89,7 @@ class Job:
         self,
         assembly: Assembly,
         environment_hash: str,
+        depends_on: dict[str, Any],
         device_name: str,
         started: float,
         sampler: SystemSampler | None,
@@ -88,7 +98,8 @@ class Job:
         self.assembly, self.config, self.world = assembly, assembly.config, assembly.world
         self.plan = assembly.plan
         """With what the first seed's training decided, or an earlier process before this one was interrupted."""
-        self.environment_hash, self.device_name, self.started = environment_hash, device_name, started
+        self.environment_hash, self.depends_on = environment_hash, depends_on
+        self.device_name, self.started = device_name, started
         self.sampler, self.interruption = sampler, interruption
         self.history: list[HistoryRow] = []
         """Of all seeds so far; the main rank writes it to ``history_file``."""
@@ -231,11 +242,10 @@ class Job:
         """Stands for all that a run depends on: a checkpoint with another identity is not its own."""
         content = {
             "seed": seed,
-            "train": self.config.train.model_dump(mode="json", exclude={"seeds", "checkpoint_every_steps"}),
-            "plan": self.assembly.plan.model_dump(mode="json"),
+            "history_every_steps": self.config.train.history_every_steps,
+            "depends_on": self.depends_on,
             "dataset": self.assembly.dataset.sha256,
             "environment": self.environment_hash,
-            "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _code()],
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -270,11 +280,3 @@ def _announce(plan: Plan, world: World, device_name: str) -> None:
     print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
     for technique, reason in plan.left_out.items():
         print(f"{plan.name}: {technique} is left out: {reason}", flush=True)
-
-
-def _code() -> list[Path]:
-    """The files whose code a run depends on: this package's, and those of the user's own that are loaded."""
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    loaded = {Path(file) for file in files if file}
-    own = {path for path in loaded if path.is_relative_to(Path.cwd()) and "site-packages" not in path.parts}
-    return sorted(own | set(Path(__file__).parent.rglob("*.py")))

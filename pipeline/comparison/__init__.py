@@ -22,6 +22,7 @@ from pipeline.comparison.records import (
     TimeToTarget,
 )
 from pipeline.config import Compare
+from pipeline.environment import without_stages
 from pipeline.results import Arm, Bench, HistoryRow, Result
 from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Verdict
 
@@ -95,7 +96,7 @@ def compare(
         baseline=baseline.variant,
         target_accuracy_fraction=target,
         margins=margins,
-        environment=dict(environment),
+        environment=without_stages(environment),
         device=baseline.device,
         dataset=baseline.dataset,
         train=baseline.config["train"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pipeline.config.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, techniques, without
 from pipeline.config.catalogue.base import COMPILER, Entry
+from pipeline.config.catalogue.classes import TECHNIQUE_CLASSES
 from pipeline.config.errors import ConfigError, PipelineError, first_line, redacted
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.machine import Machine
@@ -36,6 +37,7 @@ __all__ = [
     "GRAPH_WARMUP_STEPS",
     "PARAMS_FILE",
     "SCHEMA_FILE",
+    "TECHNIQUE_CLASSES",
     "Augment",
     "Bench",
     "Compare",

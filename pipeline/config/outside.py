@@ -21,21 +21,21 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_points(CATALOGUE)))
 
 
-def packages() -> dict[str, str]:
-    """The packages that bring them along, and their versions."""
-    found = [point.dist for group in (CATALOGUE, TECHNIQUES) for point in _points(group).values()]
-    return {dist.name: dist.version for dist in sorted(filter(None, found), key=lambda dist: dist.name)}
+def package_of(name: str) -> str:
+    """The distribution that brings the technique ``name``. Raises ConfigError if it is not installed."""
+    dist = _point(TECHNIQUES, name).dist
+    assert dist is not None  # entry_points reads them from distributions
+    return dist.name
+
+
+def module_of(name: str) -> str:
+    """The module that holds the class of the technique ``name``. Raises ConfigError if it is not installed."""
+    return _point(TECHNIQUES, name).module
 
 
 def load(group: str, name: str) -> Any:
     """What the entry point ``name`` of ``group`` names. Raises ConfigError, naming the package, if it cannot be had."""
-    point = _points(group).get(name)
-    if point is None:
-        brought = _points(CATALOGUE).get(name) or _points(TECHNIQUES).get(name)
-        if brought is None:
-            there = ", ".join(names()) or "none"
-            raise ConfigError(f"no technique {name!r} is installed; installed from other packages: {there}.")
-        raise ConfigError(f"{_package(brought)} brings {name!r}, but no entry point of the group {group}.")
+    point = _point(group, name)
     try:
         return point.load()
     except Exception as error:
@@ -43,6 +43,17 @@ def load(group: str, name: str) -> Any:
             f"{_package(point)}: its technique {name!r} cannot be loaded from {point.value}: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _point(group: str, name: str) -> EntryPoint:
+    point = _points(group).get(name)
+    if point is None:
+        brought = _points(CATALOGUE).get(name) or _points(TECHNIQUES).get(name)
+        if brought is None:
+            there = ", ".join(names()) or "none"
+            raise ConfigError(f"no technique {name!r} is installed; installed from other packages: {there}.")
+        raise ConfigError(f"{_package(brought)} brings {name!r}, but no entry point of the group {group}.")
+    return point
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.config import catalogue
+from pipeline.config import catalogue, outside
 from pipeline.config.catalogue.base import COMPILER
 from pipeline.config.errors import ConfigError
 from pipeline.config.machine import Machine
@@ -185,13 +185,14 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 
 def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
-    """Of the extras' distributions and ``COMPILER``, those on whose versions numbers depend, and whose.
+    """Of the extras' distributions, those that bring techniques, and ``COMPILER``: on whose versions whose numbers depend.
 
     ``{"variants": {name: ...}, "forms": {form: ...}}``, with the forms of inference that ``infer.forms`` lists.
     """
     return {
         "variants": {
             name: frozenset(each for technique in catalogue.asked(variant) for each in technique.relies_on)
+            | set(map(outside.package_of, variant.extra))
             for name, variant in config.variants.items()
         },
         "forms": {form: frozenset(_FORMS_RELY_ON.get(form, ())) for form in config.infer.forms},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -68,6 +68,11 @@ class Augment(Section):
 
 class Train(Section):
     """The job. Every variant trains exactly this."""
+
+    OF_RUNS: ClassVar = frozenset({"seeds", "history_every_steps"})
+    """Of how many runs are made and what is noted of them: no step depends on these."""
+    OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
+    """No number depends on these."""
 
     model: str = Field(
         "small_cnn",

@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import CATALOGUE, COMPILER, Machine, PipelineError, outside, redacted
+from pipeline.config import CATALOGUE, COMPILER, Machine, PipelineError, redacted
 from pipeline.environment import cpus, gpus, software, variables
 from pipeline.environment.cpus import control_groups, cores
 from pipeline.environment.gpus import visible
@@ -37,6 +37,7 @@ __all__ = [
     "optional_versions",
     "read",
     "visible",
+    "without_stages",
     "write",
 ]
 
@@ -84,8 +85,6 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         },
         "settings": variables.settings(),
     }
-    if outside.packages():
-        content["software"]["techniques"] = outside.packages()
     if shown:  # without a GPU these are installed but not used
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
     asked = relied_on or {}
@@ -116,9 +115,18 @@ def optional_versions(
     return found
 
 
-def write(path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None) -> str:
-    """Make ``path`` hold the fingerprint, and return its hash. An equal file is left alone."""
-    found = fingerprint(relied_on)
+def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what environment.json holds, what numbers of variants depend on: neither what stages run, nor forms."""
+    kept = {key: value for key, value in content.items() if key not in ("stages", "variants")}
+    return kept | {"relied_on": {"variants": dict(optional_versions(content, "variants"))}}
+
+
+def write(
+    path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None, described: Mapping[str, Any] | None = None
+) -> str:
+    """Make ``path`` hold the fingerprint and, beside it, what is ``described`` (``stages``); return the fingerprint's
+    hash. An equal file is left alone."""
+    found = fingerprint(relied_on) | dict(described or {})
     text = json.dumps(found, indent=2) + "\n"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_text(path, text)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline import environment
-from pipeline.config import ConfigError, Machine, PipelineError, parse, plan
+from pipeline.config import TECHNIQUE_CLASSES, ConfigError, Machine, PipelineError, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.detectors.compiler import Recompilation
 from pipeline.distributed import World
 from pipeline.ledger import measured
 from pipeline.losses import HostLosses
-from pipeline.techniques import ORDER, chosen
+from pipeline.techniques import chosen
 from pipeline.techniques.compile import Compile
 from pipeline.training import TrainingStep
 from tests.nets import ALONE, batch, conv_net, make_plan
@@ -258,7 +258,7 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
 def test_it_comes_after_the_parallelism() -> None:
     techniques = chosen(make_plan(compile="default", channels_last=True, activation_checkpointing=True), ALONE)
     assert [technique.name for technique in techniques][-1] == "compile"
-    names = list(ORDER)
+    names = list(TECHNIQUE_CLASSES)
     assert names.index("ddp") < names.index("compile") < names.index("bf16")
 
 

@@ -1,0 +1,53 @@
+"""What each stage and each variant of params.yaml would run: its code, and its settings with their defaults.
+
+dvc.yaml names these as parameters of its stages, beside the fingerprint's hash and never inside it, so that DVC runs a
+stage again when what it runs has changed, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config import Config, Plan, Train
+from pipeline.environment import code
+
+
+def described(config: Config, plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}}``, plain values.
+
+    ``code`` is file -> digest (``code``). ``plans``: of every variant, on this machine.
+    """
+    settings: dict[str, Any] = {
+        "fetch": _plain(config.fetch),
+        "prepare": {"dataset": config.fetch.dataset, **_plain(config.prepare)},
+        "train": _plain(config.train, only=Train.OF_RUNS),
+        "bench": {"baseline": config.compare.baseline, **_plain(config.bench)},
+        "profile": {"steps": config.profile.steps},
+        "infer": {"max_spread": config.compare.max_spread, **_plain(config.infer, but=frozenset({"variants"}))},
+        "compare": _plain(config.compare),
+    }
+    return {
+        "stages": {stage: {"code": code.of_stage(stage), "settings": each} for stage, each in settings.items()},
+        "variants": {name: _of_variant(plan, config.train) for name, plan in plans.items()},
+    }
+
+
+def training(config: Config, plan: Plan) -> dict[str, Any]:
+    """What a training depends on, beyond its seed, the data and the environment's hash."""
+    return {"code": code.of_stage("train"), "variant": _of_variant(plan, config.train)}
+
+
+def _of_variant(plan: Plan, train: Train) -> dict[str, Any]:
+    """Its code, and what of its plan numbers depend on: not the reasons, which are texts. With the job at its scale."""
+    decisive = {
+        **_plain(plan, but=frozenset({"left_out", "decided"})),
+        "left_out": sorted(plan.left_out),
+        "job": _plain(plan.job(train), but=Train.OF_RUNS | Train.OF_RESUMING),
+    }
+    return {"code": code.of_variant(plan, train), "plan": decisive}
+
+
+def _plain(section: Any, only: frozenset[str] | None = None, but: frozenset[str] = frozenset()) -> dict[str, Any]:
+    found: dict[str, Any] = section.model_dump(mode="json", include=only and set(only), exclude=set(but))
+    return found

@@ -1,0 +1,190 @@
+"""What an edit makes `dvc repro` run again: a stage when what it runs has changed, and only then."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config import parse, plan
+from pipeline.environment import code, stages
+from tests.conftest import Clone
+from tests.parallel import CPU
+
+NET = """\
+from layers import Flat
+
+
+def net(channels, height, width, classes):
+    return Flat(channels * height * width, classes)
+"""
+LAYERS = """\
+from torch import nn
+
+
+class Flat(nn.Sequential):
+    def __init__(self, inputs, classes):
+        super().__init__(nn.Flatten(), nn.Linear(inputs, classes))
+"""
+PARAMS = {
+    "fetch.dataset": "digits",
+    "train.model": "net:net",
+    "train.device": "cpu",
+    "train.seeds": [0],
+    "train.epochs": 1,
+    "train.batch_size": 64,
+    "bench.max_rounds": 1,
+    "bench.window_seconds": 0.01,
+    "publish.live": False,
+    "profile.variants": [],
+    "variants.ddp": None,
+    "variants.memory": None,
+    "variants.format": {"channels_last": True},
+    "variants.clipped": {"gradient_accumulation": 2},
+}
+TRAINED = {"train@baseline", "train@format", "train@clipped"}
+MEASURED = {*TRAINED, "bench"}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """A clone with a net of the user's own, all stages up to bench done and committed."""
+    path = tmp_path_factory.mktemp("done")
+    checkout = Clone(path, {})
+    (path / "net.py").write_text(NET)
+    (path / "layers.py").write_text(LAYERS)
+    checkout.edit(PARAMS)
+    checkout.run("dvc", "repro", "bench", *sorted(TRAINED))
+    checkout.commit()
+    return checkout
+
+
+@pytest.fixture
+def checkout(done: Clone) -> Iterator[Clone]:
+    yield done
+    done.run("git", "reset", "--quiet", "--hard")  # DVC stages what it writes
+    done.run("git", "clean", "--quiet", "--force", "-d")
+
+
+def edit(path: Path, pattern: str, replacement: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    changed = re.sub(pattern, replacement, text, count=1)
+    assert changed != text, f"{pattern} is not in {path}"
+    path.write_text(changed, encoding="utf-8")
+
+
+def due(checkout: Clone) -> set[str]:
+    """The stages up to bench that DVC would run again."""
+    checkout.run("dvc", "repro", "environment")
+    status = json.loads(checkout.run("dvc", "status", "--json", "fetch", "prepare", "bench", *sorted(TRAINED)))
+    return {
+        stage
+        for stage, changes in status.items()
+        if any(isinstance(each, dict) and set(each) != {"changed outs"} for each in changes) and stage != "environment"
+    }
+
+
+def test_nothing_is_due_when_nothing_changed(checkout: Clone) -> None:
+    assert due(checkout) == set()
+
+
+def test_what_no_number_depends_on_runs_nothing_again(checkout: Clone) -> None:
+    for file, pattern, replacement in [
+        ("pipeline/training.py", r"\A", "# A remark.\n"),
+        ("pipeline/training.py", r'    """One optimizer update', '    """Exactly one optimizer update'),
+        ("pipeline/training.py", r"self\.steps \+= 1", "self.steps += (\n                    1\n                )"),
+        ("pipeline/techniques/channels_last.py", r"\A", '"""Another word."""\n'),
+        ("pipeline/config/catalogue/memory.py", r'does="', 'does="In short: '),
+        ("pipeline/config/planning.py", r"(?m)^def plan\(", "_UNUSED = 1\n\n\ndef plan("),
+        ("pipeline/tracking/labels.py", r"\Z", "\n_UNUSED = 1\n"),
+        ("layers.py", r"\A", "# A remark.\n"),
+        ("params.yaml", r"(?m)^train:\n", "train:\n  warmup_steps: 10\n"),  # the default
+        ("params.yaml", r"(?m)^train:\n", "train:\n  checkpoint_every_steps: 7\n"),
+    ]:
+        edit(checkout.path / file, pattern, replacement)
+    assert due(checkout) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern", "replacement", "expected"),
+    [
+        ("pipeline/techniques/channels_last.py", r"\Z", "\n_UNUSED = 1\n", {"train@format", "bench"}),
+        ("pipeline/training.py", r"\Z", "\n_UNUSED = 1\n", MEASURED),
+        ("pipeline/ledger/tape.py", r"\Z", "\n_UNUSED = 1\n", {"bench"}),
+        ("pipeline/data/packing.py", r"\Z", "\n_UNUSED = 1\n", {"prepare"}),
+        ("pipeline/data/sources/places.py", r"\Z", "\n_UNUSED = 1\n", {"fetch"}),
+        ("net.py", r"\Z", "\n_UNUSED = 1\n", MEASURED),
+        ("layers.py", r"\Z", "\n_UNUSED = 1\n", MEASURED),
+        (
+            "params.yaml",
+            r"channels_last: true",
+            "channels_last: true\n    set_to_none: false",
+            {"train@format", "bench"},
+        ),
+        ("params.yaml", r"window_seconds: 0\.01", "window_seconds: 0.025", {"bench"}),
+        ("params.yaml", r"(?m)^  seeds:\n", "  seeds:\n  - 1\n", TRAINED),
+    ],
+)
+def test_what_a_number_depends_on_runs_again_what_runs_it(
+    checkout: Clone, file: str, pattern: str, replacement: str, expected: set[str]
+) -> None:
+    edit(checkout.path / file, pattern, replacement)
+    assert due(checkout) == expected
+
+
+def test_a_new_technique_runs_nothing_again_until_a_variant_asks_for_it(checkout: Clone) -> None:
+    new = checkout.path / "new.py"
+    new.write_text("VALUE = 1\n")
+    edit(checkout.path / "pipeline/config/catalogue/classes.py", r"CLASSES = \{", 'CLASSES = {"new": "new.New", ')
+    (checkout.path / "pipeline/techniques/new.py").write_text("class New: ...\n")
+    assert due(checkout) == set()
+    values = yaml.safe_load((checkout.path / "params.yaml").read_text())
+    values["variants"]["baseline"] = {"cudnn_benchmark": False, "set_to_none": False}
+    (checkout.path / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    assert due(checkout) == {"train@baseline", "bench"}
+
+
+def test_dvc_names_the_file_that_changed(checkout: Clone) -> None:
+    edit(checkout.path / "layers.py", r"\Z", "\nUNUSED = 1\n")
+    checkout.run("dvc", "repro", "environment")
+    assert "variants.format.code.layers.py" in checkout.run("dvc", "params", "diff", "--targets", "environment.json")
+
+
+def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkpoint is named by: the code of the training's stage and the variant's, and their settings."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("VALUE = 1\n")
+
+    def depends_on(**train: object) -> object:
+        code._source.cache_clear()
+        config = parse({"train": {"model": "net:net", **train}, "variants": {"baseline": {}}})
+        return stages.training(config, plan(config, "baseline", CPU))
+
+    before = depends_on()
+    Path("net.py").write_text("# A remark.\nVALUE = 1\n")
+    assert depends_on(checkpoint_every_steps=5, warmup_steps=10) == before
+    assert depends_on(warmup_steps=11) != before
+    Path("net.py").write_text("VALUE = 2\n")
+    assert depends_on() != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stage", ["fetch", "prepare", "train format", "bench", "profile format", "infer format", "compare"]
+)
+def test_the_digests_are_of_all_that_a_stage_and_its_processes_import(checkout: Clone, stage: str) -> None:
+    checkout.edit({"infer.forms": ["eager"], "infer.rounds": 1})
+    output = checkout.run("python", "-m", "pipeline", *stage.split(), PYTHONPROFILEIMPORTTIME="1")
+    names = set(re.findall(r"\| +((?:pipeline|net|layers)\b[\w.]*)$", output, re.MULTILINE))
+    imported = {name for name in names if not f"{name}.".startswith(("pipeline.config.", "pipeline.environment."))}
+    content = json.loads((checkout.path / "environment.json").read_text())
+    digests = {**content["stages"][stage.split()[0]]["code"], **content["variants"]["format"]["code"]}
+    if stage == "bench":
+        digests |= {file: digest for each in content["variants"].values() for file, digest in each["code"].items()}
+    known = {file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in digests}
+    assert imported - known <= {"pipeline.cli", "pipeline.interpreter"}  # the routing, which changes no output
+    assert len(imported) > 3
