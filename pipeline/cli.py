@@ -1,7 +1,7 @@
 """The command line: arguments in, one call out.
 
-A command imports what it runs when it runs, so that ``--help`` and the light commands stay quick. dvc.yaml lists, as a
-stage's dependencies, what the stage's command imports below; tests/test_dvc.py compares them.
+A command imports what it runs when it runs, so that ``--help`` and the light commands stay quick. What the command of a
+stage imports below, and what that imports, is the code on which DVC makes the stage depend (environment/code.py).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _environment(_: argparse.Namespace) -> None:
     from pipeline import config, environment
     from pipeline.environment import stages
 
-    params = config.load(for_dvc=True)
+    params = config.load()
     plans = config.plans(params, environment.machine())
     written = environment.write(relied_on=config.relied_on(params), described=stages.described(params, plans))
     print(f"environment {written[:12]}")

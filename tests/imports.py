@@ -37,8 +37,6 @@ def imported(node: ast.AST, module: str) -> set[str]:
                 base = ".".join([*up, *filter(None, [inner.module])])
             names = {f"{base}.{alias.name}" for alias in inner.names}
             found |= {name if name in known else base for name in names} if base.startswith("pipeline") else {base}
-        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):  # "ddp.DDP": imported when asked for
-            found |= {f"{module}.{inner.value.partition('.')[0]}"} & known.keys()
     return found
 
 
@@ -46,17 +44,6 @@ def own(names: Iterable[str]) -> set[str]:
     """Those of ``names`` that are the package's, with the packages inside it that importing them runs."""
     found = {name for name in names if name in modules() and name != "pipeline"}
     return found | {parent for name in found for parent in _parents(name)}
-
-
-def closure(names: Iterable[str]) -> set[str]:
-    """``names`` and all of the package's modules that they import, directly or not."""
-    reached: set[str] = set()
-    waiting = own(names)
-    while waiting:
-        module = waiting.pop()
-        reached.add(module)
-        waiting |= own(imported(tree(module), module)) - reached
-    return reached
 
 
 def _parents(name: str) -> Iterator[str]:

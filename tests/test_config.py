@@ -206,27 +206,6 @@ def test_a_file_that_is_no_params_file(tmp_path: Path, text: str, message: str) 
     assert message in str(caught.value)
 
 
-def test_what_dvc_asks_for_must_be_written_out(tmp_path: Path) -> None:
-    path = tmp_path / "params.yaml"
-    values = copy.deepcopy(SHIPPED) | {"infer": {"variants": ["ddp"]}, "profile": {"variants": []}, "train": {}}
-    del values["bench"], values["compare"]["max_spread"], values["fetch"]["dataset"]
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    assert load(path) == parse(values)
-    with pytest.raises(ConfigError) as caught:
-        load(path, for_dvc=True)
-    missing = "missing; DVC asks for it and knows no defaults. Write"
-    assert str(caught.value).splitlines() == [
-        f'{path}: fetch.dataset: {missing} dataset: "fashion_mnist"',
-        f"{path}: bench: {missing} bench: {{}}",
-        f"{path}: compare.max_spread: {missing} max_spread: 0.15",
-        f'{path}: infer.forms: {missing} forms: ["eager", "compiled", "bf16", "fp16", "int8", "exported"]',
-        f"{path}: infer.batch_sizes: {missing} batch_sizes: [1, 16, 256]",
-        f"{path}: infer.rounds: {missing} rounds: 8",
-        f"{path}: infer.window_seconds: {missing} window_seconds: 0.1",
-    ]
-    assert load(ROOT / "params.yaml", for_dvc=True) == parse(SHIPPED)
-
-
 def test_a_key_that_stands_twice_is_shown_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text("variants:\n  a: {}\n  b: {}\n  a: {precision: bf16}\n", encoding="utf-8")

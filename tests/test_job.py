@@ -404,7 +404,7 @@ def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.
         monkeypatch.setattr(module, "detectors", asked)
     monkeypatch.setattr(job, "forget_last_run", lambda _: None)
     monkeypatch.setattr(arm, "assembled", made)
-    trained = job.Job(assembly, "environment", "GPU", 0.0, None, cast(Interruption, None))
+    trained = job.Job(assembly, "environment", {}, "GPU", 0.0, None, cast(Interruption, None))
     for measure in (
         lambda: trained.train(0),
         lambda: next(arm._measure(config, plan_, PREPARED, {}, 4, ledgers=False)),

@@ -115,7 +115,7 @@ def test_it_applies_after_the_built_in_ones(clipping: Path) -> None:  # noqa: AR
     ]
 
 
-def test_planning_loads_no_torch_and_the_fingerprint_notices_another_version(tmp_path: Path) -> None:
+def test_planning_loads_no_torch_and_its_variant_alone_depends_on_its_version_and_code(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text(json.dumps(SHIPPED | {"variants": {"baseline": {}, "clipped": CLIPPED}}))
     hashes = []
     for version in ("0.1.0", "0.2.0"):
@@ -127,10 +127,11 @@ def test_planning_loads_no_torch_and_the_fingerprint_notices_another_version(tmp
         path = os.pathsep.join(map(str, (ROOT, tmp_path / version, EXAMPLE)))
         subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True)
         found = json.loads((tmp_path / "environment.json").read_text())
-        assert found["software"]["techniques"] == {"gradient-clipping": version}
-        hashes.append(found["hash"])
-    assert hashes[0] != hashes[1]
-    assert "techniques" not in environment.fingerprint()["software"], "nothing is installed here"
+        assert found["relied_on"]["variants"] == {"baseline": {}, "clipped": {"gradient-clipping": version}}
+        assert found["variants"]["clipped"]["code"].keys() >= {"gradient_clipping/technique.py"}
+        hashes.append([environment.hash_of(found, "variants", name) for name in ("baseline", "clipped")])
+    assert hashes[0][0] == hashes[1][0]
+    assert hashes[0][1] != hashes[1][1]
 
 
 BROKEN = """

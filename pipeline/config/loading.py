@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from pipeline.config.catalogue import contradiction, extra_problems, misplaced
 from pipeline.config.errors import ConfigError
-from pipeline.config.sections import Config, Section, Train, Variant
+from pipeline.config.sections import Config, Train, Variant
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
@@ -25,25 +25,9 @@ _FUNCTION = r"[^:.][^:]*:[^:]+"
 """module:function, as a regular expression."""
 
 
-ASKED_BY_DVC = {
-    "": ("fetch", "fetch.dataset", "prepare", "train", "bench", "compare", "compare.baseline", "publish"),
-    "profile": ("profile.steps",),
-    "infer": ("compare.max_spread", "infer.forms", "infer.batch_sizes", "infer.rounds", "infer.window_seconds"),
-}
-"""What dvc.yaml names of params.yaml, beside its variants; ``profile`` and ``infer`` only where they have some."""
-
-
-def load(path: Path = PARAMS_FILE, *, for_dvc: bool = False) -> Config:
-    """Read and validate ``path``. Raises ConfigError, naming every offending key.
-
-    ``for_dvc``: also those that dvc.yaml names and ``path`` leaves out. DVC knows no defaults, and would end at the
-    stage that asks for them, after the work of those before.
-    """
-    values = read(path)
-    config = parse(values, str(path))
-    if for_dvc and (missing := list(_left_out(values, config))):
-        raise ConfigError("\n".join(f"{path}: {problem}" for problem in missing))
-    return config
+def load(path: Path = PARAMS_FILE) -> Config:
+    """Read and validate ``path``. Raises ConfigError, naming every offending key."""
+    return parse(read(path), str(path))
 
 
 def read(path: Path) -> Any:
@@ -84,18 +68,6 @@ def _schema() -> dict[str, Any]:
     described = Config.model_json_schema()
     described["properties"]["variants"]["additionalProperties"] = False  # a name that does not fit is no variant
     return described
-
-
-def _left_out(values: Any, config: Config) -> Iterator[str]:
-    """What dvc.yaml names and ``values``, which were read as ``config``, leave out."""
-    asking = {"": True, "profile": bool(config.profile.variants), "infer": bool(config.infer.variants)}
-    for key in (key for stage, keys in ASKED_BY_DVC.items() if asking[stage] for key in keys):
-        section, _, name = key.rpartition(".")
-        there, known = (values.get(section, {}), getattr(config, section)) if section else (values, config)
-        if name not in there:
-            default = getattr(known, name)
-            shown = "{}" if isinstance(default, Section) else json.dumps(default)
-            yield f"{key}: missing; DVC asks for it and knows no defaults. Write {name}: {shown}"
 
 
 def _contradictions(config: Config) -> Iterator[str]:

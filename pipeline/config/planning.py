@@ -185,7 +185,7 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 
 def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
-    """Of the extras' distributions, those that bring techniques, and ``COMPILER``: on whose versions whose numbers depend.
+    """On the versions of what numbers depend, and whose: distributions (of extras, and of techniques), ``COMPILER``.
 
     ``{"variants": {name: ...}, "forms": {form: ...}}``, with the forms of inference that ``infer.forms`` lists.
     """

@@ -51,4 +51,4 @@ TECHNIQUE_CLASSES = {
     "dataloader": "data_loading.DataLoaderData",
     "weak_scaling": "scaling.WeakScaling",
 }
-"""Name -> module under ``pipeline/techniques``, and class. A job imports those that it applies: some bring large parts of torch along."""
+"""Name -> module under pipeline/techniques, and class. A job imports what it applies: some bring much of torch."""
