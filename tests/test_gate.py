@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import gate
+from pipeline import environment, gate
 from pipeline.benchmark import Asked, Rounds
-from pipeline.config import Config, ConfigError, Margins, Variant, parse
-from pipeline.environment import checked_out
+from pipeline.config import Config, ConfigError, Margins, Variant, parse, plans
+from pipeline.environment import checked_out, code, stages
 from pipeline.gate import copies, measuring, recording
 from pipeline.gate.copies import check_arms, commit_of
 from pipeline.gate.decision import GateError, Judged, judge, noises
@@ -234,7 +234,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(recording, "output", lambda *_: "{}")
     (tmp_path / "reports").mkdir()
     recording.COMPARISON_FILE.write_text(make_comparison().to_json(), encoding="utf-8")
+    write_environment(configured())
     return tmp_path
+
+
+def write_environment(config: Config) -> None:
+    """environment.json, of what is here."""
+    environment.write(described=stages.described(config, plans(config, environment.machine())))
 
 
 def configured(**sections: Any) -> Config:
@@ -416,33 +422,26 @@ def test_what_dvc_cannot_tell_is_a_refusal(checkout: Path, monkeypatch: pytest.M
     assert not gate.MARKDOWN_FILE.exists()
 
 
-@pytest.mark.parametrize("change", ["nothing", "committed", "changed", "untracked", "dirty", "notes"])
-def test_code_of_the_users_own_must_be_what_was_measured(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    """DVC does not see it; git does."""
-    monkeypatch.setattr(recording, "output", lambda *asked: "{}" if "dvc" in asked[0] else copies.output(*asked))
-    (repository / "nets.py").write_text("slow = False", encoding="utf-8")
-    run("git", "add", "--all")
-    run("git", "commit", "--quiet", "--message", "measured")
-    ours = make_comparison()
-    commit = run("git", "rev-parse", "HEAD").strip() + ("+" if change == "dirty" else "")
-    ours.train["model"] = "nets:net"
-    (repository / "reports").mkdir()
-    for name in ("main.json", str(recording.COMPARISON_FILE)):
-        bench = ours.bench.model_copy(update={"commit": commit})
-        Path(name).write_text(ours.model_copy(update={"bench": bench}).to_json(), encoding="utf-8")
-    name = {"untracked": "new.py", "notes": "notes.md"}.get(change, "nets.py")
-    if change not in ("nothing", "dirty"):
-        (repository / name).write_text("slow = True", encoding="utf-8")
-    if change in ("committed", "notes"):
-        run("git", "add", name)
-        run("git", "commit", "--quiet", "--message", "after")
-    if change in ("nothing", "notes"):
-        assert gate.run(configured(), "main.json") == 0
+@pytest.mark.parametrize("change", ["nothing", "remark", "own code", "settings", "new"])
+def test_code_and_settings_must_be_what_was_measured(checkout: Path, change: str) -> None:
+    """By their digests, whatever DVC says: the user's own code, too."""
+    config = configured(train={"model": "nets:net"})
+    net = checkout / "nets.py"
+    net.write_text("slow = False\n", encoding="utf-8")
+    write_environment(config)
+    changed = {"remark": "# A remark.\nslow = False\n", "own code": "slow = True\n"}
+    net.write_text(changed.get(change, "slow = False\n"), encoding="utf-8")
+    code._source.cache_clear()
+    if change == "settings":
+        config = config.with_train(batch_size=128)
+    if change == "new":
+        environment.ENVIRONMENT_FILE.write_text('{"hash": "of an older version"}', encoding="utf-8")
+    named = {"own code": r"baseline\.code\.nets\.py", "settings": r"baseline\.plan\.job\.batch_size", "new": "train"}
+    if change not in named:
+        assert gate.run(config, str(recorded())) == 0
     else:
-        with pytest.raises(GateError, match=r"DVC does not see your own nets, and git does not show"):
-            gate.run(configured(), "main.json")
+        with pytest.raises(GateError, match=rf"since it was made, .*{named[change]}.* changed\. Run `dvc repro`"):
+            gate.run(config, str(recorded()))
 
 
 def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> None:
@@ -823,13 +822,18 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
 
 
 @pytest.mark.parametrize("own", [{"model": "nets:mine"}, {"loss": "losses:mine"}, {"metric": "scores:mine"}])
-def test_code_of_the_users_own_is_trained_anew_on_both_sides(pretended: Pretended, own: dict[str, str]) -> None:
+@pytest.mark.parametrize("seen", [True, False])
+def test_code_of_the_users_own_is_trained_anew_unless_dvc_sees_it(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, own: dict[str, str], seen: bool
+) -> None:
     for about in pretended.about:
         about["train"] |= own
+    known: Iterator[dict[str, Any]] = iter([{"stages": {}}, {"stages": {}} if seen else {}])
+    monkeypatch.setattr(environment, "read", lambda _: next(known))
     gate.run(configured(), "main")
     trained = [command for command in pretended.ran if "train@" in command]
-    anew = "repro --force --no-run-cache --single-item train@baseline train@ddp"
-    assert trained == [f"base {anew}", f"head {anew}"], "DVC does not see that code"
+    anew = f"repro {'' if seen else '--force --no-run-cache --single-item '}train@baseline train@ddp"
+    assert trained == [f"base {anew}", f"head {anew}"]
 
 
 def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pretended) -> None:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from pipeline import benchmark, results, stats
+from pipeline import benchmark, environment, results, stats
 from pipeline.benchmark import Asked, Rounds, Server, measure
 from pipeline.config import Config
-from pipeline.environment import checked_out
+from pipeline.environment import ENVIRONMENT_FILE, checked_out
 from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
 from pipeline.gate.decision import (
     Gated,
@@ -62,9 +62,10 @@ def measured(config: Config, revision: str) -> Gated:
         trained: list[dict[str, dict[int, float]]] = [{}, {}]
         if asked.gate.accuracy:
             _check_comparable(there["train"], here["train"])
+            # Before digests of it were dependencies, DVC took the training of one code of the user's for another's.
+            unseen = own and any("stages" not in environment.read(root / ENVIRONMENT_FILE) for root in roots)
+            anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for root in roots:
-                # DVC does not see the files of a user's own code; it would take one's training for the other's.
-                anew = ("--force", "--no-run-cache", "--single-item") if own else ()
                 dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
             trained = [_test_accuracies(root, names) for root in roots]
         baseline = asked.compare.baseline

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline import environment
 from pipeline.comparison import Comparison
-from pipeline.config import PARAMS_FILE, Config
-from pipeline.environment import checked_out, hash_of, optional_versions
+from pipeline.config import Config, plans
+from pipeline.environment import checked_out, hash_of, optional_versions, stages
 from pipeline.gate.copies import output
 from pipeline.gate.decision import (
     Gated,
@@ -23,7 +24,6 @@ from pipeline.gate.decision import (
     held_variants,
     judge,
     noises,
-    own_modules,
     unshared,
 )
 from pipeline.gate.settings import STRICTER, judging, looser, told
@@ -31,6 +31,8 @@ from pipeline.results import REPORTS
 from pipeline.verdicts import Noise
 
 COMPARISON_FILE = REPORTS / "comparison.json"
+STAGES = ("fetch", "prepare", "train", "bench")
+"""Of whose code and settings a comparison is made."""
 OF_VERDICTS = [key for key in STRICTER if key.startswith(("compare.margins.", "compare.max_spread"))]
 OF_SAMPLES = [key for key in STRICTER if key.startswith("bench.")]
 
@@ -48,7 +50,7 @@ def recorded(config: Config, path: Path) -> Gated:
     names = held_variants(there, here, str(path))
     if problems := [*_environment_problems(base, head, names, path), *_job_problems(base, head, path)]:
         raise GateError("\n".join(problems))
-    _check_current(head, names)
+    _check_current(config, names)
     there_asked = {"compare": {"margins": base.margins.model_dump(), "max_spread": base.noise_throughput.max_spread}}
     asked = judging(config, there_asked, str(path), OF_VERDICTS)
     margins, max_spread = asked.compare.margins, asked.compare.max_spread
@@ -78,26 +80,27 @@ def recorded(config: Config, path: Path) -> Gated:
     )
 
 
-def _check_current(head: Comparison, names: Sequence[str]) -> None:
-    """Raise GateError unless DVC, and of a user's own code git, knows that ``head`` is of what is here now."""
-    stages = [*(f"train@{name}" for name in names), "bench", "compare"]
+def _check_current(config: Config, names: Sequence[str]) -> None:
+    """Raise GateError unless the comparison is of what is here now: of this code, these settings and, by DVC's word,
+    these files."""
+    made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))
+    described = [("stages", each) for each in STAGES] + [("variants", each) for each in names]
+    changed = [
+        line.partition(":")[0]
+        for section, name in described
+        for line in differing(made_of.get(section, {}).get(name), here.get(section, {}).get(name), name)
+    ]
     unknown = f"nobody knows whether {COMPARISON_FILE} is of what is here now, for `dvc status` failed; put that right"
-    text = output([sys.executable, "-m", "dvc", "status", "--json", *stages], unknown)
+    asked = [*(f"train@{name}" for name in names), "bench", "compare"]
+    text = output([sys.executable, "-m", "dvc", "status", "--json", *asked], unknown)
     try:
-        changes = [change for of_stage in json.loads(text).values() for change in of_stage]
-        changed = list(dict.fromkeys(name for change in changes for name in _changed(change)))
+        changed += [name for of_stage in json.loads(text).values() for change in of_stage for name in _changed(change)]
     except (AttributeError, TypeError, ValueError) as error:
         raise GateError(f"{unknown}: it wrote {text!r} ({error})") from None
     if changed:
         raise GateError(
-            f"{COMPARISON_FILE} is not of what is here now: since it was made, {', '.join(changed)} changed. "
-            "Run `dvc repro`, which measures it again."
-        )
-    if (own := own_modules(head.train)) and not _same_code(head.bench.commit):
-        raise GateError(
-            f"DVC does not see your own {', '.join(own)}, and git does not show that no Python file has changed since "
-            f"{COMPARISON_FILE} was measured (at {head.bench.commit or 'no commit'}). Commit, and measure again: "
-            "`dvc repro --force`; or hold this work tree against a revision."
+            f"{COMPARISON_FILE} is not of what is here now: since it was made, {', '.join(dict.fromkeys(changed))} "
+            "changed. Run `dvc repro`, which measures it again."
         )
 
 
@@ -107,16 +110,8 @@ def _changed(change: Any) -> list[str]:
         return [str(change).removeprefix("changed ")]  # the stage's command
     names = [path for path in change.get("changed outs", {}) if path == str(COMPARISON_FILE)]
     for path, how in change.get("changed deps", {}).items():
-        names += how if isinstance(how, dict) and path == str(PARAMS_FILE) else [path]
+        names.append(f"{path} ({', '.join(how)})" if isinstance(how, dict) else path)
     return names
-
-
-def _same_code(commit: str | None) -> bool:
-    """Whether git knows every Python file here to be as it was at ``commit``, which ends with "+" if files differed."""
-    if commit is None or commit.endswith("+"):
-        return False
-    different = output(["git", "diff", "--name-only", commit, "--", "*.py"], f"git does not know commit {commit}")
-    return not different and not output(["git", "ls-files", "--others", "--exclude-standard", "*.py"], "git failed")
 
 
 def _stale(head: Comparison) -> list[str]:
