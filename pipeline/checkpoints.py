@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 
+from pipeline import results
 from pipeline.config import first_line
+from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
 """Not an output of any stage: DVC deletes outputs before it runs a stage, and a resume point must survive that."""
+
+UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, KeyError, ImportError, pickle.UnpicklingError)
+"""What ``torch.load`` raises for a file that is not what it should be."""
 
 
 def checkpoint_file(variant: str, seed: int, root: Path = CHECKPOINTS) -> Path:
@@ -41,13 +46,35 @@ def load(path: Path, identity: str) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return None
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, ImportError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         print(
             f"{path} cannot be read and is ignored; the run starts from the beginning. ({first_line(error)})",
             flush=True,
         )
         return None
     return state if isinstance(state, dict) and state.get("identity") == identity else None
+
+
+def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.Tensor]:
+    """The trained weights of one seed of ``result``, on the CPU: those whose digest it names, and no others.
+
+    Raises ResultError, naming the file, if it is missing, cannot be read or holds something else.
+    """
+    path, retrain = results.model_file(result.variant, seed, root), results.train_again(result.variant)
+    expected = next(run.model_sha256 for run in result.runs if run.seed == seed)
+    try:
+        state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        found = state_sha256(state)
+    except FileNotFoundError:
+        raise ResultError(f"{path} is missing; run `dvc repro train@{result.variant}` first.") from None
+    except (*UNREADABLE, AttributeError, TypeError) as error:
+        raise ResultError(f"{path} cannot be read as weights ({first_line(error)}). Run {retrain}.") from None
+    if found != expected:
+        raise ResultError(
+            f"{path} does not hold the weights that its result is about: expected model_sha256 {expected}, found "
+            f"{found}. Train again: {retrain}."
+        )
+    return state
 
 
 def random_state() -> dict[str, torch.Tensor]:

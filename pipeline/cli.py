@@ -204,7 +204,7 @@ def _compare(_: argparse.Namespace) -> None:
     from pipeline import comparison, config, environment, report, results
 
     params = config.load()
-    measured, histories = comparison.read_all(params.variants)
+    measured, histories = comparison.read_all(params)
     compared = comparison.compare(measured, histories, results.read_bench(), params.compare, environment.read())
     report.write(compared, histories)
     print(f"report: {report.REPORTS / 'comparison.html'}")

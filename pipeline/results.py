@@ -11,13 +11,13 @@ import hashlib
 import io
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.config import PipelineError
+from pipeline.config import Config, PipelineError, Seed, VariantName
 
 RESULTS = Path("results")
 MODELS = Path("models")
@@ -50,7 +50,7 @@ def variant_json(record: Record) -> str:
 class HistoryRow(Record):
     """One row of ``history.csv``: the state after ``step`` optimizer steps of one seed's run."""
 
-    seed: int
+    seed: Seed
     epoch: float
     """Passes over the training set so far; a whole number at the end of an epoch."""
     step: int
@@ -96,7 +96,7 @@ class Window(Record):
 class Run(Window):
     """What was measured of one seed."""
 
-    seed: int
+    seed: Seed
     test_accuracy: float
     """Mean of ``train.metric`` over the test set, 0 to 1: test_correct / test_count."""
     test_correct: int | float
@@ -177,7 +177,7 @@ class Result(Setup):
     """``results/<variant>.json``."""
 
     schema_: Literal[1] = 1
-    variant: str
+    variant: VariantName
     environment: str
     """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant."""
     config: dict[str, Any]
@@ -240,7 +240,7 @@ class Arm(Setup):
     role: Literal["variant", "again", "with", "without"]
     """The variant itself; the baseline once more (A/A); the baseline with one technique more; ``variant`` with one
     technique less."""
-    variant: str
+    variant: VariantName
     technique: str | None
     """The one that is added or taken away."""
     samples: tuple[Window, ...]
@@ -258,7 +258,7 @@ class Bench(Record):
     config: dict[str, Any]
     """``train`` and ``bench`` as params.yaml asked for them."""
     dataset: Dataset
-    baseline: str
+    baseline: VariantName
     """The variant that is measured twice a round."""
     steps: int
     """Of each sample."""
@@ -268,11 +268,11 @@ class Bench(Record):
     """The whole measurement took."""
     interrupted: bool
     arms: tuple[Arm, ...]
-    ledgers: dict[str, Ledgers]
+    ledgers: dict[VariantName, Ledgers]
     """By variant."""
-    flops: dict[str, Flops]
+    flops: dict[VariantName, Flops]
     """By variant."""
-    not_ablated: dict[str, dict[str, str]]
+    not_ablated: dict[VariantName, dict[str, str]]
     """Variant -> technique -> why its share was not measured."""
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
@@ -326,9 +326,50 @@ def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFER
     return root / f"{variant}.{kind}"
 
 
-def read(path: Path) -> Result:
-    """Read one result. Raises ResultError, naming the file, if it is not one, and FileNotFoundError."""
-    return _read(path, Result, "dvc repro")
+def read(path: Path, config: Config) -> Result:
+    """The result of the variant that ``path`` is named after, if it is of the job that ``config`` describes.
+
+    Results come from a cache that others may write to, so what they say is never imported, called or opened: that
+    follows ``config``, and a result that says anything else is refused. Raises ResultError, which names the file and
+    every key that differs, and FileNotFoundError.
+    """
+    variant = path.stem
+    result = _read(path, Result, "dvc repro")
+    params = json.loads(config.model_dump_json(include={"train", "variants"}))
+    then = {"train": result.config.get("train"), "variants": {variant: result.config.get("variant")}}
+    problems = list(_differing(then, params | {"variants": {variant: params["variants"].get(variant)}}))
+    if result.variant != variant:
+        problems.append(f"it holds the result of variant {result.variant!r}")
+    if (seeds := [run.seed for run in result.runs]) != config.train.seeds:
+        problems.append(f"it holds runs of the seeds {seeds}, not of train.seeds {config.train.seeds}")
+    if problems:
+        raise ResultError(
+            f"{path} is not the result of what params.yaml says now: {'; '.join(problems)}. Run `dvc repro`, or "
+            f"{train_again(variant)} if DVC takes it for up to date."
+        )
+    return result
+
+
+def read_values(path: Path, variant: str) -> dict[str, Any]:
+    """The content of a profile's or an inference's record. Raises ResultError unless it is one of ``variant``."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or values.get("variant") != variant:
+        raise ResultError(f"{path} is not of variant {variant!r}, after which it is named: remove it, run `dvc repro`.")
+    return values
+
+
+def train_again(variant: str) -> str:
+    """What trains ``variant`` whatever DVC's cache holds, for a message."""
+    return f"`dvc repro --single-item --force train@{variant}`"
+
+
+def _differing(found: Any, asked: Any, path: str = "") -> Iterator[str]:
+    """A sentence for each value that is not the one asked for, with its dotted path."""
+    if isinstance(found, Mapping) and isinstance(asked, Mapping):
+        for key in dict.fromkeys([*asked, *found]):
+            yield from _differing(found.get(key), asked.get(key), f"{path}.{key}" if path else key)
+    elif found != asked:
+        yield f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
 
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:

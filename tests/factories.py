@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.comparison import Comparison, compare
 from pipeline.config import Bench as BenchSettings
-from pipeline.config import Compare, Train, Variant, techniques
+from pipeline.config import Compare, Config, Train, Variant, parse, techniques
 from pipeline.results import Arm, Bench, Dataset, Flops, HistoryRow, Ledger, Ledgers, Result, Run, Window, summarise
 
 ENVIRONMENT: dict[str, Any] = {
@@ -101,6 +101,16 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "runs": runs,
     }
     return Result(**values | changes)
+
+
+def make_params(measured: Sequence[Result], **sections: Any) -> Config:
+    """The params.yaml that asks for these results; their first is the baseline."""
+    values = {
+        "train": measured[0].config["train"],
+        "variants": {each.variant: each.config["variant"] for each in measured},
+        "compare": {"baseline": measured[0].variant},
+    }
+    return parse(values | sections)
 
 
 def make_history(

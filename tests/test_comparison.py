@@ -31,6 +31,7 @@ from tests.factories import (
     make_histories,
     make_history,
     make_ledgers,
+    make_params,
     make_result,
     make_results,
     make_run,
@@ -439,6 +440,7 @@ def test_the_ratio_of_times_to_target() -> None:
         ({"parallelism": "ddp", "processes": 4}, ("ddp",)),
         ({"precision": "bf16", "activation_checkpointing": True}, ("bf16", "activation_checkpointing")),
         ({"gradient_accumulation": 4}, ("gradient_accumulation=4",)),
+        ({"extra": {"not_installed": {}}}, ("not_installed",)),  # and no package is asked for it
     ],
 )
 def test_techniques_are_what_differs_from_a_plain_run(applied: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -639,7 +641,8 @@ def save(result: Result, root: Path, name: str | None = None) -> None:
 def test_files_are_read_in_the_order_asked_for(tmp_path: Path) -> None:
     save(make_result("ddp"), tmp_path)
     save(BASELINE, tmp_path)
-    found, histories = read_all(["baseline", "ddp"], tmp_path)
+    params = make_params([BASELINE, make_result("ddp")])
+    found, histories = read_all(params, tmp_path)
     assert found == [BASELINE, make_result("ddp")]
     assert histories == {"baseline": make_history(), "ddp": make_history()}
 
@@ -652,24 +655,28 @@ def test_what_is_no_number_is_no_result(tmp_path: Path, value: float) -> None:
     values["runs"][0]["samples_per_second"] = value
     file.write_text(json.dumps(values), encoding="utf-8")  # JSON proper knows neither, Python's does
     with pytest.raises(ComparisonError, match=r"baseline\.json is not a result"):
-        read_all(["baseline"], tmp_path)
+        read_all(make_params([BASELINE]), tmp_path)
 
 
 def test_every_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     save(BASELINE, tmp_path)
     save(make_result("other"), tmp_path, name="renamed")
     save(make_result("cut"), tmp_path)
+    save(make_result("older", config=BASELINE.config | {"train": BASELINE.config["train"] | {"epochs": 9}}), tmp_path)
     results.result_file("cut", tmp_path).write_text('{"schema": 1', encoding="utf-8")
     results.history_file("cut", tmp_path).write_text("seed,epoch\n0,one\n", encoding="utf-8")
     results.history_file("baseline", tmp_path).unlink()
     with pytest.raises(ComparisonError) as raised:
-        read_all(["baseline", "ddp", "renamed", "cut"], tmp_path)
+        read_all(make_params([make_result(name) for name in ("baseline", "ddp", "renamed", "cut", "older")]), tmp_path)
     lines = str(raised.value).splitlines()
     message = str(raised.value)
     assert f"{tmp_path / 'ddp.json'} is missing" in message
     assert f"{tmp_path / 'ddp' / 'history.csv'} is missing" in message
     assert f"{tmp_path / 'baseline' / 'history.csv'} is missing" in message
-    assert f"{tmp_path / 'renamed.json'} holds the result of variant 'other'" in message
+    assert f"{tmp_path / 'renamed.json'} is not" in message
+    assert "it holds the result of variant 'other'" in message
+    assert f"{tmp_path / 'older.json'} is not" in message
+    assert "train.epochs is 9 there and 2 in params.yaml" in message
     assert f"{tmp_path / 'cut.json'} is not a result" in message
     assert f"{tmp_path / 'cut' / 'history.csv'} is not a history" in message
-    assert sum("dvc repro" in line for line in lines) == 6
+    assert sum("dvc repro" in line for line in lines) == 7

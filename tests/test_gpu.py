@@ -36,7 +36,7 @@ def train(variant: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Res
     if not PREPARED.exists():
         furnish(parse(params))
     job.run(parse(params), variant, environment.machine(), PREPARED)
-    return results.read(results.result_file(variant))
+    return results.read(results.result_file(variant), parse(params))
 
 
 @pytest.mark.parametrize("variant", ["baseline", "ddp", "pipeline", "memory"])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipeline import environment, inference, job, results
+from pipeline.checkpoints import state_sha256
 from pipeline.config import Config, Machine, PipelineError, parse
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE
@@ -296,7 +297,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(PipelineError, match=r"models/baseline/seed-3\.pt is missing; run `dvc repro train@baseline`"):
+    with pytest.raises(PipelineError, match=r"results/baseline\.json is missing; run `dvc repro train@baseline`"):
         inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
     job.run(workspace, "baseline", CPU_ONLY, PREPARED)
     environment.write(relied_on={"forms": {"exported": {"torchao"}}})
@@ -304,7 +305,7 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     values = json.loads(results.inference_file("baseline", "json").read_text())
     fingerprint = environment.read()
     assert values["environment"] == environment.hash_of(fingerprint, "forms", "exported") != fingerprint["hash"]
-    [run] = results.read(results.result_file("baseline")).runs
+    [run] = results.read(results.result_file("baseline"), workspace).runs
     assert (values["schema"], values["variant"], values["seed"]) == (1, "baseline", 3)
     assert values["model_sha256"] == run.model_sha256
     plain, half, exported = values["forms"]
@@ -340,9 +341,15 @@ def test_batches_that_do_not_fit_are_named(workspace: Config, monkeypatch: pytes
 
 
 def test_weights_of_another_model_are_refused(workspace: Config) -> None:
-    path = results.model_file("baseline", 3)
-    path.parent.mkdir(parents=True)
-    torch.save(conv_net().state_dict(), path)
+    job.run(workspace, "baseline", CPU_ONLY, PREPARED)
+    state = conv_net().state_dict()
+    torch.save(state, results.model_file("baseline", 3))
+    with pytest.raises(PipelineError, match=r"seed-3\.pt does not hold the weights .* expected .* found"):
+        inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
+    file = results.result_file("baseline")
+    values = json.loads(file.read_text())
+    values["runs"][0]["model_sha256"] = state_sha256(state)
+    file.write_text(json.dumps(values))
     with pytest.raises(PipelineError, match=r"seed-3\.pt does not fit train\.model"):
         inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
 

@@ -22,7 +22,7 @@ import yaml
 
 from pipeline import arm, environment, job, models, results
 from pipeline.checkpoints import checkpoint_file, state_sha256
-from pipeline.config import Config, Machine, PipelineError, Variant, parse, plan
+from pipeline.config import Config, Machine, PipelineError, Variant, load, parse, plan
 from pipeline.distributed import Interruption, World
 from pipeline.interpreter import age_seconds
 from pipeline.results import Result
@@ -64,8 +64,9 @@ def configure(*, live: bool = False, **train: Any) -> Config:
 
 
 def train(variant: str, **changes: Any) -> Result:
-    job.run(configure(**changes), variant, CPU_ONLY, PREPARED)
-    return results.read(results.result_file(variant))
+    config = configure(**changes)
+    job.run(config, variant, CPU_ONLY, PREPARED)
+    return results.read(results.result_file(variant), config)
 
 
 def command(variant: str, *, start_new_session: bool = False) -> subprocess.Popen[str]:
@@ -190,7 +191,7 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
     assert f"{variant} seed 0: complete in" in output
-    result = results.read(results.result_file(variant))
+    result = results.read(results.result_file(variant), load())
     assert [run.model_sha256 for run in result.runs] == [run.model_sha256 for run in whole.runs]
     assert [run.test_loss for run in result.runs] == [run.test_loss for run in whole.runs]
     assert [run.resumes for run in result.runs] == [0, 1]
@@ -235,7 +236,7 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
     assert f"{variant} seed 0: resuming after step {said[1]} " in output
-    [run], [expected] = results.read(results.result_file(variant)).runs, whole.runs
+    [run], [expected] = results.read(results.result_file(variant), load()).runs, whole.runs
     assert (run.model_sha256, run.test_loss, run.resumes) == (expected.model_sha256, expected.test_loss, 1)
 
 
@@ -330,7 +331,7 @@ def test_ddp_of_one_process_is_left_out_and_said(workspace: Path) -> None:  # no
     config = configure(seeds=[0], epochs=1)
     alone = config.model_copy(update={"variants": {"ddp": Variant(parallelism="ddp", processes=1)}})
     job.run(alone, "ddp", CPU_ONLY, PREPARED)
-    result = results.read(results.result_file("ddp"))
+    result = results.read(results.result_file("ddp"), alone)
     assert (result.applied["parallelism"], result.world_size, list(result.left_out)) == ("none", 1, ["ddp"])
 
 
@@ -356,7 +357,7 @@ def test_a_checkpoint_from_before_a_change_of_the_users_model_is_not_used(worksp
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0, output
     assert "resuming" not in output
-    assert results.read(results.result_file("baseline")).parameter_count == 64 * 17 + 17 + 17 * 10 + 10
+    assert results.read(results.result_file("baseline"), load()).parameter_count == 64 * 17 + 17 + 17 * 10 + 10
 
 
 def test_memory_of_one_seed_does_not_count_for_the_next(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001

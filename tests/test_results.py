@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
 
-from pipeline import results
-from pipeline.results import ResultError, summarise
-from tests.factories import make_history, make_result, make_run
+from pipeline import checkpoints, results
+from pipeline.comparison import Compared, Comparison
+from pipeline.inference.records import Inference
+from pipeline.profiling.records import Profile
+from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
+from tests.factories import make_bench, make_history, make_params, make_result, make_run
+from tests.nets import conv_net
 
 
 def test_a_summary_holds_mean_spread_medians_and_the_largest_peak() -> None:
@@ -39,7 +45,7 @@ def test_one_seed_has_no_spread() -> None:
 def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path, result = results.result_file("ddp", tmp_path), make_result("ddp")
     results.write(result, path)
-    assert results.read(path) == result
+    assert results.read(path, make_params([result])) == result
     assert list(json.loads(path.read_text()))[:2] == ["schema", "variant"]
     assert [file.name for file in tmp_path.iterdir()] == ["ddp.json"]
 
@@ -49,7 +55,98 @@ def test_another_content_is_no_result(changes: dict[str, Any], tmp_path: Path) -
     path = tmp_path / "ddp.json"
     path.write_text(json.dumps(json.loads(make_result("ddp").to_json()) | changes))
     with pytest.raises(ResultError, match=r"ddp\.json is not a result this version can read; run `dvc repro` again"):
-        results.read(path)
+        results.read(path, make_params([make_result("ddp")]))
+
+
+DDP = make_result("ddp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"config": DDP.config | {"train": DDP.config["train"] | {"model": "torch.hub:load"}}},
+         'train.model is "torch.hub:load" there and "small_cnn" in params.yaml'),
+        ({"config": DDP.config | {"train": DDP.config["train"] | {"model_options": {"source": "local"}}}},
+         'train.model_options.source is "local" there and null in params.yaml'),
+        ({"config": DDP.config | {"variant": DDP.config["variant"] | {"precision": "bf16"}}},
+         'variants.ddp.precision is "bf16" there and "fp32" in params.yaml'),
+        ({"config": {}}, "train is null there"),
+        ({"config": {"train": {"\x1b[2J\n": 1}}}, "train.\\u001b[2J\\n is 1 there"),  # nothing that a terminal obeys
+        ({"variant": "baseline"}, "it holds the result of variant 'baseline'"),
+        ({"runs": (make_run(0), make_run(2))}, "it holds runs of the seeds [0, 2], not of train.seeds [0, 1, 2]"),
+    ],
+)  # fmt: skip
+def test_a_result_of_another_job_or_variant_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = results.result_file("ddp", tmp_path)
+    results.write(DDP.model_copy(update=changes), path)
+    with pytest.raises(ResultError) as refused:
+        results.read(path, make_params([DDP]))
+    assert f"{path} is not the result of what params.yaml says now: " in str(refused.value)
+    assert says in str(refused.value)
+    assert "dvc repro --single-item --force train@ddp" in str(refused.value)
+
+
+def test_a_result_of_a_variant_that_params_yaml_does_not_know_is_refused(tmp_path: Path) -> None:
+    results.write(DDP, results.result_file("ddp", tmp_path))
+    with pytest.raises(ResultError, match=r"variants\.ddp is \{.*\} there and null in params\.yaml"):
+        results.read(results.result_file("ddp", tmp_path), make_params([make_result("baseline")]))
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", "..", "", "x.json", "ddp\n", "DDP", 7])
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [(each, "variant") for each in (Result, Arm, Compared, Inference, Profile)]
+    + [(Bench, "baseline"), (Comparison, "baseline")],
+)
+def test_a_variant_is_named_as_in_params_yaml(record: type[Record], field: str, name: object) -> None:
+    with pytest.raises(ValidationError) as refused:
+        record.model_validate({field: name})
+    assert {error["type"] for error in refused.value.errors() if error["loc"] == (field,)} & {
+        "string_pattern_mismatch",
+        "string_type",
+    }
+
+
+@pytest.mark.parametrize("field", ["ledgers", "flops", "not_ablated"])
+def test_what_a_bench_keeps_by_variant_is_named_so_too(field: str) -> None:
+    values = make_bench().model_dump()
+    with pytest.raises(ValidationError, match="pattern"):
+        Bench.model_validate(values | {field: {"../x": next(iter(values["flops"].values()))}})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, "../0"])
+def test_a_seed_is_one_of_params_yaml(seed: object) -> None:
+    with pytest.raises(ValidationError, match="seed"):
+        Run.model_validate(make_run().model_dump() | {"seed": seed})
+
+
+def test_weights_are_those_that_the_result_is_about(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(7)}
+    result = make_result("ddp", [make_run(3, model_sha256=checkpoints.state_sha256(state))])
+    path = results.model_file("ddp", 3, tmp_path)
+    with pytest.raises(ResultError, match=r"seed-3\.pt is missing; run `dvc repro train@ddp` first"):
+        checkpoints.weights(result, 3, tmp_path)
+    checkpoints.save(state, path)
+    assert torch.equal(checkpoints.weights(result, 3, tmp_path)["weight"], state["weight"])
+
+    zeroed = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    checkpoints.save(zeroed, path)
+    with pytest.raises(ResultError) as refused:
+        checkpoints.weights(result, 3, tmp_path)
+    for part in (
+        str(path),
+        f"expected model_sha256 {result.runs[0].model_sha256}",
+        f"found {checkpoints.state_sha256(zeroed)}",
+        "dvc repro --single-item --force train@ddp",
+    ):
+        assert part in str(refused.value)
+    for content in ("no zip", {"weight": 1.0}, [state], conv_net()):
+        if isinstance(content, str):
+            path.write_text(content)
+        else:
+            torch.save(content, path)
+        with pytest.raises(ResultError, match=r"seed-3\.pt cannot be read as weights"):
+            checkpoints.weights(result, 3, tmp_path)
 
 
 def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +31,23 @@ from mlflow.data import get_source
 from mlflow.entities import Run as MlflowRun
 from mlflow.tracking import MlflowClient
 
-from pipeline import environment, models, report, results, tracking
+from pipeline import checkpoints, environment, models, report, results, tracking
 from pipeline.config import Config, parse
 from pipeline.environment import hash_of
-from pipeline.tracking import comparisons, following, glancing, labels, metrics, promoting, publishing, stores, views
-from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN
+from pipeline.results import ResultError
+from pipeline.tracking import (
+    comparisons,
+    following,
+    glancing,
+    labels,
+    logged_models,
+    metrics,
+    promoting,
+    publishing,
+    stores,
+    views,
+)
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN, Wanted
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
 from tests.factories import (
@@ -44,6 +57,7 @@ from tests.factories import (
     make_bench,
     make_comparison,
     make_history,
+    make_params,
     make_result,
     make_results,
     make_run,
@@ -60,13 +74,33 @@ VARIANTS = ("baseline", "ddp")
 SIDE = 8
 
 
-def config_of(*, models: bool = False, variants: tuple[str, ...] = VARIANTS) -> Config:
-    return parse({"publish": {"models": models}, "variants": {name: {} for name in variants}})
+def config_of(*, models: bool = False, variants: tuple[str, ...] = VARIANTS, **sections: Any) -> Config:
+    values = {
+        "train": {"seeds": list(SEEDS)},
+        "publish": {"models": models},
+        "variants": {name: {} for name in variants},
+    }
+    return parse(values | sections)
+
+
+def wanted_of(root: Path, config: Config | None = None) -> Wanted:
+    wanted = comparisons.wanted(config or config_of(), root)
+    assert wanted
+    return wanted
 
 
 def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: Any) -> None:
-    """What training leaves of one variant, with 3 epochs of history and 4 samples of the machine a seed."""
-    runs = [make_run(seed, samples_per_second=speed + seed) for seed in SEEDS]
+    """What training leaves of one variant, with 3 epochs of history and 4 samples of the machine a seed.
+
+    The result is about the weights that are there, if there are any.
+    """
+    files = {seed: results.model_file(variant, seed, root / "models") for seed in SEEDS}
+    digests: dict[int, dict[str, Any]] = {
+        seed: {"model_sha256": checkpoints.state_sha256(torch.load(file, weights_only=True))}
+        for seed, file in files.items()
+        if file.exists()
+    }
+    runs = [make_run(seed, samples_per_second=speed + seed, **digests.get(seed, {})) for seed in SEEDS]
     results.write_history(make_history(SEEDS, rows_per_epoch=2), results.history_file(variant, root / "results"))
     lines = ["seed,seconds,cpu_utilization_percentage,gpu_0_power_usage_watts"]
     lines += [
@@ -75,9 +109,7 @@ def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: A
         for n in range(4)
     ]
     results.write_text(results.system_file(variant, root / "results"), "\n".join(lines) + "\n")
-    train = {"model": "small_cnn", "model_options": {}, "seeds": list(SEEDS)}
-    result = make_result(variant, runs, config={"train": train, "variant": {"precision": "fp32"}}, **changes)
-    results.write(result, results.result_file(variant, root / "results"))
+    results.write(make_result(variant, runs, **changes), results.result_file(variant, root / "results"))
 
 
 def write_report(root: Path, note: str = "# Compared") -> None:
@@ -89,7 +121,7 @@ def write_report(root: Path, note: str = "# Compared") -> None:
 
 def write_comparison(root: Path, refused: int = 0) -> None:
     """A report whose ddp pays, or is untrusted where ``refused`` of its 12 samples are."""
-    measured = [results.read(results.result_file(variant, root / "results")) for variant in VARIANTS]
+    measured = [results.read(results.result_file(variant, root / "results"), config_of()) for variant in VARIANTS]
     reason = "other processes took 31% of the CPU's time"
     bench = make_bench(measured, throughput={"ddp": 1.6}, refused={"ddp": dict.fromkeys(range(refused), reason)})
     comparison = make_comparison(measured, bench)
@@ -106,8 +138,8 @@ def write_models(root: Path, sha256: str = "d" * 64) -> None:
             torch.manual_seed(seed)
             model = models.build("small_cnn", {}, channels=1, height=SIDE, width=SIDE, classes=10)
             path = results.model_file(variant, seed, root / "models")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(model.state_dict(), path)
+            checkpoints.save(model.state_dict(), path)
+        write_result(root, variant)
     images = np.random.default_rng(0).integers(0, 256, (5, 1, SIDE, SIDE), dtype=np.uint8)
     (root / "data/prepared").mkdir(parents=True)
     np.save(root / "data/prepared/test_images.npy", images)
@@ -168,8 +200,7 @@ def family(root: Path) -> tuple[MlflowRun, dict[str, MlflowRun]]:
 
 def agrees(root: Path, config: Config) -> bool:
     """What the cheap look at the store says."""
-    wanted = comparisons.wanted(config, root)
-    assert wanted
+    wanted = wanted_of(root, config)
     seen = glancing.glance(stores.address(root), root, config.publish.experiment, wanted.key)
     return seen is not None and not reconcile(wanted, seen.runs, stores.checkout(root))
 
@@ -204,7 +235,7 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert done == tracking.Published(children=4, written=4)
     parent, children = family(root)
     client, child = client_of(root), children["ddp-seed1"]
-    run_id, result = child.info.run_id, results.read(root / "results/ddp.json")
+    run_id, result = child.info.run_id, results.read(root / "results/ddp.json", config_of())
 
     assert child.data.params["train.model"] == "small_cnn"
     assert child.data.params["variant.precision"] == "fp32"
@@ -250,8 +281,8 @@ def test_points_travel_a_thousand_at_a_time(root: Path) -> None:
 
 
 def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = {"profile": {"variants": ["ddp", "baseline"]}, "infer": {"variants": ["ddp"]}}
-    config = parse({"publish": {"models": False}, "variants": {name: {} for name in VARIANTS}, **lists})
+    lists: dict[str, Any] = {"profile": {"variants": ["ddp", "baseline"]}, "infer": {"variants": ["ddp"]}}
+    config = config_of(**lists)
     directory = results.profile_directory("ddp", root / "profiles")
 
     def write_profile(finding: str) -> None:
@@ -458,20 +489,19 @@ def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> No
 
 
 def test_what_the_comparison_says_of_each_variant(root: Path) -> None:
-    assert labels.verdicts(labels.compared(root)) == {}
+    wanted = wanted_of(root)
+    assert labels.verdicts(labels.compared(wanted, root)) == {}
     write_comparison(root)
-    assert labels.verdicts(labels.compared(root)) == {"baseline": "baseline", "ddp": "pays"}
+    assert labels.verdicts(labels.compared(wanted, root)) == {"baseline": "baseline", "ddp": "pays"}
     write_comparison(root, refused=8)
-    verdict = labels.verdicts(labels.compared(root))["ddp"]
+    verdict = labels.verdicts(labels.compared(wanted, root))["ddp"]
     assert verdict.startswith("untrusted: throughput: ")
     assert "other processes took 31% of the CPU's time" in verdict
 
 
 def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
     write_comparison(root, refused=8)
-    wanted = comparisons.wanted(config_of(), root)
-    assert wanted
-    tags = labels.parent_tags(config_of(), wanted, root)
+    tags = labels.parent_tags(config_of(), wanted_of(root), root)
     assert tags["verdict.ddp"].startswith("untrusted: throughput: ")
     assert tags["verdict.baseline"] == "baseline"
     assert tags["refusals.baseline"] == "none"
@@ -481,8 +511,7 @@ def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
 
 def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path) -> None:
     write_comparison(root)
-    wanted = comparisons.wanted(config_of(), root)
-    assert wanted
+    wanted = wanted_of(root)
     before = {point.key: point.value for point in metrics.parent_points(wanted, root, 0)}
     low, ratio, high = (before[f"ddp/throughput_ratio{end}"] for end in ("_low", "", "_high"))
     assert 1.5 < low < ratio < high < 1.7
@@ -500,7 +529,7 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
     old, children = family(root)
     assert children["ddp-seed1"].data.tags["verdict"] == "pays"
     assert old.data.metrics["ddp/throughput_pairs"] == 12
-    measured = {each["variant"]: each for each in labels.compared(root)["variants"]}
+    measured = {each["variant"]: each for each in labels.compared(wanted_of(root), root)["variants"]}
     for name, child in children.items():
         for figure in ("samples_per_second", "peak_memory_bytes"):
             value = child.data.metrics[f"bench/{figure}"]
@@ -560,8 +589,7 @@ def live_run(root: Path, variant: str = "ddp", *, status: str = "FINISHED", tags
 
 
 def key_of(root: Path, variant: str, seed: int) -> str:
-    wanted = comparisons.wanted(config_of(), root)
-    assert wanted
+    wanted = wanted_of(root)
     return next(c.key for c in wanted.children.values() if (c.variant, c.run.seed) == (variant, seed))
 
 
@@ -613,8 +641,7 @@ def test_a_training_that_goes_on_and_one_without_a_result_keep_their_live_runs(r
 
 
 def test_live_runs_of_another_checkout_are_left_alone(root: Path) -> None:
-    wanted = comparisons.wanted(config_of(), root)
-    assert wanted
+    wanted = wanted_of(root)
     tags = {LIVE: "another checkout", COMPARISON: wanted.key, RUN: key_of(root, "ddp", 0)}  # which is adopting it
     other = live_run(root, tags=tags)
     assert tracking.publish(config_of(), root).deleted == 0
@@ -1088,24 +1115,27 @@ def test_only_what_passed_the_gate_is_promoted(
     assert client_of(root).search_registered_models() == []
 
 
-def test_a_model_that_mlflow_does_not_hold_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_here_or_not_in_mlflow_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gate(root)
     with pytest.raises(tracking.PromotionError, match="no comparison of the results that are here"):
-        tracking.promote(config_of(), COMMIT, root)
+        tracking.promote(config_of(models=True), COMMIT, root)
     write_comparison(root)
+    with pytest.raises(tracking.PromotionError, match=r"ddp-seed0 cannot be made here.* publish\.models, its weights"):
+        tracking.promote(config_of(models=True), COMMIT, root)
+    write_models(root)
+    write_comparison(root)
+    with pytest.raises(tracking.PromotionError, match=r"publish\.models, its weights"):
+        tracking.promote(config_of(), COMMIT, root)
     with pytest.raises(tracking.PromotionError, match="python -m pipeline publish"):
-        tracking.promote(config_of(), COMMIT, root)
-    tracking.publish(config_of(), root)
-    with pytest.raises(tracking.PromotionError, match=r"publish\.models is false"):
-        tracking.promote(config_of(), COMMIT, root)
+        tracking.promote(config_of(models=True), COMMIT, root)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(tracking.PromotionError, match="MLflow at http://127"):
-        tracking.promote(config_of(), COMMIT, root)
+        tracking.promote(config_of(models=True), COMMIT, root)
 
 
 @pytest.mark.slow
-def test_the_champion_carries_its_evidence_and_is_named_once(
+def test_the_champion_carries_its_evidence(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_models(root)
@@ -1116,10 +1146,9 @@ def test_the_champion_carries_its_evidence_and_is_named_once(
     parent, children = family(root)
     run = children["ddp-seed0"]  # ddp pays; of its seeds, the first
     capsys.readouterr()
-    for _ in range(2):
-        tracking.promote(config, COMMIT, root)
-        said = capsys.readouterr().out
-        assert said.startswith("MLflow: ddp-seed0 is version 1 of training-performance, its champion: http://")
+    tracking.promote(config, COMMIT, root)
+    said = capsys.readouterr().out
+    assert said.startswith("MLflow: ddp-seed0 is version 1 of training-performance, its champion: http://")
 
     client = client_of(root)
     [version] = client.search_model_versions("name = 'training-performance'")
@@ -1149,6 +1178,152 @@ def test_the_champion_carries_its_evidence_and_is_named_once(
     tracking.promote(config, COMMIT, root)
     champion_now = client.get_model_version_by_alias("training-performance", "champion")
     assert (int(champion_now.version), champion_now.tags["variant"]) == (2, "baseline")
+
+
+# what others may have written into the cache that results come from, or into the store
+
+
+def forge(file: Path, **changes: Any) -> None:
+    """Let a file of JSON say something else."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def kept(root: Path) -> str:
+    """All text that the store keeps as artifacts."""
+    files = (file for file in (root / "mlartifacts").rglob("*") if file.is_file())
+    return "".join(file.read_text(errors="replace") for file in files)
+
+
+def test_a_result_imports_and_calls_nothing(root: Path) -> None:
+    write_models(root)
+    (root / "hubconf.py").write_text(f"open({str(root / 'ran')!r}, 'w').close()\ndef net(**_): ...\n")
+    options = {"repo_or_dir": str(root), "source": "local", "model": "net"}
+    asked = json.loads((root / "results/baseline.json").read_text())["config"]
+    forged = asked["train"] | {"model": "torch.hub:load", "model_options": options}
+    forge(root / "results/baseline.json", config=asked | {"train": forged})
+    with pytest.raises(ResultError, match=r'train\.model is "torch\.hub:load" there and "small_cnn" in params\.yaml'):
+        tracking.publish(config_of(models=True), root)
+    assert not (root / "ran").exists()
+    assert runs_of(root) == []
+
+
+def test_a_model_is_built_as_params_yaml_says(root: Path) -> None:
+    write_models(root)
+    child = next(iter(wanted_of(root, config_of(models=True)).children.values()))
+    forged = {"train": child.result.config["train"] | {"model": "torch.hub:load"}}
+    child = replace(child, result=child.result.model_copy(update={"config": forged}))
+    description = json.loads((root / "data/prepared/dataset.json").read_text())
+    weights = torch.load(root / "models/baseline/seed-0.pt", weights_only=True)
+    built = logged_models._classifier(child, description, weights).state_dict()
+    assert all(torch.equal(built[f"model.{name}"], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("name", ["../../x", "{root}/../x"])
+def test_a_result_names_no_file_to_upload(root: Path, name: str) -> None:
+    (root.parent / "x.json").write_text('{"auths": "secret"}')
+    forge(root / "results/ddp.json", variant=name.format(root=root))
+    with pytest.raises(ResultError, match=r"ddp\.json is not a result this version can read"):
+        tracking.publish(config_of(), root)
+    assert "secret" not in kept(root)
+
+
+def test_no_link_brings_out_a_file_of_this_machine(root: Path) -> None:
+    secret, history = root.parent / "config.json", root / "results/ddp/history.csv"
+    secret.write_text("secret")
+    history.unlink()
+    history.symlink_to(secret)
+    with pytest.raises(ResultError, match=r"history\.csv is a link to .*/config\.json, which is not in DVC's cache"):
+        tracking.publish(config_of(), root)
+    assert "secret" not in kept(root)
+
+
+def test_the_links_of_dvc_are_followed(root: Path) -> None:
+    """As with its setting cache.type symlink."""
+    history = root / "results/ddp/history.csv"
+    cached = root.parent / "cache/files/md5/0a/1b2c3d4e5f60718293a4b5c6d7e8f9"
+    cached.parent.mkdir(parents=True)
+    history.rename(cached)
+    history.symlink_to(cached)
+    tracking.publish(config_of(), root)
+    run = family(root)[1]["ddp-seed0"]
+    assert Path(run.info.artifact_uri, "history.csv").read_bytes() == cached.read_bytes()
+
+
+def test_of_a_profile_only_its_own_files_are_logged(root: Path) -> None:
+    for name in ("profile.json", "trace.json.gz", "id_rsa"):
+        results.write_text(root / "profiles/ddp" / name, "{}")
+    wanted = wanted_of(root, config_of(profile={"variants": ["ddp"]}))
+    assert [file.name for file in wanted.profiles["ddp"]] == ["profile.json", "trace.json.gz"]
+
+
+def test_the_record_of_another_variant_is_refused(root: Path) -> None:
+    profiled = config_of(profile={"variants": ["ddp"]})
+    results.write_text(root / "profiles/ddp/profile.json", json.dumps({"variant": "baseline", "findings": []}))
+    with pytest.raises(ResultError, match=r"profile\.json is not of variant 'ddp'"):
+        tracking.publish(profiled, root)
+    results.write_text(root / "inference/ddp.json", json.dumps({"variant": "baseline", "forms": []}))
+    results.write_text(root / "inference/ddp.md", "")
+    with pytest.raises(ResultError, match=r"inference/ddp\.json is not of variant 'ddp'"):
+        tracking.publish(config_of(infer={"variants": ["ddp"]}), root)
+
+
+def test_a_comparison_names_no_file_to_read(root: Path) -> None:
+    write_comparison(root)
+    wanted, file = wanted_of(root), root / "reports/comparison.json"
+    compared = json.loads(file.read_text())["variants"]
+    assert labels.compared(wanted, root)
+    shutil.copy(root / "results/ddp.json", root / "x.json")
+    forge(file, variants=[compared[0], compared[1] | {"variant": "../x"}])
+    assert labels.compared(wanted, root) == {}
+    write_gate(root)
+    forge(file, variants=[], baseline="../x")
+    with pytest.raises(tracking.PromotionError, match=r"is of '\.\./x', which is not under variants"):
+        tracking.promote(config_of(models=True), COMMIT, root)
+
+
+def zero(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    checkpoints.save({name: torch.zeros_like(tensor) for name, tensor in state.items()}, path)
+
+
+def test_other_weights_than_the_result_names_are_not_logged(root: Path) -> None:
+    write_models(root)
+    zero(root / "models/baseline/seed-0.pt")
+    with pytest.raises(ResultError, match=r"models/baseline/seed-0\.pt does not hold the weights .* expected .* found"):
+        tracking.publish(config_of(models=True), root)
+    [experiment] = {run.info.experiment_id for run in runs_of(root)}
+    assert not client_of(root).search_logged_models([experiment])
+    assert not any(COMPLETE in run.data.tags for run in runs_of(root))
+
+
+def test_the_champion_is_made_from_the_weights_here_whatever_a_tag_names(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_models(root)
+    write_comparison(root)
+    write_gate(root)
+    config, client, name = config_of(models=True), client_of(root), "training-performance"
+    with monkeypatch.context() as patched:  # exports take their time, and one is enough
+        patched.setattr(logged_models, "log", lambda *_: SimpleNamespace(model_uri="not logged here"))
+        tracking.publish(config, root)
+    run = family(root)[1]["ddp-seed0"]
+    planted = client.create_logged_model(run.info.experiment_id, source_run_id=run.info.run_id)
+    (root / "MLmodel").write_text("flavors: {python_function: {loader_module: planted}}")
+    client.log_model_artifacts(planted.model_id, str(root / "MLmodel"))
+    client.set_tag(run.info.run_id, "model", planted.model_uri)
+
+    tracking.promote(config, COMMIT, root)
+    version = client.get_model_version_by_alias(name, "champion")
+    assert version.source != planted.artifact_location
+    assert (version.tags["model_sha256"], version.model_id != planted.model_id) == (run.data.tags["model_sha256"], True)
+    state = torch.export.load(Path(str(version.source), "data/model.pt2")).state_dict
+    weights = torch.load(root / "models/ddp/seed-0.pt", weights_only=True)
+    assert all(torch.equal(state[f"model.{key}"], tensor) for key, tensor in weights.items())
+
+    zero(root / "models/ddp/seed-0.pt")
+    with pytest.raises(ResultError, match=r"seed-0\.pt does not hold the weights"):
+        tracking.promote(config, COMMIT, root)
+    assert [each.version for each in client.search_model_versions(f"name = '{name}'")] == [version.version]
 
 
 # where a run came from, and where to look at it
@@ -1251,7 +1426,7 @@ def test_the_searches_of_the_readme_find_what_they_say(tmp_path: Path, empty_dat
         results.write(each, results.result_file(each.variant, tmp_path / "results"))
     results.write_text(tmp_path / "reports/comparison.json", make_comparison(measured).to_json())
     shutil.copy(empty_database, tmp_path / "mlflow.db")
-    tracking.publish(config_of(variants=("baseline", "ddp", "memory")), tmp_path)
+    tracking.publish(make_params(measured), tmp_path)
 
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     [block] = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "search_runs" in block]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline import config, results
-from pipeline.config import PipelineError, Variant
+from pipeline.config import Config, PipelineError, Variant
 from pipeline.environment import hash_of, optional_versions
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
 
@@ -16,22 +16,19 @@ class ComparisonError(PipelineError, ValueError):
     """The results do not make a comparison. The message names each file or variant, why, and what to do."""
 
 
-def read_all(variants: Iterable[str], root: Path = RESULTS) -> tuple[list[Result], dict[str, list[HistoryRow]]]:
-    """Results, in the order of ``variants``, and histories by variant.
+def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[str, list[HistoryRow]]]:
+    """Results, in the order of the variants in ``params``, and histories by variant.
 
-    Raises ComparisonError, listing every file that is missing, cannot be read or is another variant's.
+    Raises ComparisonError, listing every file that is missing, cannot be read or is of another job or variant.
     """
     found: list[Result] = []
     histories: dict[str, list[HistoryRow]] = {}
     problems = []
-    for variant in variants:
+    for variant in params.variants:
         result_file, history_file = results.result_file(variant, root), results.history_file(variant, root)
         again = f"run `dvc repro`, or `dvc repro train@{variant}` for this variant alone."
         try:
-            result = results.read(result_file)
-            found.append(result)
-            if result.variant != variant:
-                problems.append(f"{result_file} holds the result of variant {result.variant!r}: {again}")
+            found.append(results.read(result_file, params))
         except FileNotFoundError:
             problems.append(f"{result_file} is missing, so variant {variant!r} cannot be compared: {again}")
         except ValueError as error:

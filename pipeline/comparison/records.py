@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from pipeline.ablation import Share
-from pipeline.config import Margins
+from pipeline.config import Margins, VariantName
 from pipeline.results import Bench, Dataset, Flops, Ledgers, Record, Run
 from pipeline.verdicts import Accuracy, Noise, Ratio, Verdict
 
@@ -50,7 +50,7 @@ class TimeToTarget(Record):
 class Compared(Record):
     """One variant beside the baseline. The baseline is one too: what compares it with itself is None."""
 
-    variant: str
+    variant: VariantName
     techniques: tuple[str, ...]
     """What was in effect, by name."""
     left_out: dict[str, str]
@@ -129,7 +129,7 @@ class Comparison(Record):
     """``reports/comparison.json``."""
 
     schema_: Literal[1] = 1
-    baseline: str
+    baseline: VariantName
     target_accuracy_fraction: float
     margins: Margins
     environment: dict[str, Any]

@@ -27,8 +27,10 @@ from pipeline.config.sections import (
     Profile,
     Publish,
     Section,
+    Seed,
     Train,
     Variant,
+    VariantName,
 )
 
 __all__ = [
@@ -55,8 +57,10 @@ __all__ = [
     "Profile",
     "Publish",
     "Section",
+    "Seed",
     "Train",
     "Variant",
+    "VariantName",
     "WhyNotHeldBy",
     "asked",
     "entries",

@@ -24,6 +24,7 @@ from pipeline.inference.measuring import in_rounds, latency_of, noise_of, throug
 from pipeline.inference.records import Agreement, Form, Inference, Measured, Noise
 from pipeline.inference.showing import markdown
 from pipeline.records import dataset_of, device_name_of
+from pipeline.results import Result
 from pipeline.training import is_out_of_memory
 
 __all__ = ["Inference", "forms_on", "run"]
@@ -42,7 +43,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     plan = plan_of(config, name, machine)
     fingerprint = environment.read()
     asked, seed = config.infer, config.train.seeds[0]
-    weights = _weights(name, seed)
+    weights = checkpoints.weights(_result(config, name), seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}
     quick = config.with_train(deterministic=False)
     forms: list[Form] = []
@@ -247,13 +248,12 @@ def _native(device: str, machine: Machine, fingerprint: dict[str, Any], config: 
     )
 
 
-def _weights(name: str, seed: int) -> dict[str, Any]:
-    path = results.model_file(name, seed)
+def _result(config: Config, name: str) -> Result:
+    path = results.result_file(name)
     try:
-        weights: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return results.read(path, config)
     except FileNotFoundError:
         raise PipelineError(f"{path} is missing; run `dvc repro train@{name}` first.") from None
-    return weights
 
 
 def _load(model: torch.nn.Module, weights: dict[str, Any], name: str, seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pipeline.config import Seed, VariantName
 from pipeline.results import Dataset, Record, variant_json
 
 
@@ -94,13 +95,13 @@ class Inference(Record):
     """``inference/<variant>.json``."""
 
     schema_: Literal[1] = 1
-    variant: str
+    variant: VariantName
     environment: str
     """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the forms."""
     config: dict[str, Any]
     """``train`` and ``infer`` as params.yaml asked for them."""
     dataset: Dataset
-    seed: int
+    seed: Seed
     model_sha256: str
     rounds: int
     threads: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pipeline.config import Seed, VariantName
 from pipeline.profiling.trace import PARTS, Times
 from pipeline.results import Dataset, Record, Setup, variant_json
 
@@ -70,13 +71,13 @@ class Profile(Setup):
     """``profile.json``."""
 
     schema_: Literal[1] = 1
-    variant: str
+    variant: VariantName
     environment: str
     """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant."""
     config: dict[str, Any]
     """``train`` and ``variant`` as params.yaml asked for them."""
     dataset: Dataset
-    seed: int
+    seed: Seed
     steps: int
     """In the profiled window, after the warm-up."""
     step_p50_ms: float

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from urllib.parse import quote
 
 from pipeline.comparison import Comparison
 from pipeline.report.data import accuracy_csv, loss_csv, metrics, ratios_csv
@@ -33,7 +32,7 @@ def write(comparison: Comparison, histories: Histories, directory: Path = REPORT
     write_text(directory / "accuracy.csv", accuracy_csv(comparison, histories))
     write_text(directory / "loss.csv", loss_csv(comparison, histories))
     write_text(directory / "ratios.csv", ratios_csv(comparison))
-    files = {directory / "metrics" / f"{quote(each.variant, safe='')}.json": each for each in comparison.variants}
+    files = {directory / "metrics" / f"{each.variant}.json": each for each in comparison.variants}
     for stale in set((directory / "metrics").glob("*.json")) - files.keys():
         stale.unlink()
     for file, each in files.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import results
-from pipeline.config import Config
+from pipeline.config import Config, Train
 from pipeline.environment import ENVIRONMENT_FILE
 from pipeline.results import Result, Run
 
@@ -20,6 +20,8 @@ REPORT_LAYOUT = 2
 """Raise it when what the report says is to be logged differently: that alone is written again."""
 
 PREPARED = Path("data/prepared")
+PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
+"""The files of a profile. Others that lie there are not logged."""
 
 COMPARISON = "pipeline.comparison"
 """Tag of a comparison's parent run and of its children: the key of the comparison."""
@@ -43,6 +45,8 @@ class Child:
     key: str
     result: Result
     run: Run
+    train: Train
+    """The job, as params.yaml has it: models are built from this, not from what the result says."""
     root: Path
     model_file: Path | None
     """The weights to log as a model; None: none to log."""
@@ -100,13 +104,13 @@ class Wanted:
 def wanted(config: Config, root: Path) -> Wanted | None:
     """The comparison of the results that are there; None if there is none.
 
-    Raises ValueError, naming the file, for one that is no result.
+    Raises ResultError, naming the file, for one that is no result, or not of what ``config`` says.
     """
     found = []
     for variant in config.variants:
         path = results.result_file(variant, root / results.RESULTS)
         if path.exists():
-            found.append(results.read(path))
+            found.append(results.read(path, config))
     if not found:
         return None
     children = [child_of(config, root, result, run) for result in found for run in result.runs]
@@ -130,6 +134,7 @@ def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
         key=_digest([LAYOUT, about, results.digest(run), has_model]),
         result=result,
         run=run,
+        train=config.train,
         root=root,
         model_file=weights if has_model else None,
     )
@@ -152,7 +157,7 @@ def sha256(path: Path) -> str:
 def _profiles(config: Config, root: Path) -> dict[str, list[Path]]:
     directories = {name: results.profile_directory(name, root / results.PROFILES) for name in config.profile.variants}
     return {
-        name: sorted(directory.iterdir())
+        name: [file for each in PROFILE if (file := directory / each).exists()]
         for name, directory in directories.items()
         if (directory / "profile.json").exists()
     }

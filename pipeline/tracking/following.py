@@ -104,7 +104,7 @@ class _Mirror:
         if store is None:
             return
         self.update(final=True)
-        result = results.read(results.result_file(self._variant, self._root / results.RESULTS))
+        result = results.read(results.result_file(self._variant, self._root / results.RESULTS), self._config)
         for run in result.runs:
             live = self._live.get(run.seed)
             if live is None or live.run_id is None:

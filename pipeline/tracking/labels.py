@@ -76,9 +76,9 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags[NOTE] = note
     for variant, files in wanted.profiles.items():
         record = next(file for file in files if file.name == "profile.json")
-        found = json.loads(record.read_text(encoding="utf-8"))["findings"]
+        found = results.read_values(record, variant)["findings"]
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
-    comparison = compared(root)
+    comparison = compared(wanted, root)
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
         tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # in place of an older report's
@@ -110,15 +110,13 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
     return tags
 
 
-def compared(root: Path) -> dict[str, Any]:
+def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
     """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
+    measured = {child.variant: child.result for child in wanted.children.values()}
+    runs = {variant: [run.model_dump(mode="json") for run in result.runs] for variant, result in measured.items()}
     path = root / results.REPORTS / "comparison.json"
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for each in content.get("variants", ()):
-        file = results.result_file(each["variant"], root / results.RESULTS)
-        if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["runs"] != each["runs"]:
-            return {}
-    return content
+    return content if all(each["runs"] == runs.get(each["variant"]) for each in content.get("variants", ())) else {}
 
 
 def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """A run's trained model, in MLflow's format: raw images in, logits out, ready for pyfunc and for PyTorch.
 
 The model is saved as an exported program (MLflow's ``pt2``), not as a pickle: it needs no code of ours where it is
-loaded, and loading it executes none.
+loaded. Loading what was saved here runs no code but PyTorch's and MLflow's; loading what somebody else has put in its
+place can run anything. README says how to load without pickles, and what that does not keep out.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 import mlflow.pytorch
 import numpy as np
 import torch
-from mlflow.entities import LoggedModelOutput
+from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.entities.logged_model_status import LoggedModelStatus
 from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
-from pipeline import models
+from pipeline import checkpoints, models, results
 from pipeline.config import first_line
+from pipeline.tracking import labels
 from pipeline.tracking.comparisons import PREPARED, Child
 from pipeline.tracking.stores import Store
 
@@ -32,9 +34,12 @@ class NotLoggable(Exception):
     """This model cannot be logged; the message says why. The run is complete without it."""
 
 
-def log(store: Store, run_id: str, child: Child) -> str:
-    """Log the model of ``child`` under its run, and return its URI. Raises NotLoggable, or what MLflow raises."""
-    assert child.model_file is not None
+def log(store: Store, run_id: str, child: Child) -> LoggedModel:
+    """Log the model of ``child`` under its run.
+
+    Raises NotLoggable, or what MLflow raises; and ResultError if the weights here are not those that its result names.
+    """
+    weights = checkpoints.weights(child.result, child.run.seed, child.root / results.MODELS)
     description = json.loads((child.root / PREPARED / "dataset.json").read_text(encoding="utf-8"))
     if description["sha256"] != child.result.dataset.sha256:
         raise NotLoggable(f"{PREPARED} is not the data set that it was trained on; run `dvc repro`.")
@@ -46,7 +51,7 @@ def log(store: Store, run_id: str, child: Child) -> str:
         directory = Path(temporary) / "model"
         model = Model(run_id=run_id)
         try:
-            classifier = _classifier(child, description, child.model_file)
+            classifier = _classifier(child, description, weights)
             _save(classifier, images, len(description["classes"]), directory, model)
         except Exception as error:  # a factory that is not here, weights of another model, what torch.export refuses
             raise NotLoggable(f"{type(error).__name__}: {first_line(error)}") from error
@@ -54,7 +59,7 @@ def log(store: Store, run_id: str, child: Child) -> str:
             store.experiment_id,
             name=child.name,  # what MLflow's list of models shows
             source_run_id=run_id,
-            params=client.get_run(run_id).data.params,
+            params=labels.child_params(child.result),
             tags={"variant": child.variant, "seed": str(child.run.seed), "model_sha256": child.run.model_sha256},
         )
         client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=child.run.steps)])
@@ -64,21 +69,13 @@ def log(store: Store, run_id: str, child: Child) -> str:
         model.flavors["python_function"]["config"]["device"] = "cpu"
         model.save(str(directory / "MLmodel"))
         client.log_model_artifacts(logged.model_id, str(directory))
-        client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
-    return f"models:/{logged.model_id}"
+        return client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
 
 
-def _classifier(child: Child, description: dict[str, Any], weights: Path) -> torch.nn.Module:
-    train = child.result.config["train"]
-    model = models.build(
-        train["model"],
-        train["model_options"],
-        channels=description["channels"],
-        height=description["height"],
-        width=description["width"],
-        classes=len(description["classes"]),
-    )
-    model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+def _classifier(child: Child, description: dict[str, Any], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    shape = description["channels"], description["height"], description["width"]
+    model = models.of_job(child.train, shape, len(description["classes"]))
+    model.load_state_dict(weights)
     return models.Classifier(model, description["mean"], description["std"]).eval()
 
 

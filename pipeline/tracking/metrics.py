@@ -106,8 +106,9 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
         if isinstance(value, int | float)
     }
     youngest = max([youngest, *(round(file.stat().st_mtime * 1000) for file in wanted.records)])
-    for file in wanted.records:
-        figures |= _figures_of(json.loads(file.read_text(encoding="utf-8")))
+    for variant, kept in (*wanted.profiles.items(), *wanted.inference.items()):
+        for file in (each for each in kept if each.suffix == ".json"):
+            figures |= _figures_of(variant, results.read_values(file, variant))
     for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
         yield Point(key, float(value), youngest, 0)
 
@@ -141,9 +142,8 @@ def allowed(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", text)
 
 
-def _figures_of(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Metrics of a profile's or an inference's record."""
-    variant = record["variant"]
     for rank, times in enumerate(record.get("ranks", ())):
         for name, value in times.items():
             if name != "step_ms":

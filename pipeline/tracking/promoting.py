@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config, PipelineError
+from pipeline.interpreter import importing
 from pipeline.results import REPORTS
 from pipeline.tracking import comparisons, labels, stores, views
-from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
+from pipeline.tracking.comparisons import COMPARISON, PREPARED, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
 from pipeline.tracking.stores import Store
+
+if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
 
 GATE = (REPORTS / "gate.json", REPORTS / "gate.md")
 ALIAS = "champion"
@@ -25,18 +29,29 @@ class PromotionError(PipelineError):
 def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
     """Register the model of the best variant as ``publish.registered_model``, and give it the alias ``champion``.
 
-    Its version carries the evidence: the gate's decision and commits, the verdict, links to its run and to the
-    comparison, which gets the gate's report. Again, it changes nothing. ``commit``: what is checked out, with "+" if
-    files differ from it. Raises PromotionError unless the gate let this very commit pass and MLflow holds the model.
+    It is logged anew, from the weights that are here and that the result names by their digest: whatever lies in the
+    store, somebody else may have put there. The version carries the evidence: the gate's decision and commits, the
+    verdict, links to its run and to the comparison, which gets the gate's report. Again, it makes another version.
+    ``commit``: what is checked out, with "+" if files differ from it. Raises PromotionError unless the gate let this
+    very commit pass and MLflow holds the comparison, and ResultError for files that are not what they should be.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)
-    compared = labels.compared(root)
+    compared = labels.compared(wanted, root) if wanted else {}
     if wanted is None or not compared:
         raise PromotionError("there is no comparison of the results that are here; run `dvc repro`, which makes it.")
     variant = best(compared)
     # The first seed: the one with the highest test accuracy would be chosen by luck, and its accuracy flatter it.
-    child = next(each for each in wanted.children.values() if each.variant == variant)
+    child = next((each for each in wanted.children.values() if each.variant == variant), None)
+    if child is None:
+        raise PromotionError(f"the comparison is of {variant!r}, which is not under variants; run `dvc repro`.")
+    if child.model_file is None:
+        raise PromotionError(
+            f"the model of {child.name} cannot be made here: that takes publish.models, its weights and {PREPARED}; "
+            "`dvc pull` or `dvc repro` brings both."
+        )
+    with importing():
+        from pipeline.tracking import logged_models
     uri = stores.address(root)
     stores.set_defaults()
     try:
@@ -44,12 +59,15 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
             store = stores.open_store(uri, root, config.publish.experiment)
             parent, run = _stored(store, wanted, child)
             tags = _evidence(gate, child, labels.verdicts(compared)[variant], parent, run)
-            version = _registered(store, config.publish.registered_model, run, tags, gate, parent)
+            model = logged_models.log(store, run.run_id, child)
+            version = _registered(store, config.publish.registered_model, model, run, tags, gate, parent)
             for file in GATE:
                 if (root / file).exists():
-                    store.client.log_artifact(parent.run_id, str(root / file), "gate")
+                    store.log_file(parent.run_id, root / file, "gate")
     except PipelineError:
         raise
+    except logged_models.NotLoggable as error:
+        raise PromotionError(f"the model of {child.name} cannot be made: {error}") from error
     except Exception as error:  # whatever MLflow, its database or its server raises
         raise PromotionError(f"{stores.describe(uri, error)} Run `python -m pipeline promote` again.") from error
     name = config.publish.registered_model
@@ -101,9 +119,6 @@ def _stored(store: Store, wanted: Wanted, child: Child) -> tuple[StoredRun, Stor
     runs = [run for run in stored if run.tags.get(RUN) == child.key]
     if not parents or not runs:
         raise PromotionError(f"MLflow does not hold {wanted.name} yet: run `python -m pipeline publish`.")
-    model = runs[0].tags.get("model", "publish.models is false")
-    if not model.startswith("models:/"):
-        raise PromotionError(f"the model of {child.name} is not in MLflow: {model}. Put that right, and publish again.")
     return parents[0], runs[0]
 
 
@@ -125,12 +140,18 @@ def _evidence(gate: Mapping[str, Any], child: Child, verdict: str, parent: Store
 
 
 def _registered(
-    store: Store, name: str, run: StoredRun, tags: Mapping[str, str], gate: Mapping[str, Any], parent: StoredRun
+    store: Store,
+    name: str,
+    model: LoggedModel,
+    run: StoredRun,
+    tags: Mapping[str, str],
+    gate: Mapping[str, Any],
+    parent: StoredRun,
 ) -> str:
-    """Register the model of ``run``, unless that was done before; tag the version and name it the champion."""
+    """Register ``model``, which is of ``run``, as a version with ``tags``, and name that the champion."""
     from mlflow.exceptions import MlflowException
 
-    client, model_id = store.client, run.tags["model"].removeprefix("models:/")
+    client = store.client
     try:
         client.create_registered_model(
             name, description=f"Models that passed the gate; `{ALIAS}` is the latest of them."
@@ -138,15 +159,9 @@ def _registered(
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    source = client.get_logged_model(model_id).artifact_location
-    known = [each for each in client.search_model_versions(f"name = '{name}'") if each.source == source]
-    version = (
-        known[0]
-        if known
-        else client.create_model_version(name, source, run.run_id, await_creation_for=0, model_id=model_id)
+    version = client.create_model_version(
+        name, model.artifact_location, run.run_id, tags=dict(tags), await_creation_for=0, model_id=model.model_id
     )
-    for key, value in tags.items():
-        client.set_model_version_tag(name, version.version, key, value)
     runs = f"{views.page(store.uri)}/#/experiments/{store.experiment_id}/runs"
     client.update_model_version(
         name,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config
+from pipeline.config import Config, PipelineError
 from pipeline.interpreter import importing
 from pipeline.tracking import comparisons, glancing, labels, metrics, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
@@ -41,8 +41,8 @@ def publish(config: Config, root: Path = Path()) -> Published:
     """Make the MLflow store hold the comparison of the results under ``root`` exactly once.
 
     One parent run for the comparison, with one complete child run for each variant and seed; other comparisons stay
-    as history. It prints one line. A failure of MLflow is a warning on stderr. Raises ValueError for a result file
-    that cannot be read.
+    as history. It prints one line. A failure of MLflow is a warning on stderr. Raises ResultError for files that cannot
+    be read, or are not what they should be: a result of another job, or weights of another digest.
     """
     wanted = comparisons.wanted(config, root)
     if wanted is None:
@@ -62,6 +62,8 @@ def publish(config: Config, root: Path = Path()) -> Published:
             changes = reconcile(wanted, store.runs(wanted.key), checkout)
             _apply(changes, wanted, store, config)
             store.client.set_experiment_tag(store.experiment_id, views.TAG + views.key(wanted), views.state(wanted))
+    except PipelineError:
+        raise
     except Exception as error:  # whatever MLflow, its database or its server raises
         stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
         return Published(failed=True)
@@ -122,7 +124,7 @@ def _complete_child(child: Child, run_id: str, wanted: Wanted, parent_id: str, s
     client.log_inputs(run_id, [_dataset(child)])
     for file in (child.result_file, child.history_file):
         if file.exists():
-            client.log_artifact(run_id, str(file))
+            store.log_file(run_id, file)
     if child.model_file:
         _log_model(child, run_id, store)
     client.set_terminated(run_id, "FINISHED", ended_ms)
@@ -134,7 +136,7 @@ def _log_model(child: Child, run_id: str, store: Store) -> None:
         from pipeline.tracking import logged_models
 
     try:
-        store.client.set_tag(run_id, "model", logged_models.log(store, run_id, child))
+        store.client.set_tag(run_id, "model", logged_models.log(store, run_id, child).model_uri)
     except logged_models.NotLoggable as error:
         store.client.set_tag(run_id, "model", f"not logged: {error}")
         stores.warn(f"the model of {child.name} is not in MLflow: {error}")
@@ -167,7 +169,7 @@ def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
 
     Where there is no comparison of these results, what the last one said stays.
     """
-    comparison = labels.compared(store.root)
+    comparison = labels.compared(wanted, store.root)
     verdicts = labels.verdicts(comparison)
     for run in store.runs(wanted.key):
         child = wanted.children.get(run.tags.get(RUN, ""))
@@ -186,14 +188,14 @@ def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) 
     known = client.get_run(run_id).data.metrics
     store.log_points(run_id, metrics.parent_points(wanted, root, ended_ms, known))
     for file in comparisons.report_files(root) + comparisons.context_files(root):
-        client.log_artifact(run_id, str(file))
+        store.log_file(run_id, file)
     for file in sorted({child.result_file for child in wanted.children.values()}):
-        client.log_artifact(run_id, str(file), "results")
+        store.log_file(run_id, file, "results")
     for variant, files in wanted.profiles.items():
         for file in files:
-            client.log_artifact(run_id, str(file), f"profiles/{variant}")
+            store.log_file(run_id, file, f"profiles/{variant}")
     for files in wanted.inference.values():
         for file in files:
-            client.log_artifact(run_id, str(file), "inference")
+            store.log_file(run_id, file, "inference")
     client.set_terminated(run_id, "FINISHED", ended_ms)
     store.set_tags(run_id, {REPORT: wanted.report, COMPLETE: "true"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import redacted
 from pipeline.interpreter import importing
+from pipeline.results import ResultError
 from pipeline.tracking.comparisons import COMPARISON, LIVE
 from pipeline.tracking.metrics import Point, batches
 from pipeline.tracking.reconciliation import StoredRun
@@ -27,6 +29,9 @@ PAGE = 1000
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
 SQLITE = "sqlite:///"
+
+DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
+"""Ends the path of a file in a DVC cache, wherever that is."""
 
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -128,6 +133,16 @@ class Store:
         from mlflow.entities import RunTag
 
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def log_file(self, run_id: str, file: Path, folder: str | None = None) -> None:
+        """As an artifact. Raises ResultError for a link, unless it is one of DVC's, into its cache: it could bring out
+        any file of this machine."""
+        if file.is_symlink() and not DVC_OBJECT.search(file.resolve().as_posix()):
+            raise ResultError(
+                f"{file} is a link to {file.resolve()}, which is not in DVC's cache and is not logged: put the file "
+                "itself in its place."
+            )
+        self.client.log_artifact(run_id, str(file), folder)
 
     def delete(self, run_id: str) -> None:
         """Delete a run and its models: MLflow would keep showing those."""

@@ -81,6 +81,7 @@ def hostile() -> Made:
     """Names and reasons that would be markup, were they not text."""
     baseline = make_result("baseline")
     config = {**baseline.config, "train": {**baseline.config["train"], "model": HOSTILE}}
-    other = make_result(HOSTILE, config=config, left_out={HOSTILE: HOSTILE}, device=HOSTILE)
+    applied: dict[str, Any] = {"extra": {HOSTILE: {}}}
+    other = make_result("other", config=config, applied=applied, left_out={HOSTILE: HOSTILE}, device=HOSTILE)
     measured = [baseline.model_copy(update={"config": config, "device": HOSTILE}), other]
-    return made(measured, refused={HOSTILE: dict.fromkeys(range(8), HOSTILE)}, commit=HOSTILE)
+    return made(measured, refused={"other": dict.fromkeys(range(8), HOSTILE)}, commit=HOSTILE)

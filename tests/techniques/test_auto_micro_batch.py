@@ -197,7 +197,7 @@ def test_a_job_that_goes_on_does_not_decide_anew(
 ) -> None:
     config = configure({"most": 4}, {"gradient_accumulation": "auto"}, seeds=[0, 1], epochs=2)
     job.run(config, "tried", CPU_ONLY, PREPARED)
-    whole = results.read(results.result_file("tried"))
+    whole = results.read(results.result_file("tried"), config)
     assert (whole.micro_batches, whole.batch_size, whole.learning_rate) == (8, 32, 0.05)
     assert whole.applied["gradient_accumulation"] == "auto"
     save, saved = checkpoints.save, []
@@ -214,7 +214,7 @@ def test_a_job_that_goes_on_does_not_decide_anew(
             job.run(config, "tried", CPU_ONLY, PREPARED)
     monkeypatch.setattr(Training, "fits", None)
     job.run(config, "tried", CPU_ONLY, PREPARED)
-    resumed = results.read(results.result_file("tried"))
+    resumed = results.read(results.result_file("tried"), config)
     assert saved[-1] == checkpoint_file("tried", 1)
     assert (resumed.micro_batches, resumed.decided) == (8, whole.decided)
     assert [run.model_sha256 for run in resumed.runs] == [run.model_sha256 for run in whole.runs]
@@ -260,7 +260,7 @@ def test_a_gpu_with_little_memory_takes_more_micro_batches(
             config = parse(params | {"variants": {"asked": values}})
             Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
             job.run(config, "asked", environment.machine(), PREPARED)
-            found[accumulation] = results.read(results.result_file("asked"))
+            found[accumulation] = results.read(results.result_file("asked"), config)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert found["auto"].micro_batches > 1

@@ -110,7 +110,7 @@ def test_a_choice_goes_before_train_placement_and_is_what_the_result_says(worksp
 
 def _run(config: Any, name: str) -> Any:
     job.run(config, name, test_job.CPU_ONLY, PREPARED)
-    return results.read(results.result_file(name))
+    return results.read(results.result_file(name), config)
 
 
 def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> None:  # noqa: F811

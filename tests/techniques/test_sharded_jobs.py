@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "variants" / "shard
 def train(name: str) -> Result:
     config = parse(PARAMS | {"train": PARAMS["train"] | {"seeds": [3]}, "variants": {"baseline": {}} | VARIANTS})
     job.run(config, name, CPU, PREPARED)
-    return results.read(results.result_file(name))
+    return results.read(results.result_file(name), config)
 
 
 @pytest.mark.parametrize("name", [name for name, values in VARIANTS.items() if "cpu_offload" not in values])

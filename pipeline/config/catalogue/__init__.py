@@ -56,17 +56,18 @@ def asked(variant: Variant) -> tuple[Entry, ...]:
 def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
     """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
 
-    In the order of the variant's fields. What needs a parallelism goes with it. Raises ConfigError like ``asked``.
+    In the order of the variant's fields. What needs a parallelism goes with it. Packages that bring an extra are not
+    asked: the variant may be one that a result names.
 
     >>> techniques(Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4))
     {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
 'gradient_accumulation=4': ('gradient_accumulation',)}
     """
     order = list(Variant.model_fields)
-    applied = sorted(asked(variant), key=lambda each: order.index(each.key))
+    applied = sorted((each for each in CATALOGUE if each.asked(variant)), key=lambda each: order.index(each.key))
     options = tuple(each.key for each in applied if each.needs)
     details = {"parallelism": ("processes", "replicas", "schedule", *options), "data_loading": ("loader_workers",)}
-    found = {each.label(variant): (each.key, *details.get(each.key, ())) for each in applied if each.key != "extra"}
+    found = {each.label(variant): (each.key, *details.get(each.key, ())) for each in applied}
     return found | ({"+".join(variant.extra): ("extra",)} if variant.extra else {})  # they come and go together
 
 
