@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.config import Config, PipelineError, Seed, VariantName
+from pipeline.config import Config, PipelineError, Seed, Train, VariantName
 
 RESULTS = Path("results")
 MODELS = Path("models")
@@ -337,7 +337,11 @@ def read(path: Path, config: Config) -> Result:
     result = _read(path, Result, "dvc repro")
     params = json.loads(config.model_dump_json(include={"train", "variants"}))
     then = {"train": result.config.get("train"), "variants": {variant: result.config.get("variant")}}
-    problems = list(_differing(then, params | {"variants": {variant: params["variants"].get(variant)}}))
+    problems = [
+        f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
+        for path, found, asked in _differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
+        if path.removeprefix("train.") not in Train.OF_RESUMING  # DVC does not train again for these
+    ]
     if result.variant != variant:
         problems.append(f"it holds the result of variant {result.variant!r}")
     if (seeds := [run.seed for run in result.runs]) != config.train.seeds:
@@ -363,13 +367,13 @@ def train_again(variant: str) -> str:
     return f"`dvc repro --single-item --force train@{variant}`"
 
 
-def _differing(found: Any, asked: Any, path: str = "") -> Iterator[str]:
-    """A sentence for each value that is not the one asked for, with its dotted path."""
+def _differing(found: Any, asked: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted path of each value that is not the one asked for, and both values."""
     if isinstance(found, Mapping) and isinstance(asked, Mapping):
         for key in dict.fromkeys([*asked, *found]):
             yield from _differing(found.get(key), asked.get(key), f"{path}.{key}" if path else key)
     elif found != asked:
-        yield f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
+        yield path, found, asked
 
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:

@@ -86,6 +86,12 @@ def test_a_result_of_another_job_or_variant_is_refused(changes: dict[str, Any], 
     assert "dvc repro --single-item --force train@ddp" in str(refused.value)
 
 
+def test_a_result_is_not_refused_for_what_does_not_train_it_again(tmp_path: Path) -> None:
+    results.write(DDP, results.result_file("ddp", tmp_path))
+    train = DDP.config["train"] | {"checkpoint_every_steps": 7}
+    assert results.read(results.result_file("ddp", tmp_path), make_params([DDP], train=train)) == DDP
+
+
 def test_a_result_of_a_variant_that_params_yaml_does_not_know_is_refused(tmp_path: Path) -> None:
     results.write(DDP, results.result_file("ddp", tmp_path))
     with pytest.raises(ResultError, match=r"variants\.ddp is \{.*\} there and null in params\.yaml"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import config, results
-from pipeline.config import Config, PipelineError, Variant
+from pipeline.config import Config, PipelineError, Train, Variant
 from pipeline.environment import hash_of, optional_versions
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
 
@@ -101,7 +101,7 @@ def _job_problems(result: Result, baseline: Result) -> list[str]:
         )
     ours, theirs = result.config.get("train", {}), baseline.config.get("train", {})
     for key in sorted(ours.keys() | theirs.keys()):
-        if key != "seeds" and ours.get(key) != theirs.get(key):
+        if key not in {"seeds", *Train.OF_RESUMING} and ours.get(key) != theirs.get(key):
             problems.append(
                 f"{name} trained with train.{key} {ours.get(key)!r}, {base} with {theirs.get(key)!r}. {again}"
             )
@@ -144,7 +144,7 @@ def _bench_problems(
     problems += [
         f"the bench trained with train.{key} {ours.get(key)!r}, the variants with {theirs.get(key)!r}"
         for key in sorted(ours.keys() | theirs.keys())
-        if key != "seeds" and ours.get(key) != theirs.get(key)
+        if key not in Train.OF_RUNS | Train.OF_RESUMING and ours.get(key) != theirs.get(key)
     ]
     for result in measured:
         arm = bench.arm("variant", result.variant)
