@@ -132,6 +132,7 @@ def _environment(_: argparse.Namespace) -> None:
     from pipeline.environment import stages
 
     params = config.load()
+    config.check_names(params.train)
     plans = config.plans(params, environment.machine())
     written = environment.write(relied_on=config.relied_on(params), described=stages.described(params, plans))
     print(f"environment {written[:12]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline import factories
-from pipeline.config import PipelineError, Train
+from pipeline.config import PipelineError, Train, unknown_model
 
 Shape = tuple[int, ...]
 
@@ -202,13 +201,8 @@ def torchvision_model(
 
 def _check_name(name: str, known: Sequence[str]) -> None:
     """Raise ModelError unless ``name`` is one of torchvision's ``known`` classification models."""
-    if name not in known:
-        close = difflib.get_close_matches(name, [*_OWN, *known], n=3, cutoff=0.5)
-        raise ModelError(
-            f"train.model: found {name!r}; "
-            + (f"did you mean {' or '.join(close)}? " if close else "")
-            + f"Allowed: {', '.join(_OWN)}, a torchvision classification model, or module:factory of your own."
-        )
+    if problem := unknown_model(name, known):
+        raise ModelError(problem)
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:

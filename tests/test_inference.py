@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from pipeline import environment, inference, job, results
 from pipeline.checkpoints import state_sha256
 from pipeline.config import Config, Machine, PipelineError, parse
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE
-from pipeline.inference import measuring
+from pipeline.inference import forms, measuring
 from pipeline.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
 from pipeline.inference.records import Form
 from pipeline.models import Classifier
@@ -133,6 +136,30 @@ def test_without_torchao_the_quantised_form_says_so(trained: Trained, monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(Unavailable, match="pip install torchao"):
         FORMS["int8"].make(trained)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("Input partition has more than one output node"), "ValueError: Input partition has more than one"),
+        (BackendCompilerFailed(lambda: None, AssertionError(), None), "AssertionError)"),
+    ],
+)
+def test_a_model_that_cannot_be_quantised_says_with_what_and_why(
+    error: Exception, said: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Trained) -> Made:
+        raise error
+
+    monkeypatch.setattr(forms, "_int8", fail)
+    monkeypatch.setattr(forms, "_need_compiler", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.18.0")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    with pytest.raises(Unavailable) as refused:
+        FORMS["int8"].make(trained)
+    assert str(refused.value).startswith(f"torchao 0.18.0 with torch {torch.__version__} cannot quantise this model (")
+    assert said in str(refused.value)
 
 
 def test_what_would_be_emulated_is_no_form(trained: Trained, digits: Dataset) -> None:

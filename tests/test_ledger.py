@@ -381,6 +381,22 @@ def test_without_memory_all_variants_are_foreseen(packed: Path, capsys: pytest.C
     assert "largest" not in lines[0]
 
 
+def test_a_variant_that_cannot_be_foreseen_stops_no_other(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = {"baseline": {}, "compiled": {"compile": "default"}, "fp16": {"precision": "fp16"}}
+    config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": variants})
+    ledger.show(config, LAPTOP, [], packed, memory="1GiB")
+    lines = capsys.readouterr().out.splitlines()
+    header, baseline, *others = lines[:4]
+    assert "fits" in baseline
+    assert [line.split() for line in others] == [[name, *["unknown"] * 10] for name in ("compiled", "fp16")]
+    assert len({len(line) for line in (header, baseline, *others)}) == 1
+    compiled, fp16 = lines[-2:]
+    assert compiled == "variants.compiled: what compile takes cannot be foreseen; measure it."
+    assert fp16.startswith("variants.fp16.precision: found 'fp16', but ")
+    with pytest.raises(ledger.PredictionError, match=r"variants\.compiled: what compile takes cannot be foreseen"):
+        ledger.show(config, LAPTOP, ["compiled"], packed)
+
+
 def test_what_cannot_be_shown_says_what_to_do(packed: Path, tmp_path: Path) -> None:
     config = parse({"variants": VARIANTS})
     with pytest.raises(DataError, match="run `dvc repro prepare` first"):

@@ -12,6 +12,7 @@ from pipeline.config.catalogue.classes import TECHNIQUE_CLASSES
 from pipeline.config.errors import ConfigError, PipelineError, first_line, redacted
 from pipeline.config.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
 from pipeline.config.machine import Machine
+from pipeline.config.names import OWN_MODELS, check_names, torchvision_models, unknown_model
 from pipeline.config.planning import Plan, WhyNotHeldBy, plan, plans, relied_on
 from pipeline.config.sections import (
     GRAPH_WARMUP_STEPS,
@@ -37,6 +38,7 @@ __all__ = [
     "CATALOGUE",
     "COMPILER",
     "GRAPH_WARMUP_STEPS",
+    "OWN_MODELS",
     "PARAMS_FILE",
     "SCHEMA_FILE",
     "TECHNIQUE_CLASSES",
@@ -63,6 +65,7 @@ __all__ = [
     "VariantName",
     "WhyNotHeldBy",
     "asked",
+    "check_names",
     "entries",
     "entry",
     "exclusions",
@@ -76,5 +79,7 @@ __all__ = [
     "relied_on",
     "schema",
     "techniques",
+    "torchvision_models",
+    "unknown_model",
     "without",
 ]

@@ -19,7 +19,7 @@ from pipeline.config import Config, Machine, PipelineError, first_line
 from pipeline.config import plan as plan_of
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavailable
+from pipeline.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavailable, cause
 from pipeline.inference.measuring import in_rounds, latency_of, noise_of, throughput_of
 from pipeline.inference.records import Agreement, Form, Inference, Measured, Noise
 from pipeline.inference.showing import markdown
@@ -139,7 +139,7 @@ def forms_on(
         except Exception as error:  # whatever compilers, exporters and kernels raise; the reason goes into the record
             if name == PLAIN:
                 raise
-            reasons[name] = f"{type(error).__name__}: {first_line(error)}"
+            reasons[name] = cause(error)
     calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},

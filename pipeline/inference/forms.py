@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipeline.config import first_line
 from pipeline.models import Classifier
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
@@ -107,8 +108,15 @@ def int8(trained: Trained) -> Made:
     if importlib.util.find_spec("torchao") is None:
         raise Unavailable("it needs torchao, which is not installed: pip install torchao")
     _need_compiler(trained.device)
+    versions = f"torchao {importlib.metadata.version('torchao')} with torch {torch.__version__}"
     with warnings.catch_warnings(action="ignore"):  # torch warns of its own code
-        return _int8(trained)
+        try:
+            made = _int8(trained)
+        except Exception as error:  # whatever stops these two at a net that they do not know
+            raise Unavailable(f"{versions} cannot quantise this model ({cause(error)})") from error
+    if made is None:
+        raise Unavailable(f"{versions} found nothing in this model that it has an int8 kernel for")
+    return made
 
 
 FORMS: Mapping[str, Kind] = {
@@ -131,7 +139,15 @@ def bytes_of(module: nn.Module) -> int:
     return sum({value.data_ptr(): value.nbytes for value in tensors}.values())
 
 
-def _int8(trained: Trained) -> Made:
+def cause(error: Exception) -> str:
+    """What went wrong, in a line: of a compiler's failure, what failed inside it."""
+    inside: Exception = getattr(error, "inner_exception", error)
+    kind, said = type(inside).__name__, first_line(inside)
+    return kind if said == kind else f"{kind}: {said}"
+
+
+def _int8(trained: Trained) -> Made | None:
+    """None: nothing in the model could be quantised."""
     import torch._inductor.config as inductor
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -143,8 +159,7 @@ def _int8(trained: Trained) -> Made:
         prepared(batch)
     converted = convert_pt2e(prepared)
     if "quantize_per_tensor" not in str(converted.graph):
-        versions = f"torchao {importlib.metadata.version('torchao')} with torch {torch.__version__}"
-        raise Unavailable(f"{versions} found nothing in this model that it has an int8 kernel for")
+        return None
     predict: Predict = torch.compile(converted, dynamic=False)
     with inductor.patch(freezing=True):  # what is compiled now takes the weights as constants and packs them for int8
         for size in trained.batch_sizes:

@@ -11,7 +11,7 @@ from pipeline.config import Config, ConfigError, Machine, parse
 from pipeline.config import plan as plan_of
 from pipeline.data import prepared
 from pipeline.data.batches import Placement, placement_within
-from pipeline.ledger.rehearsal import RESERVE_FRACTION, Rehearsal
+from pipeline.ledger.rehearsal import RESERVE_FRACTION, PredictionError, Rehearsal
 
 COLUMNS = {
     "peak": "peak_bytes",
@@ -38,8 +38,8 @@ def show(
     """Print the predicted ledgers of variants (none named: all) and, given a device's ``memory``, what fits in it.
 
     ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` stand in for those of params.yaml; for
-    "cuda" this machine needs no GPU: as many as the variants ask for are assumed, with native bf16. Raises
-    PipelineError.
+    "cuda" this machine needs no GPU: as many as the variants ask for are assumed, with native bf16. A variant that
+    cannot run here, or not be foreseen, says why below the others. Raises PipelineError, also if that is all of them.
     """
     memory_bytes = None if memory is None else parse_bytes(memory)
     dataset = prepared.read(data)
@@ -53,19 +53,26 @@ def show(
         machine = machine.model_copy(
             update={"gpus": max(processes, default=1), "gpu_native_bf16": True, "gpu_tf32": True}
         )
-    plans = {name: plan_of(config, name, machine) for name in names or config.variants}
     placement: Placement | None = None
     if memory_bytes is not None and train.placement == "auto":
         placement = placement_within(memory_bytes, dataset)
 
     table = [["variant", *COLUMNS, *([] if memory is None else [f"in {memory}", "largest batch"])]]
-    notes = []
-    for name, plan in plans.items():
-        rehearsal = Rehearsal(config, plan, dataset, placement)
-        found = rehearsal.ledger(plan.micro_batch_size)
+    notes, reasons = [], []
+    for name in names or config.variants:
+        try:
+            plan = plan_of(config, name, machine)
+            rehearsal = Rehearsal(config, plan, dataset, placement)
+            found = rehearsal.ledger(plan.micro_batch_size)
+            largest = None if memory_bytes is None else rehearsal.largest_batch(memory_bytes)
+        except (ConfigError, PredictionError) as error:
+            if name not in config.variants:
+                raise
+            reasons.append(str(error))
+            table.append([name, *("unknown" for _ in table[0][1:])])
+            continue
         table.append([name, *(_in_words(getattr(found, field)) for field in COLUMNS.values())])
         if memory_bytes is not None:
-            largest = rehearsal.largest_batch(memory_bytes)
             table[-1] += [
                 "too large" if largest is None or largest < plan.job(train).batch_size else "fits",
                 "none" if largest is None else str(largest),
@@ -74,17 +81,19 @@ def show(
                 notes.append(f"{name}: the largest batch is the whole training set.")
         notes += [f"{name}: {technique} is left out: {reason}." for technique, reason in plan.left_out.items()]
 
+    if len(reasons) == len(table) - 1:
+        raise PredictionError("\n".join(dict.fromkeys(reasons)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for name, *cells in table:
         print(
             name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)), sep="  "
         )
-    on = next(iter(plans.values())).device
+    on = "cuda" if train.device != "cpu" and machine.gpus else "cpu"
     where = "of each GPU" if on == "cuda" else "of each process, above what it takes with its imports"
     print(f"\nPredicted for a global batch of {train.batch_size}: the peak of a step's memory {where}.")
     if memory is not None:
         print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for what no prediction sees.")
-    for note in notes:
+    for note in [*notes, *reasons]:
         print(note)
 
 
