@@ -474,7 +474,6 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monk
     monkeypatch.setattr(recording, "output", copies.output)
     (checkout / "code.py").write_text("slow = False", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 2.5\n", encoding="utf-8")
-    (checkout / "environment.json").write_text('{"hash": "one"}', encoding="utf-8")
     (checkout / "gone.py").touch()
     stage = "{cmd: 'true', deps: [code.py, gone.py], params: [bench, environment.json: [hash]]}"
     names = ("train@baseline", "train@ddp", "train@memory", "bench", "compare")
@@ -490,7 +489,8 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monk
     assert gate.run(configured(), str(recorded())) == 0
     (checkout / "code.py").write_text("slow = True", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 9.0\n", encoding="utf-8")
-    (checkout / "environment.json").write_text('{"hash": "other"}', encoding="utf-8")
+    here = json.loads((checkout / "environment.json").read_text(encoding="utf-8"))
+    (checkout / "environment.json").write_text(json.dumps(here | {"hash": "other"}), encoding="utf-8")
     (checkout / "gone.py").unlink()
     with recording.COMPARISON_FILE.open("a", encoding="utf-8") as file:
         file.write("\n")
@@ -500,7 +500,7 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monk
         gate.run(configured(), "main.json")
     found = str(refused.value).partition("made, ")[2].partition(" changed")[0].split(", ")
     assert sorted(found) == [
-        "bench", "code.py", "command", "environment.json", "gone.py", "reports/comparison.json",
+        "code.py", "command", "environment.json (hash)", "gone.py", "params.yaml (bench)", "reports/comparison.json",
     ]  # fmt: skip
 
 
