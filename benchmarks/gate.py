@@ -38,6 +38,7 @@ from pipeline.config import Compare, Config, Gate
 from pipeline.gate.decision import Judged, judge, noises
 from pipeline.gate.measuring import arms_of, steps_of
 from pipeline.results import Arm, Window
+from pipeline.verdicts import Spent
 
 SLOWDOWN_FRACTION = 0.10
 """So much longer does a step of the planted side take."""
@@ -85,7 +86,7 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
                 servers = {side: stack.enter_context(Server(each.path)) for side, each in checkouts.items()}
                 sides = {side: (server, server.describe()) for side, server in servers.items()}
                 arms = arms_of(names or list(params.variants), params.compare.baseline, sides)
-                steps = steps_of(arms, params.bench.window_seconds)
+                steps, _ = steps_of(arms, params.bench.window_seconds)
                 turns = turns_on(sides["base"][1]["device"], params.bench)
                 parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps, turns=turns))
     counts = [len(part.arms[0].samples) for part in parts]
@@ -203,7 +204,8 @@ def _judge(block: Mapping[str, Arm], side: str) -> Judged:
         {arm.variant: arm for name, arm in block.items() if name.startswith(f"{each} ") and arm is not again}
         for each in ("base", side)
     )
-    machine = noises(of_base[again.variant], again, settings.max_spread)
+    spent = Spent("gate.max_minutes", len(again.samples), None)
+    machine = noises(of_base[again.variant], again, settings.max_spread, spent)
     return judge(of_base, of_head, machine, settings.margins, {}, paired=True)
 
 

@@ -23,6 +23,7 @@ from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import config, environment, results, verdicts
+from pipeline.comparison import spent_by
 from pipeline.report import formats
 
 SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
@@ -58,7 +59,7 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
     assert again is not None
     margins, most = params.compare.margins, params.compare.max_spread
     quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
-    noises = [verdicts.noise(reference, again, quantity, most) for quantity, _ in quantities]
+    noises = [verdicts.noise(reference, again, quantity, most, spent_by(bench)) for quantity, _ in quantities]
     return {
         "commit": environment.checked_out(),
         "optimizer": values["train"]["optimizer"],

@@ -30,7 +30,7 @@ def noise(rounds: int = 10) -> dict[str, Any]:
             variants, baseline = server.describe()["variants"], params.compare.baseline
             arms = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
             arms.append(Asked("again", "again", baseline, None, server, variants[baseline]))
-            steps = steps_of(arms[-1], params.bench.window_seconds)
+            steps, _ = steps_of(arms[-1], params.bench.window_seconds)
             for turns in list(found) * rounds:
                 for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:
                     found[turns].setdefault(arm.name, []).append(arm.samples[0].samples_per_second)

@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
@@ -19,12 +19,14 @@ from pipeline import environment, results
 from pipeline.config import Bench as BenchSettings
 from pipeline.config import Config, Machine, PipelineError, misplaced, plan
 from pipeline.config import techniques as techniques_of
-from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, Setup, Window
+from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window
 
 CALIBRATION_STEPS = 20
 CALIBRATIONS = 5
 """As often is the short sample taken that says how many steps to measure, while other load spoils it."""
 FEWEST_STEPS = 10
+FEWEST_ROUNDS = 6
+"""``stats.FEWEST_PAIRS``, which the bench does not import: it need not be measured anew when statistics change."""
 
 
 class BenchError(PipelineError):
@@ -126,8 +128,13 @@ class Rounds:
     interrupted: bool
 
 
-def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int) -> Rounds:
-    """Rounds of all arms, each arm in a fresh process, for at most ``seconds`` (at least one round).
+def measure(
+    arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int = 0
+) -> Rounds:
+    """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
+
+    And at least ``fewest`` in which no sample was refused, whatever ``seconds`` says; an arm whose samples always are
+    does not count, and twice as many rounds are enough. After ``max_rounds`` all ends.
 
     With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
     their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
@@ -141,13 +148,14 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
     with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
 
         def show(doing: str) -> None:
-            bar.n = min(round(seconds), round(time.monotonic() - started))
+            bar.total = round(max(seconds, fewest * longest))
+            bar.n = min(bar.total, round(time.monotonic() - started))
             bar.set_postfix_str(f"round {len(rounds) + 1}, {doing}")
 
         try:
             while len(rounds) != max_rounds:
                 began = time.monotonic()
-                if rounds and began - started + longest > seconds:
+                if rounds and began - started + longest > seconds and _enough(rounds, fewest):
                     break
                 order = arms[:: 1 if len(rounds) % 2 == 0 else -1]
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
@@ -187,6 +195,12 @@ def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, st
     )
 
 
+def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
+    known = [name for name in rounds[0] if not all(each[name].refusals for each in rounds)]
+    standing = sum(not any(each[name].refusals for name in known) for each in rounds)
+    return standing >= fewest or len(rounds) >= 2 * fewest
+
+
 def _one_by_one(arms: Sequence[Asked], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     answers = {}
     for asked in arms:
@@ -211,13 +225,57 @@ def _in_turns(arms: Sequence[Asked], steps: int, turns: int, show: Callable[[str
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
 
 
-def steps_of(arm: Asked, seconds: float) -> int:
-    """As many steps as ``arm`` takes ``seconds`` for, by short samples of it."""
+class Tried(NamedTuple):
+    """A short sample of an arm, taken before the rounds."""
+
+    answer: dict[str, Any]
+    """As of ``Server.close``."""
+    opening_seconds: float
+    """Of its processes, from their start to the first measured step."""
+    step_seconds: float
+
+    def seconds(self, steps: int) -> float:
+        """About what it takes in a round."""
+        return self.opening_seconds + steps * self.step_seconds
+
+
+def tried(arm: Asked, *, ledgers: bool = False) -> Tried:
+    """``CALIBRATION_STEPS`` of ``arm``; what ``ledgers`` take is in none of its times."""
+    began = time.monotonic()
+    arm.server.open(arm.name, arm.values, CALIBRATION_STEPS, ledgers=ledgers)
+    opened = time.monotonic()
+    arm.server.turn(arm.name, CALIBRATION_STEPS)
+    ended = time.monotonic()
+    return Tried(arm.server.close(arm.name), opened - began, (ended - opened) / CALIBRATION_STEPS)
+
+
+def steps_of(arm: Asked, seconds: float) -> tuple[int, Tried]:
+    """As many steps as ``arm`` takes ``seconds`` for, by short samples of it; and the last of these."""
     for _ in range(CALIBRATIONS):
-        window = Window.model_validate(arm.server.measure(arm.name, arm.values, CALIBRATION_STEPS)["window"])
+        sample = tried(arm)
+        window = Window.model_validate(sample.answer["window"])
         if window.step_p50_ms:
-            return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3)))
-    return CALIBRATION_STEPS
+            return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))), sample
+    return CALIBRATION_STEPS, sample
+
+
+def fewest_rounds(settings: BenchSettings) -> int:
+    """Those that are measured whatever the time is."""
+    return 0 if settings.hard_limit else FEWEST_ROUNDS
+
+
+def outlook(arms: int, steps: int, round_seconds: float, *, seconds: float, max_rounds: int | None, fewest: int) -> str:
+    """What ``measure`` is about to do, and until when, in words. ``round_seconds``: about what a round takes."""
+    fitting = max(1, int(seconds / round_seconds))
+    rounds = max(fitting, fewest) if max_rounds is None else min(max(fitting, fewest), max_rounds)
+    ends = time.strftime("%H:%M %Z", time.localtime(time.time() + rounds * round_seconds))
+    remark = ""
+    if rounds < FEWEST_ROUNDS:
+        remark = f" (at least {FEWEST_ROUNDS} would be needed to decide anything)"
+    elif rounds > fitting:
+        remark = f" (the fewest that can decide anything; {seconds / 60:g} minutes give {fitting})"
+    counted = f"{arms} arms of {steps} steps, a round takes about {round_seconds:.0f} s: {rounds} round(s){remark}"
+    return f"{counted}, until about {ends}"
 
 
 def turns_on(device: str, settings: BenchSettings) -> int:
@@ -231,30 +289,24 @@ def run(config: Config, machine: Machine) -> None:
     Interrupted, it writes the rounds that are complete and raises KeyboardInterrupt. Raises PipelineError.
     """
     settings, baseline = config.bench, config.compare.baseline
+    seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
     with Server() as server:
         about = server.describe()
         variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
-        ledgers: dict[str, Ledgers] = {}
-        flops: dict[str, Flops] = {}
-        for name, values in variants.items():  # also the warm-up: from here on the files are in memory
-            answer = server.measure(name, values, CALIBRATION_STEPS, ledgers=True)
-            if answer["ledgers"] is not None:
-                ledgers[name] = Ledgers.model_validate(answer["ledgers"])
-            if answer["flops"] is not None:
-                flops[name] = Flops.model_validate(answer["flops"])
         asked = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
+        # Also the warm-up: from here on the files are in memory.
+        samples = {arm.name: tried(arm, ledgers=True) for arm in asked}
+        ledgers = _known(samples, "ledgers", Ledgers)
+        flops = _known(samples, "flops", Flops)
         ablated, not_ablated = _ablation(config, machine, server)
         again = Asked(f"{baseline} again", "again", baseline, None, server, variants[baseline])
         arms = [*asked, *ablated, again]
-        steps = steps_of(again, settings.window_seconds)
-        print(f"bench: {len(arms)} arms of {steps} steps, rounds for {settings.max_minutes:g} minutes", flush=True)
-        rounds = measure(
-            arms,
-            seconds=60 * settings.max_minutes,
-            max_rounds=settings.max_rounds,
-            steps=steps,
-            turns=turns_on(about["device"], settings),
-        )
+        steps, samples[baseline] = steps_of(again, settings.window_seconds)  # the first one also started the server
+        round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
+        said = outlook(len(arms), steps, round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+        print(f"bench: {said}", flush=True)
+        turns = turns_on(about["device"], settings)
+        rounds = measure(arms, seconds=seconds, max_rounds=max_rounds, steps=steps, turns=turns, fewest=fewest)
     bench = Bench(
         environment=about["environment"],
         commit=environment.checked_out(),
@@ -274,6 +326,12 @@ def run(config: Config, machine: Machine) -> None:
     print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s", flush=True)
     if rounds.interrupted:
         raise KeyboardInterrupt
+
+
+def _known(samples: Mapping[str, Tried], key: str, record: type[R]) -> dict[str, R]:
+    """By variant."""
+    found = {name: sample.answer[key] for name, sample in samples.items()}
+    return {name: record.model_validate(values) for name, values in found.items() if values is not None}
 
 
 def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[Asked], dict[str, dict[str, str]]]:

@@ -156,6 +156,32 @@ def pairs_needed(interval: Interval, margin: float) -> int | None:
     return max(1, math.ceil(missing)) if missing <= _FORESEEABLE else None
 
 
+def margin_decided(interval: Interval, pairs: int) -> float:
+    """The smallest margin at which so many pairs in all would show the ratio to be the *same*.
+
+    If the estimate r stays and the interval shrinks from n to N pairs as in ``pairs_needed``: it ends at
+    log r -+ w sqrt(n / N) for its widths w on either side, and 1 + margin is the farther end's distance from 1.
+    Raises ValueError for an interval that bounds nothing.
+    """
+    if interval.low <= 0:
+        raise ValueError("interval: found one without bounds, of which nothing can be foreseen.")
+    estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
+    shrunk = math.sqrt(interval.count / pairs)
+    return math.expm1(max(estimate + (high - estimate) * shrunk, -estimate + (estimate - low) * shrunk))
+
+
+def calm_pairs(aa: Interval, max_spread: float) -> int | None:
+    """About how many pairs in all would do away with what ``distrust`` says of too few or too wide a spread.
+
+    Of a spread: if log(high / low) shrinks with 1 / sqrt(n). None where more pairs do not help.
+    """
+    if aa.low <= 0:
+        return FEWEST_PAIRS
+    if aa.spread > max_spread:
+        return math.ceil(aa.count * (math.log1p(aa.spread) / math.log1p(max_spread)) ** 2)
+    return None
+
+
 def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
     """Why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything; None if not.
 
@@ -166,7 +192,10 @@ def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
-        return f"{shown} in {aa.count} pair(s), and at least {FEWEST_PAIRS} are needed to know how noisy the machine is"
+        return (
+            f"the baseline was measured against itself in {aa.count} pair(s), and at least {FEWEST_PAIRS} are needed "
+            "to know how noisy the machine is"
+        )
     held, confidence = (wide, "99%") if wide.low > 0 else (aa, "95%")
     if held.low > 1 + NEGLIGIBLE or held.high < 1 / (1 + NEGLIGIBLE):
         return (
@@ -270,6 +299,16 @@ def seeds_needed(result: Equivalence) -> int | None:
     counts = np.arange(result.count + 1, result.count + _FORESEEABLE + 1)
     enough = stdtrit(counts - 1, result.confidence) * result.deviation / np.sqrt(counts) < room
     return int(enough.argmax()) + 1 if enough.any() else None
+
+
+def margin_of_seeds(mean: float, half: float, count: int, seeds: int, *, confidence: float = 0.95) -> float:
+    """The smallest margin at which ``seeds`` in all would be equivalent, in the unit of ``mean``.
+
+    If mean and deviation stay: ``half``, the half-width t_n-1 s / sqrt(n) of the interval of ``count`` = n differences
+    (at least two), becomes t_N-1 s / sqrt(N), and the margin is |mean| plus that.
+    """
+    narrower = stdtrit(seeds - 1, confidence) / stdtrit(count - 1, confidence) * math.sqrt(count / seeds)
+    return abs(mean) + half * float(narrower)
 
 
 def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[bool]) -> list[int]:

@@ -31,6 +31,41 @@ THROUGHPUT = Quantity("samples_per_second", "throughput", higher_is_better=True)
 MEMORY = Quantity("peak_memory_bytes", "peak memory", higher_is_better=False)
 
 
+LONGEST_MINUTES = 60
+MOST_SEEDS = 20
+"""To measure for longer, or to train more of them, is no advice."""
+
+
+class Spent(NamedTuple):
+    """What rounds took. What more of them would take is foreseen from it."""
+
+    key: str
+    """Of params.yaml: what ended them."""
+    rounds: int
+    seconds: float | None
+    """Of all rounds; None: not known."""
+
+    def affordable(self) -> float:
+        """So many rounds in all are no more than ``LONGEST_MINUTES``; infinite where that is not known.
+
+        Less one: the last must fit as well, and some take longer.
+        """
+        return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1 if self.seconds else math.inf
+
+    def remedy(self, rounds: int) -> str:
+        """What gives so many rounds in all: the key with its value, or what makes rounds cheaper."""
+        if not self.seconds:
+            return f"raise {self.key}"
+        minutes = (rounds + 1) * self.seconds / self.rounds / 60
+        if rounds > self.affordable():
+            return (
+                f"{rounds} rounds would take {minutes:.0f} minutes here; fewer variants or a smaller "
+                "bench.window_seconds make them cheaper"
+            )
+        value = rounds if self.key.endswith("rounds") else math.ceil(2 * minutes) / 2
+        return f"set {self.key}: {value:g}"
+
+
 class Ratio(Record):
     """An arm's figure over the reference's: the median of the rounds' ratios, and its 95% interval."""
 
@@ -83,7 +118,7 @@ def untold(arms: Sequence[Arm], quantity: Quantity) -> bool:
     return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
 
 
-def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> Noise:
+def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float, spent: Spent) -> Noise:
     """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
     pairs = _pairs(again, baseline, quantity)
     above, below, why_untrusted = pairs.above, pairs.below, pairs.why_untrusted
@@ -93,7 +128,13 @@ def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> N
         )  # fmt: skip
     interval = stats.paired_ratio(above, below)
     noisy = stats.distrust(interval, stats.paired_ratio(above, below, confidence=0.99), max_spread)
-    remedy = pairs.why_refused or "let nothing else run here, or measure more rounds"
+    remedies = [pairs.why_refused] if pairs.why_refused else []
+    if interval.low > 0 and not remedies:
+        remedies = ["let nothing else run here"]
+    if calm := stats.calm_pairs(interval, max_spread):
+        rounds = _rounds_for(calm, interval.count, pairs.refused)
+        if not remedies or rounds <= spent.affordable():
+            remedies.append(spent.remedy(rounds))
     low, high = _bounds(interval)
     return Noise(
         estimate=interval.estimate,
@@ -101,7 +142,7 @@ def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float) -> N
         high=high,
         pairs=interval.count,
         max_spread=max_spread,
-        why_untrusted=why_untrusted or (f"{quantity.noun}: {noisy}; {remedy}" if noisy else None),
+        why_untrusted=why_untrusted or (f"{quantity.noun}: {noisy}; {'; or '.join(remedies)}" if noisy else None),
     )
 
 
@@ -168,40 +209,49 @@ def verdict(decisions: Sequence[Decision]) -> Verdict:
     return possible.pop() if len(possible) == 1 else "undecided"
 
 
-def ratio_reasons(ratio: Ratio, quantity: Quantity, budget: str) -> list[str]:
+def ratio_reasons(ratio: Ratio, quantity: Quantity, spent: Spent) -> list[str]:
     """Why ``ratio`` is untrusted or undecided, and what would decide it; nothing if it is decided.
 
-    ``budget``: the key of params.yaml that ended the measurement.
+    Where that would take longer than ``LONGEST_MINUTES``: at what margin it could be decided in this time.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]
-    if ratio.decision != "undecided":
+    if ratio.decision != "undecided" or ratio.estimate is None:
         return []
-    if ratio.low is None:
+    if ratio.low is None or ratio.high is None:
         lost = f", and {_lost(ratio.refused, ratio.pairs + ratio.refused)}" if ratio.refused else ""
-        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} (raise {budget})"]
-    if ratio.more_pairs is None:
-        return [
-            f"{quantity.noun} is undecided: it lies too close to the margin of {ratio.margin:.1%} for any number of "
-            "pairs that can be foreseen"
-        ]
-    return [f"{quantity.noun} is undecided: about {ratio.more_pairs} more pair(s) would decide (raise {budget})"]
+        remedy = spent.remedy(_rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.refused))
+        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} ({remedy})"]
+    if ratio.more_pairs is not None:
+        rounds = _rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.refused)
+        if rounds <= spent.affordable():
+            remedy = spent.remedy(rounds)
+            return [f"{quantity.noun} is undecided: about {ratio.more_pairs} more pair(s) would decide ({remedy})"]
+    too_close = f"{quantity.noun} is undecided: it lies too close to the margin of {ratio.margin:.1%}"
+    if math.isinf(spent.affordable()):
+        return [f"{too_close} for any number of pairs that can be foreseen"]
+    pairs = max(ratio.pairs, int(spent.affordable() * ratio.pairs / (ratio.pairs + ratio.refused)))
+    margin = stats.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
+    return [f"{too_close}; {LONGEST_MINUTES} minutes of rounds could decide at one of {margin:.1%} (compare.margins)"]
 
 
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:
-    """Why ``accuracy`` is undecided, and what would decide it; nothing if it is decided."""
+    """Why ``accuracy`` is undecided, and what would decide it; nothing if it is decided.
+
+    Where that would take more than ``MOST_SEEDS``: at what margin so many could decide.
+    """
     if accuracy.decision != "undecided":
         return []
-    if accuracy.seeds == 1:
+    if accuracy.low_fraction is None:
         return ["accuracy is undecided: one seed supports no statement (add some to train.seeds)"]
-    if accuracy.more_seeds is None:
-        return [
-            f"accuracy is undecided with {accuracy.seeds} seeds: it lies too close to the margin of "
-            f"{100 * accuracy.margin_fraction:g} percentage points for any number of seeds that can be foreseen"
-        ]
+    undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
+    if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
+        return [f"{undecided}: about {accuracy.more_seeds} more would decide (add them to train.seeds)"]
+    mean, half = accuracy.mean_fraction, accuracy.mean_fraction - accuracy.low_fraction
+    margin = stats.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
-        f"accuracy is undecided with {accuracy.seeds} seeds: about {accuracy.more_seeds} more would decide "
-        "(add them to train.seeds)"
+        f"{undecided} at the margin of {100 * accuracy.margin_fraction:g} percentage points; {MOST_SEEDS} more could "
+        f"decide at one of {100 * margin:.2g} (compare.margins.accuracy)"
     ]
 
 
@@ -209,6 +259,11 @@ def _of_decided(decisions: Sequence[str]) -> Verdict:
     if "better" in decisions:
         return "trades" if "worse" in decisions else "pays"
     return "costs" if "worse" in decisions else "neutral"
+
+
+def _rounds_for(wanted: int, pairs: int, refused: int) -> int:
+    """Rounds in all for so many pairs, if as many are refused as so far."""
+    return math.ceil(wanted * (pairs + refused) / pairs)
 
 
 def _lost(refused: int, rounds: int) -> str:

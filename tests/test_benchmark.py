@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import termios
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +18,10 @@ import yaml
 
 from pipeline import benchmark, environment
 from pipeline.arm import _allowed_wait
-from pipeline.benchmark import Asked, BenchError, Server, measure, steps_of, turns_on
+from pipeline.benchmark import Asked, BenchError, Server, fewest_rounds, measure, outlook, steps_of, turns_on
 from pipeline.config import Bench, Machine, Variant, parse
 from pipeline.results import Window, read_bench
+from pipeline.stats import FEWEST_PAIRS
 from tests.conftest import ROOT
 from tests.factories import JOB, make_window
 from tests.workspaces import furnish
@@ -109,21 +113,88 @@ def test_on_a_gpu_arms_run_alone() -> None:
     assert (turns_on("cpu", settings), turns_on("cuda", settings)) == (7, 1)
 
 
-def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    server = FakeServer()
-    measured = server.measure
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    """Takes ten seconds to open an arm, and one for each turn."""
+    now, server = [0.0], FakeServer()
 
-    def takes_a_second(*arguments: Any, **options: Any) -> dict[str, Any]:
-        now[0] += 1
-        return measured(*arguments, **options)
+    def takes(seconds: float, does: Callable[..., Any]) -> Callable[..., Any]:
+        def slowly(*arguments: Any, **options: Any) -> Any:
+            now[0] += seconds
+            return does(*arguments, **options)
 
-    monkeypatch.setattr(server, "measure", takes_a_second)
+        return slowly
+
+    monkeypatch.setattr(server, "open", takes(10, server.open))
+    monkeypatch.setattr(server, "turn", takes(1, server.turn))
     monkeypatch.setattr("pipeline.benchmark.time.monotonic", lambda: now[0])
-    rounds = measure(arms(server, "a", "b"), seconds=7.5, max_rounds=None, steps=1, turns=1)
-    assert len(rounds.arms[0].samples) == 3  # a fourth would end after 8 seconds
-    assert rounds.seconds == 6
-    assert len(measure(arms(server, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1).arms[0].samples) == 1
+    return server
+
+
+def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(slow: FakeServer) -> None:
+    rounds = measure(arms(slow, "a", "b"), seconds=80.0, max_rounds=None, steps=1, turns=1)
+    assert len(rounds.arms[0].samples) == 3  # a fourth would end after 88 seconds
+    assert rounds.seconds == 66
+    assert len(measure(arms(slow, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1).arms[0].samples) == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "max_rounds", "rounds"),
+    [
+        ({}, None, 6),
+        ({}, 4, 4),
+        ({"a": [0, 2]}, None, 8),  # six are complete
+        ({"a": range(99)}, None, 6),  # which no round helps
+        ({"a": range(99), "b": [3]}, None, 7),
+        ({"a": range(0, 99, 2), "b": range(1, 99, 2)}, None, 12),  # not for ever
+    ],
+)
+def test_six_complete_rounds_are_measured_whatever_the_time(
+    slow: FakeServer, refused: dict[str, Sequence[int]], max_rounds: int | None, rounds: int
+) -> None:
+    closed = slow.close
+
+    def spoiled(name: str) -> dict[str, Any]:
+        answer, number = closed(name), (len(slow.asked) - 1) // 2
+        reasons = ("another process took half of the CPU",) if number in refused.get(name, ()) else ()
+        return answer | {"window": answer["window"] | {"refusals": reasons}}
+
+    slow.close = spoiled  # type: ignore[method-assign]
+    found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
+    assert len(found.arms[0].samples) == rounds
+
+
+def test_a_hard_limit_is_one() -> None:
+    assert (fewest_rounds(Bench()), fewest_rounds(Bench(hard_limit=True))) == (FEWEST_PAIRS, 0)
+
+
+def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
+    sample = steps_of(arms(slow, "a")[0], 1.5)[1]
+    assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / 20)
+    assert sample.seconds(200) == 20
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ((150.0, None, 6), "6 round(s) (the fewest that can decide anything; 2.5 minutes give 3), until about 12:04"),
+        ((150.0, None, 0), "3 round(s) (at least 6 would be needed to decide anything), until about 12:02"),
+        ((600.0, None, 6), "15 round(s), until about 12:10"),
+        ((600.0, 7, 6), "7 round(s), until about 12:04"),
+        ((1.0, 2, 6), "2 round(s) (at least 6 would be needed to decide anything), until about 12:01"),
+    ],
+)
+def test_what_is_about_to_be_measured_is_said(
+    limits: tuple[float, int | None, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    monkeypatch.setattr("pipeline.benchmark.time.time", lambda: 12 * 3600.0)
+    seconds, max_rounds, fewest = limits
+    told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+    assert told == f"5 arms of 23 steps, a round takes about 40 s: {said} UTC"
+    monkeypatch.undo()
+    time.tzset()
 
 
 def test_an_interruption_keeps_the_complete_rounds() -> None:
@@ -141,7 +212,7 @@ def test_an_interruption_keeps_the_complete_rounds() -> None:
 def test_steps_fill_the_window(found: list[float | None], steps: int, samples: int) -> None:
     server = FakeServer()
     server.step_p50_ms = found
-    assert steps_of(arms(server, "baseline")[0], 1.5) == steps
+    assert steps_of(arms(server, "baseline")[0], 1.5)[0] == steps
     assert len(server.asked) == samples
 
 
@@ -199,10 +270,12 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_bench_measures_every_arm_every_round(workspace: Path) -> None:  # noqa: ARG001
+def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
     benchmark.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
+    line = rf"bench: 8 arms of {bench.steps} steps, a round takes about \d+ s: 2 round\(s\) .*, until about \d\d:\d\d "
+    assert re.match(line, capsys.readouterr().out)
     assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [
         ("variant", "baseline", None),
         ("variant", "ddp", None),

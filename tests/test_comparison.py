@@ -140,20 +140,24 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
         make_result("baseline", [make_run(seed, test_correct=9000) for seed in (0, 1, 2)]),
         make_result("other", [make_run(seed, test_correct=9000 + n) for seed, n in ((0, 90), (1, -90), (2, 20))]),
     ]
-    bench = make_bench(measured, throughput={"other": 1.03}, noise=0.03)
+    bench = make_bench(measured, throughput={"other": 1.05}, noise=0.03)
     settings = {"max_rounds": 12, "max_minutes": 3.0}
     other = make_comparison(measured, bench).variants[1]
     assert other.throughput
     assert other.accuracy
     assert other.verdict == "undecided"
+    assert other.throughput.more_pairs
+    rounds = 12 + other.throughput.more_pairs
+    minutes = math.ceil(2 * (rounds + 1) * bench.seconds / 12 / 60) / 2
     assert other.reasons == (
-        f"throughput is undecided: about {other.throughput.more_pairs} more pair(s) would decide (raise "
-        "bench.max_minutes)",
+        f"throughput is undecided: about {other.throughput.more_pairs} more pair(s) would decide (set "
+        f"bench.max_minutes: {minutes:g})",
         f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more would decide (add them to "
         "train.seeds)",
     )
     bench = bench.model_copy(update={"config": bench.config | {"bench": settings}})
-    assert "(raise bench.max_rounds)" in make_comparison(measured, bench).variants[1].reasons[0]  # it ended the bench
+    said = make_comparison(measured, bench).variants[1].reasons[0]
+    assert f"(set bench.max_rounds: {rounds})" in said  # it ended the bench
     assert not any("interrupted" in reason for reason in other.reasons)
 
 

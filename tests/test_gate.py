@@ -25,7 +25,7 @@ from pipeline.gate import copies, measuring, recording
 from pipeline.gate.copies import check_arms, commit_of
 from pipeline.gate.decision import GateError, Judged, judge, noises
 from pipeline.results import Arm
-from pipeline.verdicts import Accuracy, accuracy
+from pipeline.verdicts import Accuracy, Spent, accuracy
 from tests.conftest import Clone
 from tests.factories import (
     ENVIRONMENT,
@@ -39,6 +39,7 @@ from tests.factories import (
 )
 
 SPEED, PEAK = 20_000.0, 200 * 2**20
+SPENT = Spent("gate.max_minutes", 14, 600.0)
 
 
 def arm(
@@ -84,7 +85,12 @@ def judged(
         return arm(name, variant=variant, noise=noise, drift=drift, rounds=len(head), told=told, refused=of_variant)
 
     base = {each.variant: of_base(each.variant, f"base {each.variant}") for each in heads}
-    found = noises(base["baseline"], of_base("baseline", "base baseline again"), max_spread=0.15)
+    found = noises(
+        base["baseline"],
+        of_base("baseline", "base baseline again"),
+        max_spread=0.15,
+        spent=SPENT,
+    )
     return judge(base, {each.variant: each for each in heads}, found, Margins(), accuracies or {}, paired=paired)
 
 
@@ -184,7 +190,9 @@ def test_a_speed_that_neither_side_tells_is_no_pass(paired: bool) -> None:
         return made.model_copy(update={"samples": unknown})
 
     base, head, again = (silent(name, "baseline") for name in ("base baseline", "head baseline", "base baseline again"))
-    found = judge({"baseline": base}, {"baseline": head}, noises(base, again, 0.15), Margins(), {}, paired=paired)
+    found = judge(
+        {"baseline": base}, {"baseline": head}, noises(base, again, 0.15, SPENT), Margins(), {}, paired=paired
+    )
     assert (found.outcome, decisions(found)["baseline"]) == ("untrusted", ("untrusted", "same"))
 
 
@@ -714,7 +722,7 @@ class Pretended:
     interrupted: bool = False
     spoiled: int = 0
     """So many short samples of the first arm are refused."""
-    budget: tuple[float, int | None, int, int] | None = None
+    budget: tuple[float, int | None, int, int, int] | None = None
     """Seconds, most rounds, steps and turns, as they were asked for."""
     asked: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
@@ -750,7 +758,13 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
             about = sides.about[self.side]
             return about | {"dataset": about["dataset"] | {"test_count": sides.test_count}}
 
-        def measure(self, name: str, *_: object) -> dict[str, Any]:
+        def open(self, *_: object, ledgers: bool) -> None:
+            assert not ledgers
+
+        def turn(self, name: str, steps: int) -> None:
+            pass
+
+        def close(self, name: str) -> dict[str, Any]:
             reasons: tuple[str, ...] = ()
             if name.endswith("again") and sides.spoiled:
                 sides.spoiled -= 1
@@ -775,9 +789,11 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
                 if text is not None:
                     file.write_text(text, encoding="utf-8")
 
-    def measure(arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int) -> Rounds:
+    def measure(
+        arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int
+    ) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
-        sides.budget = (seconds, max_rounds, steps, turns)
+        sides.budget = (seconds, max_rounds, steps, turns, fewest)
         made = tuple(
             arm(
                 each.name,
@@ -818,7 +834,7 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
     assert len(values["head"]["arms"][0]["samples"]) == 14
     assert values["head"]["test_accuracies"]["ddp"] == {"0": 0.9, "1": 0.9001, "2": 0.9002}
     assert values["margins"] == Margins().model_dump()
-    assert pretended.budget == (600.0, None, 150, 10)
+    assert pretended.budget == (600.0, None, 150, 10, 6)
 
 
 @pytest.mark.parametrize("own", [{"model": "nets:mine"}, {"loss": "losses:mine"}, {"metric": "scores:mine"}])
@@ -887,7 +903,7 @@ def test_a_change_cannot_loosen_its_own_gate(pretended: Pretended, tmp_path: Pat
     pretended.speeds, pretended.correct = {"head baseline": 0.8, "head ddp": 0.8}, (9000, 8000)
     assert gate.run(configured(**LOOSE), "main") == 1
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    assert pretended.budget == (600.0, None, 150, 10)
+    assert pretended.budget == (600.0, None, 150, 10, 6)
     assert values["margins"] == Margins().model_dump()
     assert values["noise_throughput"]["max_spread"] == 0.15
     assert values["variants"][0]["accuracy"]["decision"] == "worse"
@@ -913,7 +929,7 @@ def test_a_change_may_be_stricter_than_its_base(pretended: Pretended) -> None:
         pretended.about[0][section] |= values
     pretended.speeds = {"head baseline": 0.8, "head ddp": 0.8}
     assert gate.run(configured(), "main") == 1
-    assert pretended.budget == (600.0, None, 150, 10)
+    assert pretended.budget == (600.0, None, 150, 10, 6)
     assert json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["margins"] == Margins().model_dump()
 
 
@@ -1037,7 +1053,7 @@ def test_an_interrupted_measurement(pretended: Pretended, rounds: int, enough: b
 def test_a_sample_that_other_load_spoiled_says_nothing_about_steps(pretended: Pretended) -> None:
     pretended.spoiled = 2
     assert gate.run(configured(), "main") == 0
-    assert (pretended.spoiled, pretended.budget) == (0, (600.0, None, 150, 10))
+    assert (pretended.spoiled, pretended.budget) == (0, (600.0, None, 150, 10, 6))
 
 
 # In earnest.

@@ -13,9 +13,12 @@ from pipeline.stats import (
     Decision,
     Equivalence,
     Interval,
+    calm_pairs,
     decide,
     distrust,
     equivalence,
+    margin_decided,
+    margin_of_seeds,
     paired_ratio,
     pairs_needed,
     pareto_front,
@@ -318,6 +321,25 @@ def test_error_rates_are_those_promised() -> None:
     assert least <= holds <= most
 
 
+def test_the_margin_of_so_many_pairs_is_the_smallest_at_which_the_ratio_is_the_same() -> None:
+    found = Interval(1.05, 0.98, 1.08, count=9)
+    assert margin_decided(found, 9) == pytest.approx(0.08)
+    assert decide(found, 0.0801) == "same"
+    assert decide(found, 0.0799) == "undecided"
+    quarter = math.sqrt(1.05 * 1.08) - 1  # four times the pairs: half as wide, so up to the geometric mean
+    assert margin_decided(found, 36) == pytest.approx(quarter)
+    mirrored = Interval(1 / 1.05, 1 / 1.08, 1 / 0.98, count=9)
+    assert margin_decided(mirrored, 36) == pytest.approx(quarter)
+    with pytest.raises(ValueError, match="without bounds"):
+        margin_decided(Interval(1.05, 0.0, math.inf, count=5), 36)
+
+
+def test_a_spread_narrows_with_the_root_of_the_pairs() -> None:
+    assert calm_pairs(Interval(1.0, 1 / 1.21, 1.0, count=8), 0.1) == 32
+    assert calm_pairs(Interval(1.0, 0.99, 1.01, count=8), 0.1) is None
+    assert calm_pairs(Interval(1.0, 0.0, math.inf, count=5), 0.1) == 6
+
+
 def test_seeds_needed_is_the_fewest_that_decide_with_the_same_mean_and_deviation() -> None:
     three = equivalence([-0.004, 0.0, 0.004], 0.005)
     assert not three.equivalent
@@ -337,6 +359,15 @@ def test_seeds_that_cannot_be_foreseen_are_not_guessed() -> None:
     on_the_edge = Equivalence(0.01, 0.0, 0.02, 0.01, 5, margin=0.01, confidence=0.95, p_lower=0.01, p_upper=0.5)
     assert seeds_needed(on_the_edge) is None
     assert seeds_needed(equivalence([1.0, -1.0, 0.0], 0.01)) is None
+
+
+@pytest.mark.parametrize("differences", [[-0.02, 0.01, 0.03], [0.05, 0.02, 0.04, 0.05]])
+def test_the_margin_of_so_many_seeds_is_the_smallest_at_which_they_are_equivalent(differences: list[float]) -> None:
+    few = equivalence(differences, 0.01)
+    margin = margin_of_seeds(few.mean, few.mean - few.low, few.count, 23)
+    half = scipy_stats.t.ppf(0.95, 22) * few.deviation / math.sqrt(23)
+    assert margin == pytest.approx(abs(few.mean) + half)
+    assert margin_of_seeds(few.mean, few.mean - few.low, few.count, few.count) == pytest.approx(max(few.high, -few.low))
 
 
 @pytest.mark.parametrize("values", [[], [math.nan, 1.0], [[1.0]]])

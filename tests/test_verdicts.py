@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from pipeline import verdicts
+from pipeline import stats, verdicts
 from pipeline.results import Arm
 from pipeline.verdicts import (
     MEMORY,
@@ -22,12 +22,14 @@ from pipeline.verdicts import (
     Noise,
     Quantity,
     Ratio,
+    Spent,
     accuracy_reasons,
     ratio_reasons,
     verdict,
 )
 from tests.factories import make_arm, make_window
 
+TEN_IN_TEN_MINUTES = Spent("bench.max_minutes", 10, 600.0)
 CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_untrusted=None)
 
 
@@ -121,7 +123,7 @@ def test_too_few_pairs_have_an_estimate_and_no_interval() -> None:
 
 
 def noise(again: Sequence[Any], baseline: Sequence[Any], max_spread: float = 0.15) -> Noise:
-    return verdicts.noise(arm(baseline), arm(again), THROUGHPUT, max_spread)
+    return verdicts.noise(arm(baseline), arm(again), THROUGHPUT, max_spread, TEN_IN_TEN_MINUTES)
 
 
 STEADY = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8, 100.0, 100.7, 99.3]
@@ -137,25 +139,47 @@ def test_a_calm_machine_is_trusted() -> None:
     assert noise(STEADY, STEADY).why_untrusted is None  # no difference at all, as a GPU's memory has none
 
 
+THROTTLED = "the GPU throttled"
+QUIET = "let nothing else run here"
+
+
 @pytest.mark.parametrize(
-    ("again", "baseline", "why"),
+    ("again", "baseline", "why", "remedy"),
     [
-        ([1.05 * each for each in STEADY], STEADY, "which excludes 1"),
-        ([1.05 * each for each in STEADY[:6]], STEADY[:6], "which excludes 1"),
-        ([each * (1.3 if index % 2 else 0.75) for index, each in enumerate(STEADY)], STEADY, "at most 15.0%"),
-        (STEADY[:5], STEADY[:5], "5 pair(s), and at least 6 are needed"),
-        ([*["the GPU throttled"] * 5, *STEADY[5:]], STEADY, "; 5 of 10 rounds had to be refused, most often"),
-        ([*["the GPU throttled"] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be refused"),
-        (["the GPU throttled"] * 10, STEADY, "10 of 10 rounds had to be refused"),
+        ([1.05 * each for each in STEADY], STEADY, "which excludes 1", QUIET),
+        ([1.05 * each for each in STEADY[:6]], STEADY[:6], "which excludes 1", QUIET),
+        (
+            [each * (1.1 if index % 2 else 0.92) for index, each in enumerate(STEADY)],
+            STEADY,
+            "at most 15.0%",
+            f"{QUIET}; or set bench.max_minutes: 18",  # (log(1.1 / 0.92) / log(1.15))^2 = 1.63 times the ten
+        ),
+        (
+            [each * (1.3 if index % 2 else 0.75) for index, each in enumerate(STEADY)],
+            STEADY,
+            "at most 15.0%",
+            QUIET,  # 155 rounds are no advice
+        ),
+        (STEADY[:5], STEADY[:5], "5 pair(s), and at least 6 are needed", "set bench.max_minutes: 7"),
+        (
+            [*[THROTTLED] * 5, *STEADY[5:]],
+            STEADY,
+            "5 pair(s), and at least 6 are needed",
+            f"5 of 10 rounds had to be refused, most often because {THROTTLED}; or set bench.max_minutes: 13",
+        ),
+        ([*[THROTTLED] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be refused", THROTTLED),
+        ([THROTTLED] * 10, STEADY, "10 of 10 rounds had to be refused", THROTTLED),
     ],
-    ids=["biased", "biased in few", "spread", "few", "half refused", "most refused", "all refused"],
+    ids=["biased", "biased in few", "spread", "wide spread", "few", "half refused", "most refused", "all refused"],
 )
-def test_a_noisy_machine_makes_every_ratio_untrusted(again: list[Any], baseline: list[Any], why: str) -> None:
+def test_a_noisy_machine_makes_every_ratio_untrusted(
+    again: list[Any], baseline: list[Any], why: str, remedy: str
+) -> None:
     found = noise(again, baseline)
     assert found.why_untrusted is not None
     assert found.why_untrusted.startswith("throughput: ")
     assert why in found.why_untrusted
-    assert ("measure more rounds" in found.why_untrusted) == ("refused" not in why)  # refusals bring their own advice
+    assert found.why_untrusted.endswith(remedy)
     clear = verdicts.ratio(arm([20.0] * 10), arm([10.0] * 10), THROUGHPUT, 0.03, found)
     assert (clear.decision, clear.why_untrusted, clear.more_pairs) == ("untrusted", found.why_untrusted, None)
     assert clear.estimate == pytest.approx(2.0)
@@ -373,33 +397,57 @@ def test_which_quantity_decided_what_does_not_matter(decisions: list[Decision], 
 # Reasons
 
 
+def reason(found: Ratio, spent: Spent = TEN_IN_TEN_MINUTES) -> str:
+    (text,) = ratio_reasons(found, THROUGHPUT, spent)
+    return text
+
+
+UNDECIDED = [1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0]
+
+
 def test_a_decided_figure_needs_no_reason() -> None:
-    assert ratio_reasons(ratio([12.0] * 6, [10.0] * 6), THROUGHPUT, "bench.max_minutes") == []
+    assert ratio_reasons(ratio([12.0] * 6, [10.0] * 6), THROUGHPUT, TEN_IN_TEN_MINUTES) == []
     assert accuracy_reasons(verdicts.accuracy([0.0, 0.0], 0.01)) == []
 
 
 def test_an_undecided_ratio_says_what_would_decide_it() -> None:
-    undecided = ratio([1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0], [1000.0] * 6)
-    assert ratio_reasons(undecided, THROUGHPUT, "bench.max_minutes") == [
-        f"throughput is undecided: about {undecided.more_pairs} more pair(s) would decide (raise bench.max_minutes)"
-    ]
-    assert ratio_reasons(ratio([9.0] * 3, [9.0] * 3, MEMORY), MEMORY, "bench.max_rounds") == [
-        "peak memory is undecided: at least 6 pairs bound it (raise bench.max_rounds)"
-    ]
-    assert ratio_reasons(ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5, MEMORY), MEMORY, "bench.max_rounds") == [
-        "peak memory is undecided: at least 6 pairs bound it, and 2 of 5 rounds had to be refused (raise "
-        "bench.max_rounds)"
-    ]
-    on_the_edge = undecided.model_copy(update={"more_pairs": None})
-    assert ratio_reasons(on_the_edge, THROUGHPUT, "bench.max_minutes") == [
-        "throughput is undecided: it lies too close to the margin of 3.0% for any number of pairs that can be foreseen"
-    ]
+    undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 4})
+    about = "throughput is undecided: about 4 more pair(s) would decide"
+    assert reason(undecided) == f"{about} (set bench.max_minutes: 11)"  # ten rounds, and one for what differs
+    assert reason(undecided, Spent("bench.max_minutes", 10, 100.0)) == f"{about} (set bench.max_minutes: 2)"
+    assert reason(undecided, Spent("bench.max_rounds", 6, 100.0)) == f"{about} (set bench.max_rounds: 10)"
+    assert reason(undecided, Spent("bench.max_minutes", 6, None)) == f"{about} (raise bench.max_minutes)"
+    refused = undecided.model_copy(update={"refused": 6})  # half of the rounds are
+    assert reason(refused) == f"{about} (set bench.max_minutes: 21)"
+
+
+def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
+    few = "throughput is undecided: at least 6 pairs bound it"
+    assert reason(ratio([9.0] * 3, [9.0] * 3)) == f"{few} (set bench.max_minutes: 7)"
+    lost = ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
+    assert reason(lost) == f"{few}, and 2 of 5 rounds had to be refused (set bench.max_minutes: 11)"
+    slow = Spent("bench.max_minutes", 1, 900.0)
+    assert "6 rounds would take 105 minutes here; fewer variants" in reason(ratio([9.0] * 3, [9.0] * 3), slow)
+
+
+def test_more_than_an_hour_is_no_advice() -> None:
+    undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 53})
+    assert "53 more pair(s) would decide (set bench.max_minutes: 60)" in reason(undecided)
+    interval = stats.Interval(undecided.estimate or 0.0, undecided.low or 0.0, undecided.high or 0.0, 6)
+    for more_pairs in (54, None):
+        beyond = undecided.model_copy(update={"more_pairs": more_pairs})
+        assert reason(beyond) == (
+            "throughput is undecided: it lies too close to the margin of 3.0%; 60 minutes of rounds could decide at "
+            f"one of {stats.margin_decided(interval, 59):.1%} (compare.margins)"
+        )
+    unforeseen = undecided.model_copy(update={"more_pairs": None})
+    assert reason(unforeseen, Spent("bench.max_minutes", 6, None)).endswith("any number of pairs that can be foreseen")
 
 
 def test_an_untrusted_ratio_says_why() -> None:
-    assert ratio_reasons(ratio(["it throttled"] * 6, [9.0] * 6), THROUGHPUT, "bench.max_minutes") == [
+    assert reason(ratio(["it throttled"] * 6, [9.0] * 6)) == (
         "throughput: 6 of 6 rounds had to be refused, most often because it throttled"
-    ]
+    )
 
 
 def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
@@ -412,5 +460,10 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
     assert reason(some) == (
         f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide (add them to train.seeds)"
     )
-    on_the_edge = some.model_copy(update={"more_seeds": None})
-    assert "too close to the margin of 1 percentage points" in reason(on_the_edge)
+    for more_seeds in (21, None):
+        half = some.mean_fraction - (some.low_fraction or 0.0)
+        margin = stats.margin_of_seeds(some.mean_fraction, half, 3, 23)
+        assert reason(some.model_copy(update={"more_seeds": more_seeds})) == (
+            "accuracy is undecided with 3 seeds at the margin of 1 percentage points; 20 more could decide at one of "
+            f"{100 * margin:.2g} (compare.margins.accuracy)"
+        )

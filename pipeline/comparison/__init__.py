@@ -24,7 +24,7 @@ from pipeline.comparison.records import (
 from pipeline.config import Compare
 from pipeline.environment import without_stages
 from pipeline.results import Arm, Bench, HistoryRow, Result
-from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Verdict
+from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Spent, Verdict
 
 __all__ = [
     "AccuracyDifference",
@@ -33,7 +33,9 @@ __all__ = [
     "ComparisonError",
     "accuracy_difference",
     "compare",
+    "interrupted",
     "read_all",
+    "spent_by",
     "techniques",
     "time_to_target",
 ]
@@ -65,8 +67,9 @@ def compare(
 
     margins, reference = settings.margins, _arm(bench, "variant", baseline.variant)
     again = _arm(bench, "again", baseline.variant)
-    noise_throughput = verdicts.noise(reference, again, THROUGHPUT, settings.max_spread)
-    noise_memory = verdicts.noise(reference, again, MEMORY, settings.max_spread)
+    spent = spent_by(bench)
+    noise_throughput = verdicts.noise(reference, again, THROUGHPUT, settings.max_spread, spent)
+    noise_memory = verdicts.noise(reference, again, MEMORY, settings.max_spread, spent)
 
     def judged(result: Result) -> _Judged:
         arm, difference = _arm(bench, "variant", result.variant), accuracy_difference(result, baseline)
@@ -77,8 +80,8 @@ def compare(
         )
         known = [throughput.decision, accuracy.decision]
         known += [] if verdicts.untold((arm, reference), MEMORY) else [memory.decision]
-        verdict = verdicts.verdict(known)
-        return _Judged(throughput, memory, accuracy, difference, verdict, _reasons(throughput, memory, accuracy, bench))
+        reasons = _reasons(throughput, memory, accuracy, bench, spent)
+        return _Judged(throughput, memory, accuracy, difference, verdicts.verdict(known), reasons)
 
     def trusted(result: Result) -> tuple[bool, bool]:
         """Whether the variant's speeds and its peak memory may be shown."""
@@ -182,18 +185,26 @@ _REFERENCE: dict[str, Any] = {**dict.fromkeys(_Judged._fields), "reasons": ()}
 """The baseline is not judged."""
 
 
-def _reasons(throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench) -> tuple[str, ...]:
-    """What stands between the figures and a decision."""
+def spent_by(bench: Bench) -> Spent:
+    """What the bench's rounds took, and what ended them."""
     rounds, limit = len(bench.arms[0].samples), bench.config["bench"]["max_rounds"]
-    budget = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
+    return Spent("bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds", rounds, bench.seconds)
+
+
+def _reasons(throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench, spent: Spent) -> tuple[str, ...]:
+    """What stands between the figures and a decision."""
     reasons = [
-        *verdicts.ratio_reasons(throughput, THROUGHPUT, budget),
-        *verdicts.ratio_reasons(memory, MEMORY, budget),
+        *verdicts.ratio_reasons(throughput, THROUGHPUT, spent),
+        *verdicts.ratio_reasons(memory, MEMORY, spent),
         *verdicts.accuracy_reasons(accuracy),
     ]
     if bench.interrupted and {throughput.decision, memory.decision} & {"undecided", "untrusted"}:
-        reasons.append(f"the bench was interrupted after {rounds} round(s): run `dvc repro bench`")
+        reasons.append(interrupted(bench))
     return tuple(reasons)
+
+
+def interrupted(bench: Bench) -> str:
+    return f"the bench was interrupted after {len(bench.arms[0].samples)} round(s): run `dvc repro bench`"
 
 
 _DECIDED = ("better", "worse")

@@ -131,7 +131,11 @@ class Train(Section):
 class Bench(Section):
     """Steady-state speed and memory of all variants, side by side."""
 
-    max_minutes: PositiveFloat = Field(2.5, description="Rounds are measured until this time is spent.")
+    max_minutes: PositiveFloat = Field(
+        2.5,
+        description="Rounds are measured until this time is spent, and at least six, fewer than which decide nothing.",
+    )
+    hard_limit: bool = Field(False, description="Stop at max_minutes also before the sixth round; the gate as well.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: PositiveFloat = Field(
         1.5, description="Measured window of the baseline in a round; every variant takes as many steps as it does."
@@ -197,7 +201,7 @@ class Gate(Section):
     """How a commit is held against another."""
 
     max_minutes: PositiveFloat = Field(
-        10.0, description="Rounds of both commits are measured until this time is spent."
+        10.0, description="Rounds of both commits are measured until this time is spent, and at least six."
     )
     accuracy: bool = Field(True, description="Also compare accuracies, which both commits must have been trained for.")
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeline import stats, verdicts
 from pipeline.config import Margins, PipelineError
 from pipeline.results import Arm, Record, Window
-from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
+from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Spent
 
 Outcome = Literal["passed", "worse", "untrusted"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}
@@ -149,11 +149,11 @@ def judge(
     )
 
 
-def noises(baseline: Arm, again: Arm, max_spread: float) -> tuple[Noise, Noise]:
+def noises(baseline: Arm, again: Arm, max_spread: float, spent: Spent) -> tuple[Noise, Noise]:
     """What the machine made of two equal arms: of throughput, and of memory."""
     return (
-        verdicts.noise(baseline, again, THROUGHPUT, max_spread),
-        verdicts.noise(baseline, again, MEMORY, max_spread),
+        verdicts.noise(baseline, again, THROUGHPUT, max_spread, spent),
+        verdicts.noise(baseline, again, MEMORY, max_spread, spent),
     )
 
 

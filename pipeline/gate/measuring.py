@@ -31,6 +31,7 @@ from pipeline.gate.decision import (
     unshared,
 )
 from pipeline.gate.settings import ask, judging, told
+from pipeline.verdicts import Spent
 
 RULERS = ("arm.py", "detectors/*.py", "evaluation.py", "heap.py", "measurement.py", "records.py")
 """Modules that make numbers of a training; each side is measured by its own."""
@@ -81,7 +82,8 @@ def measured(config: Config, revision: str) -> Gated:
     margins = asked.compare.margins
     compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], margins.accuracy)
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
-    machine = noises(of_base[baseline], again, asked.compare.max_spread)
+    budget = "bench.max_rounds" if count == asked.bench.max_rounds else "gate.max_minutes"
+    machine = noises(of_base[baseline], again, asked.compare.max_spread, Spent(budget, count, rounds.seconds))
     return Gated(
         **dict(judge(of_base, of_head, machine, margins, compared, paired=True)),
         mode="side by side",
@@ -109,7 +111,7 @@ def measured(config: Config, revision: str) -> Gated:
             *([] if asked.gate.accuracy else ["Accuracy was not compared: gate.accuracy is false on both sides."]),
         ),
         seconds=rounds.seconds,
-        budget="bench.max_rounds" if count == asked.bench.max_rounds else "gate.max_minutes",
+        budget=budget,
     )
 
 
@@ -126,19 +128,24 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
     return [asked(next(iter(sides)), baseline, "again"), *(asked(side, name) for name in ordered for side in sides)]
 
 
-def steps_of(arms: Sequence[Asked], window_seconds: float) -> int:
-    """As many steps as the first arm takes ``window_seconds`` for. Measures every arm once before: that warms it up."""
-    for each in arms[1:]:
-        each.server.measure(each.name, each.values, benchmark.CALIBRATION_STEPS)
-    return benchmark.steps_of(arms[0], window_seconds)
+def steps_of(arms: Sequence[Asked], window_seconds: float) -> tuple[int, float]:
+    """As many steps as the first arm takes ``window_seconds`` for, and about the seconds of a round.
+
+    Measures every arm once before: that warms it up.
+    """
+    others = [benchmark.tried(each) for each in arms[1:]]
+    steps, first = benchmark.steps_of(arms[0], window_seconds)
+    return steps, sum(each.seconds(steps) for each in (first, *others))
 
 
 def _rounds(config: Config, arms: Sequence[Asked], turns: int) -> Rounds:
-    minutes = config.gate.max_minutes
+    seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
+    fewest = benchmark.fewest_rounds(config.bench)
     try:
-        steps = steps_of(arms, config.bench.window_seconds)
-        print(f"gate: {len(arms)} arms of {steps} steps, rounds for {minutes:g} minutes", file=sys.stderr, flush=True)
-        return measure(arms, seconds=60 * minutes, max_rounds=config.bench.max_rounds, steps=steps, turns=turns)
+        steps, taken = steps_of(arms, config.bench.window_seconds)
+        said = benchmark.outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+        print(f"gate: {said}", file=sys.stderr, flush=True)
+        return measure(arms, seconds=seconds, max_rounds=max_rounds, steps=steps, turns=turns, fewest=fewest)
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(
             "base and head report their samples in different forms, so one of them is of another version: hold this "

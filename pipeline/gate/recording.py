@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import environment
-from pipeline.comparison import Comparison
+from pipeline.comparison import Comparison, spent_by
 from pipeline.config import Config, plans
 from pipeline.environment import checked_out, hash_of, optional_versions, stages
 from pipeline.gate.copies import output
@@ -186,7 +186,7 @@ def _noise(comparison: Comparison, max_spread: float, path: Path) -> tuple[Noise
         raise GateError(
             f"{path} holds no baseline that was measured twice: run `dvc repro bench compare` for it again."
         )
-    return noises(baseline, again, max_spread)
+    return noises(baseline, again, max_spread, spent_by(bench))
 
 
 def _loudness(noise: Noise) -> tuple[bool, float]:

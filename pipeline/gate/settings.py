@@ -33,7 +33,8 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "bench.turns": max,
     "bench.window_seconds": max,
 }
-"""Key of params.yaml -> which of the base's and the head's value counts."""
+"""Key of params.yaml -> which of the base's and the head's value counts. ``bench.hard_limit`` needs none: where it ends
+the rounds too soon, nothing passes."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any], keys: Iterable[str] = STRICTER) -> dict[str, Any]:

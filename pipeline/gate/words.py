@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pipeline import verdicts
 from pipeline.gate.decision import HEAP_BYTES, Gated, Held, Side
-from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio
+from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Spent
 
 
 def markdown(gated: Gated) -> str:
@@ -64,11 +64,12 @@ def _decided(rows: Sequence[Held], decision: str) -> str:
 
 def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
     """Why something is undecided or untrusted."""
+    spent = Spent(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
     everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
     for row in rows:
         reasons = [
-            *verdicts.ratio_reasons(row.throughput, THROUGHPUT, gated.budget),
-            *(verdicts.ratio_reasons(row.memory, MEMORY, gated.budget) if row.memory else []),
+            *verdicts.ratio_reasons(row.throughput, THROUGHPUT, spent),
+            *(verdicts.ratio_reasons(row.memory, MEMORY, spent) if row.memory else []),
             *(verdicts.accuracy_reasons(row.accuracy) if row.accuracy else []),
         ]
         for reason in reasons:

@@ -120,11 +120,11 @@ def _to(low: str, high: str) -> str:
 
 
 def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
-    """A ratio for a table: itself and its interval. An untrusted one shows no number."""
+    """A ratio for a table: itself and its interval; of an untrusted one in brackets."""
     if ratio is None:
         return ()
     if ratio.decision == "untrusted":
-        return (UNTRUSTED,)
+        return unbelieved(ratio)
     marked = " undecided" if ratio.decision == "undecided" else ""
     return (f"{estimate(ratio)}{marked}", interval(ratio))
 
@@ -134,7 +134,12 @@ def ratio_text(ratio: Ratio | None) -> str:
     if ratio is None:
         return DASH
     lines = ratio_lines(ratio)
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ({lines[1]})"
+    return " ".join(lines) if ratio.decision == "untrusted" else f"{lines[0]} ({lines[1]})"
+
+
+def unbelieved(ratio: Ratio | Noise) -> tuple[str, ...]:
+    """That it is untrusted, and in brackets, which the page shows in grey, what would stand there."""
+    return (UNTRUSTED,) if ratio.estimate is None else (UNTRUSTED, f"[{estimate(ratio)}, {interval(ratio)}]")
 
 
 def accuracy_lines(accuracy: Accuracy | None) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ def markdown(comparison: Comparison) -> str:
     title = f"### {escaped(words.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(words.job(comparison))}; commit {words.measured_at(comparison.bench)}.")
     blocks = [
-        "\n".join([title, "", *_answers(comparison)]),
+        "\n".join([title, "", *_banner(comparison), *_answers(comparison)]),
         "\n".join(_table(comparison, headline.columns)),
         _folded("What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in words.basis(comparison))]),
     ]
@@ -41,13 +41,17 @@ def markdown(comparison: Comparison) -> str:
     return text
 
 
+def _banner(comparison: Comparison) -> list[str]:
+    return [line for text in words.banner(comparison) for line in (f"> **{escaped(text)}**", "")]
+
+
 def _answers(comparison: Comparison) -> list[str]:
     baseline, *others = comparison.variants
     lines = []
     for each in others:
         said = escaped(words.sentence(each))
         lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}: {said}")
-        lines += [f"  - {escaped(reason)}" for reason in [*words.sentences(each.reasons), *words.left_out(each)]]
+        lines += [f"  - {escaped(reason)}" for reason in [*words.reasons(each, comparison), *words.left_out(each)]]
     return [*lines, f"- **{escaped(baseline.variant)}**: {escaped(words.sentence(baseline))}"]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from pipeline.comparison import Comparison
 from pipeline.environment import optional_versions
@@ -21,9 +23,11 @@ DASHES = 4
 
 def html(comparison: Comparison, histories: Histories) -> str:
     """The whole page. Names in it are text, whatever they contain."""
-    page = jinja2.Environment(
+    environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    )
+    environment.filters["greyed"] = _greyed
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     baseline, *others = comparison.variants
     return page.render(
         comparison=comparison,
@@ -32,12 +36,13 @@ def html(comparison: Comparison, histories: Histories) -> str:
         title=words.title(comparison),
         count=formats.count(len(comparison.variants), "variant"),
         job=words.job(comparison),
+        banner=words.banner(comparison),
         baseline={"each": baseline, "sentence": words.sentence(baseline)},
         answers=[
             {
                 "each": each,
                 "sentence": words.sentence(each),
-                "reasons": words.sentences(each.reasons),
+                "reasons": words.reasons(each, comparison),
                 "notes": words.left_out(each),
             }
             for each in others
@@ -65,6 +70,11 @@ def html(comparison: Comparison, histories: Histories) -> str:
             ("The environment", formats.flat(_environment(comparison))),
         ),
     )
+
+
+def _greyed(text: str) -> Markup:
+    """``text`` with what stands in brackets, which is not believed, in grey."""
+    return Markup(re.sub(r"\[[^]]*\]", r'<span class="unbelieved">\g<0></span>', str(escape(text))))
 
 
 def _environment(comparison: Comparison) -> dict[str, Any]:

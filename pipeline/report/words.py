@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.ablation import Share
-from pipeline.comparison import Compared, Comparison
+from pipeline.comparison import Compared, Comparison, interrupted
 from pipeline.report.formats import (
     JOINED,
     UNKNOWN,
-    UNTRUSTED,
     accuracy_lines,
     count,
     estimate,
@@ -21,6 +20,7 @@ from pipeline.report.formats import (
     points,
     points_interval,
     size,
+    unbelieved,
 )
 from pipeline.results import Arm, Bench, Window
 from pipeline.verdicts import Accuracy, Noise, Ratio
@@ -50,7 +50,7 @@ def sentence(each: Compared) -> str:
 
 def _ratio_part(ratio: Ratio, noun: str) -> str:
     if ratio.decision == "untrusted":
-        return f"{noun} {UNTRUSTED}"
+        return f"{noun} {' '.join(unbelieved(ratio))}"
     if ratio.decision == "same":
         return f"{noun} unchanged within {plain_percent(ratio.margin)} ({interval(ratio)})"
     if ratio.decision == "undecided":
@@ -63,6 +63,25 @@ def _accuracy_part(accuracy: Accuracy) -> str:
         return f"accuracy unchanged within {plain_points(accuracy.margin_fraction)} ({points_interval(accuracy)})"
     shown = f"{points(accuracy.mean_fraction)}{JOINED}points ({points_interval(accuracy)})"
     return f"accuracy undecided at {shown}" if accuracy.decision == "undecided" else f"accuracy {shown}"
+
+
+def banner(comparison: Comparison) -> list[str]:
+    """What stands between all variants and a verdict, and what would help; said once, at the top."""
+    nouns: dict[str, list[str]] = {}
+    for noise in (comparison.noise_throughput, comparison.noise_memory):
+        noun, _, why = (noise.why_untrusted or "").partition(": ")
+        nouns.setdefault(why, []).append(noun)
+    found = [f"untrusted {' and '.join(each)}: {why}" for why, each in nouns.items() if why]
+    stopped = interrupted(comparison.bench)
+    found += [stopped] if any(stopped in each.reasons for each in comparison.variants) else []
+    return sentences(found)
+
+
+def reasons(each: Compared, comparison: Comparison) -> list[str]:
+    """Why a variant's verdict is untrusted or undecided, but for what the banner says."""
+    everybodys = (comparison.noise_throughput.why_untrusted, comparison.noise_memory.why_untrusted)
+    stopped = interrupted(comparison.bench)
+    return sentences([reason for reason in each.reasons if reason not in (*everybodys, stopped)])
 
 
 def sentences(fragments: Sequence[str]) -> list[str]:
@@ -113,12 +132,14 @@ def basis(comparison: Comparison) -> list[str]:
 
 
 def _calm(noise: Noise, noun: str) -> str:
-    return noise.why_untrusted or f"{estimate(noise)} the {noun} ({interval(noise)})"
+    if noise.why_untrusted:
+        return f"{noun} {' '.join(unbelieved(noise))}"
+    return f"{estimate(noise)} the {noun} ({interval(noise)})"
 
 
 def noise_text(noise: Noise) -> str:
-    if noise.estimate is None:
-        return UNKNOWN
+    if noise.why_untrusted:
+        return " ".join(unbelieved(noise))
     return f"{estimate(noise)} ({interval(noise)})"
 
 

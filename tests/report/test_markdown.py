@@ -19,14 +19,21 @@ def test_the_verdicts_come_first(mixed: Made) -> None:
     assert "  - Throughput is undecided: about" in answers
 
 
-def test_what_is_untrusted_says_why_and_shows_no_number(mixed: Made) -> None:
+def test_what_is_untrusted_says_why_and_stands_in_brackets(mixed: Made) -> None:
     text = markdown(mixed.comparison)
     answer = next(line for line in text.splitlines() if line.startswith("- **untrusted**"))
-    assert "Throughput untrusted, " in answer
+    assert re.search(r"Throughput untrusted \\\[1\.[45]\dx, no interval from 4 pairs\\\], ", plain(answer))
     [reason] = [line for line in text.splitlines() if line.startswith("  - Throughput: 8 of 12")]
     assert REASON in reason
     row = next(line for line in text.splitlines() if line.startswith("| **untrusted**"))
-    assert row.split("|")[2].strip().endswith("<br>untrusted")
+    assert re.search(r"<br>untrusted<br>\\\[1\.[45]\dx, no interval from 4 pairs\\\] $", plain(row.split("|")[2]))
+
+
+def test_a_machine_that_is_not_trusted_is_named_once_and_first(noisy: Made) -> None:
+    text = markdown(noisy.comparison)
+    why = (noisy.comparison.noise_throughput.why_untrusted or "").replace("_", "\\_")
+    assert text.count(why) == 1
+    assert text.index(why) < text.index("- **ddp**")
 
 
 def test_tables_are_rectangular_with_the_baseline_first(usual: Made) -> None:

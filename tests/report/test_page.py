@@ -75,6 +75,17 @@ def test_the_answer_comes_first(verdicts: Page) -> None:
     assert REASON in before
 
 
+def test_what_is_not_believed_is_grey_and_in_brackets(verdicts: Page, noisy: Made) -> None:
+    assert len(verdicts.all("span", "unbelieved")) == 1
+    assert ".unbelieved { color: var(--soft);" in verdicts.style
+    assert re.search(r"Throughput untrusted \[1\.[45]\dx, no interval from 4 pairs\], peak", spaced(verdicts.text))
+    assert not verdicts.all("section", "banner")
+    page, why = Page(html(*noisy)), noisy.comparison.noise_throughput.why_untrusted or ""
+    assert len(page.all("section", "banner")) == 1
+    assert page.text.count(why) == 1
+    assert page.text.index(why) < page.text.index("ddp")
+
+
 def test_the_reference_and_what_the_verdicts_rest_on_follow(page: Page) -> None:
     before = spaced(page.text[: page.text.index("The comparison")])
     assert "The reference: 20,215 samples/s" in before

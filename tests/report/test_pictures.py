@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeline.report import pictures
@@ -7,7 +9,7 @@ from pipeline.report.pictures import Scale
 from pipeline.report.words import LEDGER_PARTS
 from pipeline.results import HistoryRow
 from tests.factories import make_history, make_results
-from tests.report.conftest import REASON, Made, made
+from tests.report.conftest import REASON, Made, made, plain
 
 
 def digits(value: float, decimals: int) -> str:
@@ -73,13 +75,13 @@ def test_a_whisker_beyond_the_shaded_margin_is_a_difference(mixed: Made) -> None
         assert (inside, outside) == (whisker.look in ("same", "noise"), whisker.look in ("better", "worse"))
 
 
-def test_what_is_untrusted_has_no_number_beside_its_whisker(mixed: Made, noisy: Made) -> None:
+def test_what_is_untrusted_has_its_numbers_in_brackets(mixed: Made, noisy: Made) -> None:
     throughput = pictures.forests(mixed.comparison)[0]
     [row] = [row for row in throughput.rows if row.label == "untrusted"]
-    assert row.marks[0].value == "untrusted"
-    assert "untrusted: untrusted" in throughput.alt
-    values = [row.marks[0].value for row in pictures.forests(noisy.comparison)[0].rows]
-    assert values == ["untrusted"] * 3
+    assert re.fullmatch(r"untrusted \[1\.[45]\dx, no interval from 4 pairs\]", plain(row.marks[0].value))
+    assert "untrusted: untrusted [" in throughput.alt
+    for row in pictures.forests(noisy.comparison)[0].rows:
+        assert re.fullmatch(r"untrusted \[[\d.]+x, [\d.]+ to [\d.]+\]", plain(row.marks[0].value))
 
 
 def test_what_the_machine_does_not_tell_has_no_whisker(silent: Made) -> None:

@@ -62,8 +62,13 @@ def test_the_ends_of_a_narrow_interval_can_be_told_apart() -> None:
     assert plain(formats.ratio_text(narrow)) == "0.550x (0.549 to 0.551)"
 
 
-def test_what_is_untrusted_shows_no_number() -> None:
-    assert formats.ratio_text(ratio(decision="untrusted", why_untrusted="throughput: too noisy")) == "untrusted"
+def test_what_is_untrusted_stands_in_brackets() -> None:
+    noisy = ratio(decision="untrusted", why_untrusted="throughput: too noisy")
+    assert plain(formats.ratio_text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
+    few = noisy.model_copy(update={"low": None, "high": None, "pairs": 3})
+    assert plain(formats.ratio_text(few)) == "untrusted [1.42x, no interval from 3 pairs]"
+    unknown = few.model_copy(update={"estimate": None, "pairs": 0})
+    assert formats.ratio_text(unknown) == "untrusted"
 
 
 def test_too_few_pairs_have_no_interval() -> None:
@@ -81,7 +86,8 @@ def test_too_few_pairs_have_no_interval() -> None:
         ({"throughput": ratio(estimate=1.0, low=0.98, high=1.01, decision="same")},
          "Throughput unchanged within 3% (0.98 to 1.01), 1.42x the peak memory"),
         ({"throughput": ratio(decision="undecided", more_pairs=6)}, "Throughput undecided at 1.42x (1.38 to 1.47), "),
-        ({"throughput": ratio(decision="untrusted", why_untrusted="noise")}, "Throughput untrusted, 1.42x the peak"),
+        ({"throughput": ratio(decision="untrusted", why_untrusted="noise")}, 
+         "Throughput untrusted [1.42x, 1.38 to 1.47], 1.42x the peak"),
         ({"accuracy": accuracy(mean_fraction=-0.02, low_fraction=-0.03, high_fraction=-0.01, decision="worse")},
          ", accuracy -2.00 points (-3.00 to -1.00)."),
         ({"accuracy": accuracy(decision="undecided")}, ", accuracy undecided at +0.03 points (-0.20 to +0.26)."),
@@ -126,7 +132,23 @@ def test_the_basis_names_rounds_margins_and_the_baseline_against_itself(usual: M
 def test_a_noisy_machine_is_called_one(noisy: Made) -> None:
     why = noisy.comparison.noise_throughput.why_untrusted
     assert why
-    assert f"A/A, baseline against itself: {why}, " in words.basis(noisy.comparison)[-1]
+    assert f"Untrusted {why}." in words.banner(noisy.comparison)
+    assert "A/A, baseline against itself: throughput untrusted [" in words.basis(noisy.comparison)[-1]
+
+
+def test_what_all_verdicts_suffer_from_is_said_once(noisy: Made, mixed: Made, usual: Made) -> None:
+    why = noisy.comparison.noise_throughput.why_untrusted
+    for each in noisy.comparison.variants[1:]:
+        assert each.reasons[0] == why
+        assert words.reasons(each, noisy.comparison) == words.sentences(each.reasons[1:])
+    assert words.banner(mixed.comparison) == words.banner(usual.comparison) == []
+    [untrusted] = [each for each in mixed.comparison.variants if each.variant == "untrusted"]
+    assert "8 of 12 rounds had to be refused" in words.reasons(untrusted, mixed.comparison)[0]
+    stopped, _ = made(make_results(), rounds=4, interrupted=True, refused={})
+    assert words.banner(stopped)[0].startswith("Untrusted throughput and peak memory: the baseline was measured")
+    assert words.banner(stopped)[1] == "The bench was interrupted after 4 round(s): run `dvc repro bench`."
+    decided, _ = made(make_results(), interrupted=True)
+    assert words.banner(decided) == []
 
 
 def test_notes_say_what_was_left_out_refused_and_resumed() -> None:

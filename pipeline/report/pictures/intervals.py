@@ -109,8 +109,8 @@ def _of_ratio(ratio: Ratio | None, caption: str = "") -> _Estimate:
 
 
 def _of_noise(noise: Noise) -> _Estimate:
-    value, look = (UNTRUSTED, UNTRUSTED) if noise.why_untrusted else (words.noise_text(noise), "noise")
-    return _Estimate("", value, noise.estimate, noise.low, noise.high, look)
+    look = UNTRUSTED if noise.why_untrusted else "noise"
+    return _Estimate("", words.noise_text(noise), noise.estimate, noise.low, noise.high, look)
 
 
 def _of_accuracy(accuracy: Accuracy) -> _Estimate:
