@@ -25,6 +25,7 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import detectors
 from pipeline.distributed import forked
 from pipeline.heap import keep_freed_memory, return_freed_memory
+from pipeline.interpreter import terminate_with_parent
 from pipeline.records import dataset_of, device_name_of, setup_of, window_of
 from pipeline.results import Flops, Ledgers, Setup, Window
 from pipeline.training import Training
@@ -48,6 +49,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     """Answer requests until stdin ends. A request that cannot be served is answered with ``{"error": message}``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears it, and ends this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends the processes forked for a request
+    terminate_with_parent()  # one that went before this has left the end of stdin
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's model prints is no answer
 

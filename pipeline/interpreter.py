@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import io
 import os
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
 
 
 def age_seconds() -> float:
@@ -41,6 +45,32 @@ def let_threads_sleep() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process as soon as the one that started it by ``multiprocessing`` has ended.
+
+    That is the one that called ``start``, whatever this one was forked from, and not one of its threads, of which
+    PR_SET_PDEATHSIG would tell. It alone holds the other end of a pipe, and Linux sends a signal when the last holder
+    has gone. Elsewhere the process lives on until it next asks.
+    """
+    import multiprocessing  # not above: its price is a fifth of a quick command's
+
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    if sys.platform.startswith("linux"):
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    if not parent.is_alive():  # it went before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate_with_parent() -> None:
+    """Let Linux send SIGTERM to this process, a command of its own, when the thread that started it has ended."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
-import time
 import traceback
-import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 from pipeline.config import PipelineError
-from pipeline.distributed.worlds import launched_size
+from pipeline.distributed.worlds import STORE, launched_size
+from pipeline.interpreter import end_with_parent
 
 T = TypeVar("T")
+
+PATIENCE_SECONDS = 30
+"""How long launched ranks have to end after a signal: to finish a step and save."""
 
 
 class WorkerError(PipelineError):
@@ -34,62 +35,64 @@ class WorkerError(PipelineError):
 def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
     """Run ``worker(*arguments)`` in ``processes`` processes of this host; return when all have.
 
-    One process is this one. A process that a launcher started is a worker already and runs it once.
-    Raises WorkerError with the message of the rank that failed first; the other ranks are ended.
+    One process is this one. A process that a launcher started is a worker already and runs it once. Others are started
+    like ``forked``'s. SIGINT and SIGTERM are passed on to them, to end in their own way with the exit code that shells
+    give the signal (130, 143), which is then this process's (SystemExit); a second signal, or ``PATIENCE_SECONDS``
+    without their end, ends them. For the main thread. Raises WorkerError with the message of the rank that failed
+    first; the other ranks are ended.
     """
     if processes == 1 or launched_size() is not None:
         worker(*arguments)
         return
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # What went wrong is said once, below, by the rank to which it happened first.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as directory:
-        failures = Path(directory, "failures")
-        failures.mkdir()
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=directory),
-        )
+    with (
+        forked(_launched, (worker, arguments), processes, preload=[worker.__module__]) as ask,
+        _passed_on_to(ask(None)) as heard,
+    ):
         try:
-            elastic_launch(settings, _reporting)(str(failures), worker, arguments)
-        except ChildFailedError as error:
-            raise WorkerError(_first_failure(failures) or str(error)) from None
-        except SignalException as error:  # the launcher has passed it on and the ranks have ended
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            sys.exit(128 + error.sigval)
+            code = max(ask(None))
+        except WorkerError:
+            if heard:  # a rank that was not yet as far as to end in its own way
+                sys.exit(128 + heard[0])
+            raise
+    if heard or code:
+        sys.exit(128 + heard[0] if heard else code)
 
 
-def _reporting(failures: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """A launched process. If it fails it says so at once: a lost peer fails the other ranks a moment later, and what
-    the launcher sees first is chance."""
-    failed_at = None
+def _launched(worker: Callable[..., None], arguments: tuple[Any, ...]) -> Generator[int, None, None]:
+    """A launched process: its number, then the exit code of ``worker``, 0 unless a signal ended it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield os.getpid()
+    code = 0
     try:
         worker(*arguments)
-    except PipelineError as error:
-        failed_at, message = time.time_ns(), str(error)
-    except Exception:
-        failed_at, message = time.time_ns(), traceback.format_exc()
-    if failed_at is not None:
-        rank = os.environ["RANK"]
-        Path(failures, f"{failed_at:020}").write_text(f"rank {rank}: {message}", encoding="utf-8")
-        sys.exit(1)
+    except SystemExit as end:
+        if end.code not in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            raise
+        code = end.code
+    yield code
 
 
-def _first_failure(failures: Path) -> str | None:
-    reports = sorted(failures.iterdir())
-    return reports[0].read_text(encoding="utf-8") if reports else None
+@contextmanager
+def _passed_on_to(pids: Sequence[int]) -> Iterator[list[int]]:
+    """While the block runs, the first SIGINT or SIGTERM is passed on to ``pids``; yields the list of those heard."""
+    heard: list[int] = []
+
+    def hear(number: int, _: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) > 1:  # SIGALRM among them
+            sys.exit(128 + heard[0])
+        signal.alarm(PATIENCE_SECONDS)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    try:
+        yield heard
+    finally:
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -107,33 +110,41 @@ def forked(
     block ends they run on to their own end, with None for requests. Each process is a fork of a server that has
     imported the modules ``preload`` and done nothing else, so it is as fresh as a new interpreter, without paying for
     the imports again; the server starts with the first call. ``worker``, its arguments, the requests and the answers
-    must be picklable. Raises WorkerError with the message of a rank that failed; the other ranks are ended.
+    must be picklable. The processes find each other by a file that nobody else can open; no port takes part. They end
+    with this process, however it ends. Raises WorkerError with the message of a rank that failed; the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     started: list[Any] = []
     pipes: list[Connection] = []
-    try:
-        for rank in range(processes):
-            here, there = context.Pipe()
-            process = context.Process(target=_forked, args=(there, rank, processes, port, worker, arguments))
-            process.start()
-            there.close()
-            started.append(process)
-            pipes.append(here)
-        yield partial(_ask, pipes)
-    except BaseException:
-        for process in started:
-            process.kill()
-        raise
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in started:
-            process.join()
+    with tempfile.TemporaryDirectory() as private:
+        try:
+            for rank in range(processes):
+                here, there = context.Pipe()
+                variables = _variables(rank, processes, Path(private, "store"))
+                process = context.Process(target=_forked, args=(there, variables, worker, arguments))
+                process.start()
+                there.close()
+                started.append(process)
+                pipes.append(here)
+            yield partial(_ask, pipes)
+        except BaseException:
+            for process in started:
+                process.kill()
+            raise
+        finally:
+            for pipe in pipes:
+                pipe.close()
+            for process in started:
+                process.join()
+
+
+def _variables(rank: int, size: int, store: Path) -> dict[str, str]:
+    """What a launcher says to a rank; nothing to a process that is alone."""
+    if size == 1:
+        return {}
+    of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    return of_rank | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)) | {STORE: str(store)}
 
 
 def _ask(pipes: Sequence[Connection], request: Any) -> list[Any]:
@@ -157,22 +168,13 @@ def _ask(pipes: Sequence[Connection], request: Any) -> list[Any]:
 
 def _forked(
     pipe: Connection,
-    rank: int,
-    size: int,
-    port: int,
+    variables: dict[str, str],
     worker: Callable[..., Generator[Any, Any, None]],
     arguments: tuple[Any, ...],
 ) -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that forked this one hears it, and ends this one
-    if size > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+    os.environ |= variables
     answers = worker(*arguments)
     while True:
         try:

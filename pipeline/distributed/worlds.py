@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,10 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=5)
 """How long a collective waits for a rank that does not come. Covers one rank's slow disk, not a dead rank."""
+
+STORE = "PIPELINE_STORE"
+"""The variable that names the file by which ranks of our own find each other; those of other launchers do so by
+MASTER_ADDR, where a port listens on all interfaces."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,8 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
 
     A process that no launcher started is a world of its own, without a process group. On CUDA the
     backend is NCCL and the local rank chooses the GPU; on CPU it is gloo, and this host's ``cores`` are
-    shared out evenly unless OMP_NUM_THREADS says otherwise. Raises PipelineError if there is no GPU for
+    shared out evenly unless OMP_NUM_THREADS says otherwise. On one host the ranks meet on the loopback interface,
+    unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise. Raises PipelineError if there is no GPU for
     this rank.
     """
     size = launched_size()
@@ -151,11 +157,40 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
         yield World(rank=0, size=1, device=here, backend=None)
         return
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device == "cuda" else None)
-    _MESHES.clear()
-    yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
-    # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends them.
-    dist.destroy_process_group()
+    loopback = _loopback() if size == local_size else None
+    on_loopback = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"} if loopback else {}
+    with _environment(on_loopback):
+        dist.init_process_group(
+            backend,
+            timeout=TIMEOUT,
+            store=dist.FileStore(os.environ[STORE]) if STORE in os.environ else None,  # type: ignore[attr-defined]
+            rank=int(os.environ["RANK"]),
+            world_size=size,
+            device_id=here if device == "cuda" else None,
+        )
+        _MESHES.clear()
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
+        # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends
+        # them.
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Those of ``variables`` that the user has not set, for the block."""
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ |= ours
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+def _loopback() -> str | None:
+    """The network interface that nobody else can reach, by the name that this system gives it."""
+    addresses = psutil.net_if_addrs()
+    return next((name for name in addresses if any(each.address == "127.0.0.1" for each in addresses[name])), None)
 
 
 def _gpu(local_rank: int) -> torch.device:
