@@ -66,7 +66,7 @@ def _work(
             _announce(plan, world, device_name)
         following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
         everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
-        here = [device for host, devices in everywhere if host == platform.node() for device in devices]
+        here = dict.fromkeys(device for host, devices in everywhere if host == platform.node() for device in devices)
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
         free_steps = max((technique.free_steps for technique in of_plan(plan)), default=0)
         with following, sampler or nullcontext(), interruption(world, free_steps) as heard:

@@ -27,6 +27,64 @@ def test_a_process_without_a_launcher_is_a_world_of_its_own() -> None:
         assert alone.sum_(torch.tensor(3.0)).item() == 3.0
 
 
+@pytest.fixture
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU is visible, and any can be made the current one: their indices, in order."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    return chosen
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "taken"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
+def test_a_rank_takes_its_own_gpu_or_the_one_that_its_launcher_bound_to_it(
+    as_if_cuda: list[int], monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, taken: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with world("cuda") as joined:
+        assert joined.device == torch.device("cuda", taken)
+    assert as_if_cuda == [taken]
+
+
+@pytest.mark.parametrize("visible", [0, 2])
+def test_a_rank_without_a_gpu_says_so(as_if_cuda: list[int], monkeypatch: pytest.MonkeyPatch, visible: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(PipelineError, match=f"local rank 2 has no GPU: PyTorch sees {visible}"), world("cuda"):
+        pass
+    assert as_if_cuda == []
+
+
+def test_two_ranks_on_one_gpu_are_refused(as_if_cuda: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(PipelineError, match="rank 1 and another one of this host were given the same GPU"),
+        world("cuda"),
+    ):
+        pass
+    assert as_if_cuda == [0]
+
+
+@pytest.mark.parametrize("users", [None, ":16:8"])
+def test_what_makes_cublas_exact_is_set_for_the_world_alone(
+    as_if_cuda: list[int],  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    users: str | None,
+) -> None:
+    if users:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", users)
+    with world("cuda"):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (users or ":4096:8")
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == users
+
+
 def test_launched_size_needs_both_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched_size() is None
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -52,6 +52,7 @@ PARAMS: dict[str, Any] = {
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory as a checkout is when the train stages are due; the current one."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the server that ranks are forked from
     furnish(configure())
     return tmp_path
 

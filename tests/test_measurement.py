@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,10 @@ import pynvml
 import pytest
 import torch
 
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import ALONE
 from pipeline.measurement import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
+from tests import test_gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 2**20
@@ -201,3 +205,19 @@ def test_beside_the_peak_of_tensors_stands_what_allocator_and_driver_held(monkey
     memory.open()
     memory.close(measured=True)
     assert memory.driver_bytes == 500 * MIB, "what is told no more is not forgotten"
+
+
+def test_the_look_for_steps_that_wait_stays_on_for_no_other_test(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[str] = []
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if len(modes) == 1:  # as torch does
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    monkeypatch.setattr(test_gpu, "on_gpu", lambda: ALONE)
+    test_gpu.test_steps_do_not_wait_for_the_device(digits)
+    assert modes == ["error", "default"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from pipeline import environment, profiling, results
 from pipeline.config import Config, Machine, PipelineError, Train, parse
@@ -22,6 +25,7 @@ from pipeline.profiling.findings import RULES, Facts, findings
 from pipeline.profiling.intervals import difference, intersection, length, partition, union
 from pipeline.profiling.records import StepTimes
 from pipeline.profiling.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, PARTS, STEP, Event, Trace
+from tests.conftest import ROOT
 from tests.nets import conv_net
 from tests.ranks import run_ranks
 from tests.test_training import make_training
@@ -356,24 +360,23 @@ def test_what_begins_after_the_warm_up_of_the_rate_is_profiled_too(digits: Datas
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A directory as a checkout is when the stage is due; the current one."""
     monkeypatch.chdir(tmp_path)
-    config = parse(
-        {
-            "fetch": {"dataset": "digits"},
-            "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},
-            "profile": {"steps": 4},
-            "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
-        }
-    )
-    furnish(config)
-    return config
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    params = {
+        "fetch": {"dataset": "digits"},
+        "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},
+        "profile": {"steps": 4},
+        "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
+    }
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    furnish(parse(params))
+    return parse(params)
 
 
 @pytest.mark.parametrize("variant", ["baseline", "ddp"])
-def test_the_stage_writes_a_profile_a_page_and_a_trace(
-    workspace: Config, variant: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_stage_writes_a_profile_a_page_and_a_trace(workspace: Config, variant: str) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {variant: {"bitsandbytes"}}})
-    profiling.run(workspace, variant, CPU_ONLY, PREPARED)
+    command = [sys.executable, "-m", "pipeline", "profile", variant]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     directory = results.profile_directory(variant)
     assert {file.name for file in directory.iterdir()} == {"profile.json", "profile.md", "trace.json.gz"}
     values = json.loads((directory / "profile.json").read_text())
@@ -387,7 +390,7 @@ def test_the_stage_writes_a_profile_a_page_and_a_trace(
     assert values["step_p50_ms"] > 0
     assert values["profiled_step_p50_ms"] > 0
     assert not [key for key in values if "per_second" in key], "a profile is no measurement of speed"
-    text, said = (directory / "profile.md").read_text(), capfd.readouterr().out
+    text = (directory / "profile.md").read_text()
     for finding in values["findings"]:
         assert finding["text"] in text
         assert finding["text"] in said

@@ -22,6 +22,8 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=5)
 """How long a collective waits for a rank that does not come. Covers one rank's slow disk, not a dead rank."""
 
+A_GPU_EACH = "Start one process a GPU."
+
 STORE = "PIPELINE_STORE"
 """The variable that names the file by which ranks of our own find each other; those of other launchers do so by
 MASTER_ADDR, where a port listens on all interfaces."""
@@ -138,36 +140,44 @@ def launched_size() -> int | None:
 def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
     """This process's world; the process group lives as long as the block.
 
-    A process that no launcher started is a world of its own, without a process group. On CUDA the
-    backend is NCCL and the local rank chooses the GPU; on CPU it is gloo, and this host's ``cores`` are
-    shared out evenly unless OMP_NUM_THREADS says otherwise. On one host the ranks meet on the loopback interface,
-    unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise. Raises PipelineError if there is no GPU for
-    this rank.
+    A process that no launcher started is a world of its own, without a process group. On CUDA the backend is NCCL and
+    the local rank chooses the GPU, unless one alone is visible; on CPU it is gloo, and this host's ``cores`` are shared
+    out evenly unless OMP_NUM_THREADS says otherwise. On one host the ranks meet on the loopback interface, unless
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise. Raises PipelineError if there is no GPU for this rank.
     """
     size = launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    variables = {}
     if device == "cuda":
         here = _gpu(local_rank)
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS may sum in another order
     else:
         here = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, int(cores / local_size)))
-    if size is None:
-        yield World(rank=0, size=1, device=here, backend=None)
-        return
-    backend = "nccl" if device == "cuda" else "gloo"
-    loopback = _loopback() if size == local_size else None
-    on_loopback = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"} if loopback else {}
-    with _environment(on_loopback):
-        dist.init_process_group(
-            backend,
-            timeout=TIMEOUT,
-            store=dist.FileStore(os.environ[STORE]) if STORE in os.environ else None,  # type: ignore[attr-defined]
-            rank=int(os.environ["RANK"]),
-            world_size=size,
-            device_id=here if device == "cuda" else None,
-        )
+    if size == local_size and (loopback := _loopback()):
+        variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    with _environment(variables):
+        if size is None:
+            yield World(rank=0, size=1, device=here, backend=None)
+            return
+        backend = "nccl" if device == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend,
+                timeout=TIMEOUT,
+                store=dist.FileStore(os.environ[STORE]) if STORE in os.environ else None,  # type: ignore[attr-defined]
+                rank=int(os.environ["RANK"]),
+                world_size=size,
+                device_id=here if device == "cuda" else None,
+            )
+        except dist.DistBackendError as error:
+            if "Duplicate GPU" not in str(error):
+                raise
+            raise PipelineError(
+                f"rank {os.environ['RANK']} and another one of this host were given the same GPU. {A_GPU_EACH}"
+            ) from None
         _MESHES.clear()
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
         # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends
@@ -197,16 +207,14 @@ def _gpu(local_rank: int) -> torch.device:
     """This rank's GPU, made the current one."""
     try:
         count = torch.cuda.device_count()
-        if local_rank < count:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum in another order
-            torch.cuda.set_device(local_rank)
+        index = 0 if count == 1 else local_rank  # a launcher, such as Slurm, can have bound one to each rank
+        if index < count:
+            torch.cuda.set_device(index)
             torch.cuda.init()
-            return torch.device("cuda", local_rank)
+            return torch.device("cuda", index)
     except RuntimeError as error:
         raise PipelineError(
             f"train.device: PyTorch cannot use the GPU ({error}). Set train.device to 'cpu', or install a driver for "
             f"torch {torch.__version__}."
         ) from None
-    raise PipelineError(
-        f"local rank {local_rank} has no GPU: PyTorch sees {count} on this host. Start one process a GPU."
-    )
+    raise PipelineError(f"local rank {local_rank} has no GPU: PyTorch sees {count} on this host. {A_GPU_EACH}")

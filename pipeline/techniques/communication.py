@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,10 +108,12 @@ class PowerSGD(_Hook):
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         if self.torch_state.iter >= self.torch_state.start_powerSGD_iter:
             self._put_memory_into(bucket)
-        future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
-        if self.world.backend == "gloo":
+        if self.world.backend != "gloo":
+            return powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
+        with _gpus_unseen():
             # The reductions of the factors begin in gloo's threads, whenever the one before has ended there: those of
             # two buckets would meet in an order of each rank's own. NCCL's begin at once, in order.
+            future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
             future.wait()
         return future
 
@@ -178,6 +181,16 @@ class PowerSGD(_Hook):
             if (rows + columns) * rank * self.torch_state.min_compression_rate < rows * columns:
                 by_shape.setdefault((rows, columns), []).append(place)
         return [place for alike in by_shape.values() for place in alike]
+
+
+@contextmanager
+def _gpus_unseen() -> Iterator[None]:
+    """torch's PowerSGD waits for the bucket's device by ``torch.cuda`` where there is a GPU, also if it is a CPU."""
+    real, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = real
 
 
 class PostLocalSGD(_Hook):

@@ -190,6 +190,16 @@ def test_training_learns_and_goes_with_accumulation_and_checkpointing(digits: Da
         assert accuracy > 0.8
 
 
+def _beside_a_gpu(joined: World, dataset: Dataset) -> bool:
+    torch.cuda.is_available = lambda: True
+    make_training(dataset, joined, train=HOOKED, communication_hook="powersgd").advance(WARMUP + 2)
+    return torch.cuda.is_available()
+
+
+def test_powersgd_trains_on_the_cpu_of_a_machine_with_a_gpu(digits: Dataset) -> None:
+    assert run_ranks(_beside_a_gpu, digits) == [True, True]
+
+
 def _leftovers(joined: World, dataset: Dataset) -> list[str]:
     """Hooks whose model is still there after its training was forgotten."""
     left = []
