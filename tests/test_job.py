@@ -137,7 +137,7 @@ def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -
 def test_a_pipeline_trains_what_the_baseline_trains_in_two_stages(workspace: Path) -> None:  # noqa: ARG001
     baseline = train("baseline", seeds=[3])
     output, _ = command("pipeline").communicate(timeout=300)
-    staged = results.read(results.result_file("pipeline"))
+    staged = results.read(results.result_file("pipeline"), load())
     assert (staged.backend, staged.world_size, staged.applied["gradient_accumulation"]) == ("gloo", 2, 8)
     assert staged.parameter_count == baseline.parameter_count
     assert staged.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.02)

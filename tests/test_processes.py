@@ -151,10 +151,10 @@ def test_the_file_by_which_ranks_meet_is_nobody_elses_and_goes_with_them() -> No
 
 
 @pytest.mark.slow
-def test_under_another_launcher_the_command_is_a_worker(config: Config) -> None:  # noqa: ARG001
+def test_under_another_launcher_the_command_is_a_worker(config: Config) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*torchrun, "-m", "pipeline", "train", "ddp"], check=True)
-    assert results.read(results.result_file("ddp")).world_size == 2
+    assert results.read(results.result_file("ddp"), config).world_size == 2
 
 
 def launch_and_wait() -> None:
