@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+import torch
 import yaml
 
-from pipeline.config import CATALOGUE, Config, ConfigError, Entry, Plan, exclusions, parse, plan
+from pipeline.config import CATALOGUE, Config, ConfigError, Entry, Machine, Plan, entry, exclusions, parse, plan
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World
 from pipeline.environment import machine
@@ -54,6 +57,8 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
     job = JOB | {"optimizer": "adamw" if adamw else "sgd", "device": device}
     if asked.get("parallelism", "data_parallel") != "data_parallel":  # which is one process, as is none
         asked = asked | {"processes": processes}
+    if asked.get("data_loading") == "dataloader":
+        asked = asked | {"loader_workers": 0}  # each would import torch anew; test_loader has some
     return parse({"train": job, "compare": {"baseline": "tried"}, "variants": {"tried": asked}})
 
 
@@ -81,15 +86,13 @@ def test_all_other_pairs_can_be_asked_for(one: Entry) -> None:
             assert other.asked(asked), other.name
 
 
-@pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
-def test_all_other_pairs_train(one: Entry, digits: Dataset) -> None:
-    _try_all(one, digits, "cpu")
+def test_all_other_pairs_train(digits: Dataset) -> None:
+    _try_all(digits, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
-def test_all_other_pairs_train_on_gpus(one: Entry, digits: Dataset) -> None:
-    _try_all(one, digits, "cuda")
+def test_all_other_pairs_train_on_gpus(digits: Dataset) -> None:
+    _try_all(digits, "cuda")
 
 
 def _possible(one: Entry, other: Entry, device: str = "cpu", processes: int | str = "auto") -> Config:
@@ -102,41 +105,86 @@ def _possible(one: Entry, other: Entry, device: str = "cpu", processes: int | st
     raise AssertionError(f"{one.name} and {other.name} are called compatible: {problem}")
 
 
-def _try_all(one: Entry, digits: Dataset, device: Literal["cpu", "cuda"]) -> None:
-    """Train ``one`` with every later technique with which it is compatible and that runs there."""
-    here, on_gpu = machine(), device == "cuda"
+def _try_all(digits: Dataset, device: Literal["cpu", "cuda"]) -> None:
+    """Train variants of many techniques, so that each pair that is compatible and runs here is in one of them."""
+    here = machine()
+    few = replace(digits, train=_first(digits.train, STEPS * 32), test=_first(digits.test, 33))
+    tries = covering(here, device)
+    if failed := _failures(tries, few, device):
+        pairs = [
+            (config, plan(config, "tried", here))
+            for index in failed
+            for one, other in itertools.combinations([entry(name) for name in sorted(_applied(tries[index][1]))], 2)
+            if not values(one).keys() & values(other).keys()
+            for config in [_possible(one, other, device, tries[index][1].processes)]
+        ]
+        alone = _failures(pairs, few, device).values()
+        pytest.fail("\n".join(alone or ["no pair fails alone, but:", *failed.values()]))
+
+
+def _failures(tries: list[tuple[Config, Plan]], dataset: Dataset, device: Literal["cpu", "cuda"]) -> dict[int, str]:
+    """Index of what did not train -> what went wrong."""
+    found: dict[int, str] = {}
+    for size in sorted({made.processes for _, made in tries}):
+        of_size = {index: each for index, each in enumerate(tries) if each[1].processes == size}
+        for failures in run_ranks(_train, of_size, dataset, size=size, device=device):
+            found |= failures
+    return found
+
+
+def covering(here: Machine, device: Literal["cpu", "cuda"]) -> list[tuple[Config, Plan]]:
+    """A few variants that hold every pair between them: each begins with a pair that none has yet, and takes on what
+    goes with all it has and brings another such pair."""
+    on_gpu = device == "cuda"
     processes = 2 if here.gpus > 1 else "auto"  # the net is too small to be shared out among many
-    why_not = one.why_not(here, on_gpu)
-    if why_not:
-        pytest.skip(f"{one.name} cannot run here: {why_not}")
+    able = [each for each in CATALOGUE if not each.why_not(here, on_gpu)]
+    missing = {
+        frozenset({one.name, other.name}): (one, other)
+        for one in able
+        for other in after(one)
+        if other in able and other.name not in exclusions(one) and not values(one).keys() & values(other).keys()
+    }
     tries: list[tuple[Config, Plan]] = []
-    for other in after(one):
-        apart = other.name in exclusions(one) or values(one).keys() & values(other).keys()
-        if apart or other.why_not(here, on_gpu):
-            continue
+    while missing:
+        pair, (one, other) = next(iter(missing.items()))
         config = _possible(one, other, device, processes)
         made = plan(config, "tried", here)
-        if one.asked(made.applied) and other.asked(made.applied):
-            tries.append((config, made))
-        else:  # one GPU shares nothing out, and without replicas a pipeline's batch is the global one
-            assert made.left_out.keys() & {one.name, other.name}
-    if not tries and here.gpus == 1 and one.key == "parallelism":
-        pytest.skip(f"{one.name} needs two GPUs")
-    few = replace(digits, train=_first(digits.train, STEPS * 32), test=_first(digits.test, 33))
-    for size in sorted({made.processes for _, made in tries}):
-        of_size = [(config, made) for config, made in tries if made.processes == size]
-        for rank, failures in enumerate(run_ranks(_train, of_size, few, size=size, device=device)):
-            assert not failures, f"rank {rank}:\n" + "\n".join(failures)
+        applied = _applied(made)
+        if not pair <= applied:  # one GPU shares nothing out, and without replicas a pipeline's batch is the global one
+            assert made.left_out.keys() & pair
+            del missing[pair]
+            continue
+        for each in able:
+            if not any(frozenset({each.name, name}) in missing for name in applied - {each.name}):
+                continue
+            asked = made.asked.model_dump(exclude_defaults=True)
+            if values(each).keys() & asked.keys():
+                continue
+            try:
+                more = configured(asked | values(each), device, processes)
+                tried = plan(more, "tried", here)
+            except ConfigError:
+                continue
+            if _applied(tried) >= applied | {each.name}:
+                config, made, applied = more, tried, _applied(tried)
+        tries.append((config, made))
+        missing = {each: entries for each, entries in missing.items() if not each <= applied}
+    return tries
 
 
-def _train(world: World, tries: list[tuple[Config, Plan]], dataset: Dataset) -> list[str]:
-    """Train each a few steps and evaluate it; what went wrong."""
+def _applied(made: Plan) -> frozenset[str]:
+    return frozenset(each.name for each in CATALOGUE if each.asked(made.applied))
+
+
+def _train(world: World, tries: dict[int, tuple[Config, Plan]], dataset: Dataset) -> dict[int, str]:
+    """Train each a few steps and evaluate it; what went wrong with which."""
     from pipeline.assembly import Assembly
     from pipeline.data.batches import Placement
     from pipeline.techniques import of_plan
 
-    failures = []
-    for config, each in tries:
+    torch.compile = functools.partial(_without_kernels, torch.compile)  # this process is nobody else's
+    failures = {}
+    for index, (config, each) in tries.items():
         try:
             techniques = of_plan(each)
             for technique in techniques:
@@ -151,8 +199,13 @@ def _train(world: World, tries: list[tuple[Config, Plan]], dataset: Dataset) -> 
                 assert training.score.count == len(dataset.test)
                 assert len(training.model_state.read()) > 0
         except Exception:
-            failures.append(f"{each.applied.model_dump(exclude_defaults=True)}\n{traceback.format_exc()}")
+            failures[index] = f"{each.applied.model_dump(exclude_defaults=True)}\n{traceback.format_exc()}"
     return failures
+
+
+def _without_kernels(compile_: Callable[..., Any], model: Any, **options: Any) -> Any:
+    """The compiler's graphs, run by PyTorch: building kernels takes most of a minute, and has tests of its own."""
+    return compile_(model, backend="aot_eager", **{name: value for name, value in options.items() if name != "mode"})
 
 
 def _first(split: Split, count: int) -> Split:
