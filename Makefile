@@ -7,7 +7,7 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint docs ui bench image image-check services-check lock clean
+.PHONY: repro test lint docs ui bench gpu-check image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -39,6 +39,9 @@ ui: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
+
+gpu-check: .venv/installed-dev  # accepts a new GPU machine, or refuses it; writes gpu-check.md
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 IMAGE ?= pipeline
 BUILDER ?= $(shell command -v docker || command -v podman || command -v buildah)

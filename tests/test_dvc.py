@@ -119,20 +119,10 @@ def test_dvc_sees_another_environment_and_only_that(clone: Callable[..., Clone])
     assert locks[0] == locks[1] != locks[2]
 
 
-def test_the_script_for_a_gpu_runs_before_a_stage_what_it_depends_on() -> None:
-    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text(encoding="utf-8")
-    done: set[str] = set()
-    for command in re.findall(r"python -m pipeline (\w+)", script):
-        for dep in STAGES.get(command, {}).get("deps", []):
-            makers = {name for name, made in MAKES.items() if any(f"{out}/".startswith(f"{dep}/") for out in made)}
-            assert makers <= done, f"{command} reads {dep}"
-        done.add(command)
-    assert "compare" in done
-
-
 def test_git_ignores_what_is_made_and_keeps_the_lock(fresh: Clone) -> None:
     made = {re.sub(r"\$\{\w+\}", "ddp", path) for each in MAKES.values() for path in each} - KEPT_IN_GIT
     kept_here = {"checkpoints/x.pt", "mlflow.db", "mlartifacts/0/x", ".venv/x", ".dvc/cache/x", ".dvc/config.local"}
+    kept_here |= {"gpu-check.md"}
     asked = {
         *made,
         *kept_here,

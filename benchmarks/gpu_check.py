@@ -1,0 +1,256 @@
+"""``make gpu-check``: accept a new GPU machine, or refuse it, in ten minutes or so on one GPU.
+
+    python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
+
+Runs the GPU tests, the default job, a ready-made variant of each kind that the machine can run, ``verify``, the
+transfers between GPUs, and the benchmarks that mean something on a GPU. Goes on after a failure, prints a table of what
+holds, and writes all that a bug report needs to one small file. Ends with the number of steps that do not hold (100 if
+more), and with 2 without a GPU. All of it runs in a temporary copy of the checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.pairs import ROOT
+from pipeline import config, environment, results
+from pipeline.config import Config, ConfigError, Machine, Variant, redacted
+from pipeline.environment.variables import RECORDED
+
+KINDS = ("parallelism", "precision", "compile", "cuda_graph", "activation_checkpointing", "activation_offload")
+"""Keys of a variant: one variant is run for each, and one for each value of the first two."""
+MOST = 100
+"""An exit status above 124 says something else to shells."""
+_SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command; it holds if it ends with 0 within ``limit`` seconds and says ``says``."""
+
+    name: str
+    command: tuple[str, ...]
+    limit: float
+    params: Mapping[str, Any] | None = None
+    """params.yaml from this step on, if not as it was."""
+    says: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: Step
+    seconds: float
+    output: str
+    failed: str | None
+    """Why it does not hold."""
+
+    def __str__(self) -> str:
+        cells = (f"{self.step.name:34}", "no " if self.failed else "yes", f"{self.seconds:7.1f}", self.failed or "")
+        return " | ".join(cells).rstrip(" |")
+
+
+def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: bool) -> Iterator[Step]:
+    """All steps; ``values``: params.yaml, ``variants``: those to try beside its baseline."""
+    python = (sys.executable, "-m")
+    yield Step("doctor", (*python, "pipeline", "doctor"), 120, values)
+    tests = (*python, "pytest", "-m", "gpu", "--color=no")  # skipped tests show nothing
+    yield Step("GPU tests", tests, 600, says="" if rehearse else " passed")
+    yield Step("default job", (*python, "dvc", "repro", "--no-run-cache"), 900)
+    changed = trying(values, variants)
+    yield Step("params.yaml with these variants", (*python, "pipeline", "environment"), 120, changed)
+    for name in variants:
+        yield Step(f"variant {name}", (*python, "pipeline", "train", name), 240)
+    yield Step("verify", (*python, "pipeline", "verify"), 600)
+    yield Step("transfers", (*python, "benchmarks.transfers"), 120)
+    for name in () if rehearse else ("bare_loop", "ledgers"):
+        command = (*python, "benchmarks", name, "--figures", "figures")
+        yield Step(f"benchmark {name}", command, 400, says=" met ")
+
+
+def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, Any]:
+    """params.yaml to train ``variants`` and the baseline, for an epoch each."""
+    baseline = values["compare"]["baseline"]
+    return {
+        **values,
+        "train": values["train"] | {"epochs": 1, "seeds": [0]},
+        "variants": {baseline: values["variants"][baseline], **variants},
+        "bench": values["bench"] | {"ablate": []},
+        "profile": {"variants": []},
+        "infer": {"variants": []},
+    }
+
+
+def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
+    """For each of KINDS the first ready-made variant that the machine can run and that leaves not just that out."""
+    params, plain = config.parse(dict(values)), Variant()
+    chosen: dict[str, Any] = {}
+    seen: set[object] = set()
+    for path in sorted(sets):
+        for name, asked in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+            alone = params.model_copy(update={"variants": {name: Variant.model_validate(asked)}})
+            try:
+                applied = config.plan(alone, name, machine).applied
+            except ConfigError:  # it cannot run here
+                continue
+            values_of_it = {key: getattr(applied, key) for key in KINDS if getattr(applied, key) != getattr(plain, key)}
+            kinds = {(key, value if key in KINDS[:2] else None) for key, value in values_of_it.items()}
+            if kinds - seen:
+                seen |= kinds
+                chosen[name] = asked
+    return chosen
+
+
+def copied(path: Path) -> None:
+    """The working tree's files, uncommitted ones included, as a repository of its own in ``path``."""
+    listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    for name in subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, path / name)
+    given = [f"-c{each}" for each in ("user.name=check", "user.email=check@example.org", "commit.gpgsign=false")]
+    for command in (("init", "--quiet"), ("add", "--all"), (*given, "commit", "--quiet", "--message", "check")):
+        subprocess.run(("git", *command), cwd=path, check=True)
+
+
+def done(step: Step, folder: Path) -> Outcome:
+    """Run a step in ``folder``, apart from a tracker that people work with. What it started ends with it."""
+    if step.params is not None:
+        (folder / config.PARAMS_FILE).write_text(yaml.safe_dump(dict(step.params), sort_keys=False), encoding="utf-8")
+    started = time.perf_counter()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml says `python`
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            step.command,
+            cwd=folder,
+            env=inherited | {"PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(step.limit)
+            failed = f"exit {code}" if code else None
+        except subprocess.TimeoutExpired:
+            failed = f"not done after {step.limit:g} s"
+        finally:
+            for order, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended; too slow
+                    os.killpg(process.pid, order)
+                    process.wait(patience)
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 64_000))
+        output = shown(log.read().decode(errors="replace")).rstrip()
+    if not failed and step.says not in output:
+        failed = f"does not say {step.says.strip()!r}"
+    if failed:
+        failed = f"{failed}: {output.splitlines()[-1][:160] if output else 'it said nothing'}"
+    return Outcome(step, time.perf_counter() - started, output, failed)
+
+
+def shown(text: str) -> str:
+    """``text`` without addresses' user names and queries, and without what variables of secrets hold."""
+    for name, value in os.environ.items():
+        if name not in RECORDED and _SECRET.search(name) and len(value) >= 6:
+            text = text.replace(value, "***")
+    return redacted(text)
+
+
+def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
+    """The file for a bug report, as Markdown."""
+    outcomes = list(outcomes)
+    found = environment.fingerprint()
+    facts = {key: found[key] for key in ("hardware", "software", "settings")}
+    failed = sum(outcome.failed is not None for outcome in outcomes)
+    parts = [
+        f"# GPU check: {failed} of {len(outcomes)} steps do not hold" + (" (a rehearsal)" if rehearse else ""),
+        f"{time.strftime('%Y-%m-%d')}, commit {environment.checked_out()}, Python {sys.version.split()[0]}.",
+        "| step | holds | seconds | why not |\n| --- | --- | --- | --- |\n"
+        + "\n".join(f"| {str(outcome).replace('`', '')} |" for outcome in outcomes),
+        f"```json\n{json.dumps(facts, indent=1)}\n```",
+    ]
+    for outcome in sorted(outcomes, key=lambda each: each.failed is None):  # first what failed, with more of its log
+        lines = outcome.output.splitlines()[-60 if outcome.failed else -15 :]
+        text = "\n".join(line[:300] for line in lines).replace("```", "'''")
+        parts.append(f"## {outcome.step.name}\n\n```text\n{text}\n```")
+    if comparison.exists():
+        parts.append(f"# The default job\n\n{shown(comparison.read_text(encoding='utf-8'))}")
+    return "\n\n".join(parts) + "\n"
+
+
+def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = False) -> int:
+    """Do all steps in ``folder``; print each when it is done, and keep ``report`` up to date. How many do not hold."""
+    outcomes: list[Outcome] = []
+    for step in steps:
+        outcomes.append(done(step, folder))
+        print(outcomes[-1], flush=True)
+        results.write_text(report, page(outcomes, folder / "reports" / "comparison.md", rehearse))
+    failed = sum(outcome.failed is not None for outcome in outcomes)
+    print(f"{failed} of {len(outcomes)} steps do not hold; for a bug report: {report}")
+    return min(failed, MOST)
+
+
+def settings(params: Config, rehearse: bool) -> dict[str, Any]:
+    """params.yaml for the copy: on the GPU or not at all, and with raw files that are here already.
+
+    To rehearse: little, with data that no network brings.
+    """
+    values: dict[str, Any] = params.model_dump(mode="json")
+    fetch = values["fetch"]
+    if rehearse:
+        fetch |= {"dataset": "digits", "mirror": None}
+        values["train"]["batch_size"] = 64
+        values["bench"] |= {"max_rounds": 1, "window_seconds": 0.05}
+        return trying(values, {})
+    values["train"]["device"] = "cuda"
+    for key in ("mirror", "image_folder"):
+        if fetch[key] and "://" not in fetch[key]:
+            fetch[key] = str(ROOT / Path(fetch[key]).expanduser())
+    raw = ROOT / "data" / "raw" / fetch["dataset"]
+    if raw.is_dir() and not fetch["mirror"] and not fetch["image_folder"]:
+        fetch["mirror"] = str(raw)
+    return values
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--report", type=Path, default=ROOT / "gpu-check.md", metavar="FILE", help="for a bug report")
+    parser.add_argument("--rehearse", action="store_true", help="on any machine, with little data")
+    parsed = parser.parse_args(arguments)
+    machine = environment.machine()
+    if not machine.gpus and not parsed.rehearse:
+        print(
+            "error: this machine shows no GPU: install NVIDIA's driver (`nvidia-smi` must list it; in a container: "
+            "`--gpus all`), or add --rehearse to go through it on the CPU.",
+            file=sys.stderr,
+        )
+        return 2
+    values = settings(config.load(ROOT / config.PARAMS_FILE), parsed.rehearse)
+    variants = variants_of_each_kind(values, machine, (ROOT / "variants").glob("*.yaml"))
+    with tempfile.TemporaryDirectory() as folder:
+        copied(Path(folder))
+        return check(
+            steps_of(values, variants, parsed.rehearse), Path(folder), parsed.report.resolve(), parsed.rehearse
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

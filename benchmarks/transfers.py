@@ -1,0 +1,116 @@
+"""How fast bytes move on this machine: all-reduces over all GPUs, by NCCL, and copies to and within each of them.
+
+    python -m benchmarks.transfers
+
+With one GPU there is nobody to reduce with: then it is the copies alone. Without a GPU it rehearses, on two processes
+over gloo. A result that is wrong is an error: links and memory can be broken and fast.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from pipeline import environment
+from pipeline.config import PipelineError
+from pipeline.distributed import World, forked, world
+
+SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
+"""Bytes: the smallest is latency, the largest bandwidth."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind at one size: ``seconds`` is the median of one transfer, on the slowest rank."""
+
+    what: str
+    size: int
+    """Bytes."""
+    seconds: float
+    bus_factor: float = 1.0
+    """What each link carries over the size: 2 (n - 1) / n for an all-reduce among n, as nccl-tests' PERFORMANCE.md
+    derives it, so that figures of different n compare."""
+
+    def __str__(self) -> str:
+        speed = self.size / self.seconds / 1e9
+        figures = f"{self.seconds * 1e6:>12.1f} us {speed:>9.2f} GB/s {speed * self.bus_factor:>9.2f} GB/s on the bus"
+        return f"{self.what:24} {self.size:>11} B {figures}"
+
+
+def measure(device: Literal["cpu", "cuda"], processes: int, sizes: Sequence[int] = SIZES) -> list[Transfer]:
+    """Every transfer at each of ``sizes`` (bytes, multiples of 4), all ``processes`` at once.
+
+    Raises WorkerError if a rank fails, or what arrived is not what was sent.
+    """
+    with forked(_rank, (device, tuple(sizes)), processes, preload=["pipeline.distributed"]) as ask:
+        ranks = ask(None)
+    return [replace(rows[0], seconds=max(row.seconds for row in rows)) for rows in zip(*ranks, strict=True)]
+
+
+def _rank(device: Literal["cpu", "cuda"], sizes: Sequence[int]) -> Generator[list[Transfer], None, None]:
+    with world(device) as joined:
+        rows = [row for size in sizes for row in _copies(joined, size)]
+        if joined.size > 1:
+            rows += [_all_reduce(joined, size) for size in sizes]
+        yield rows
+
+
+def _copies(joined: World, size: int) -> list[Transfer]:
+    here = torch.arange(size // 4, dtype=torch.int32, device=joined.device)
+    target = torch.empty_like(here)
+    host = torch.arange(size // 4, dtype=torch.int32, pin_memory=joined.device.type == "cuda")
+    rows = []
+    for what, source in (("copy, device to device", here), ("copy, host to device", host)):
+        target.fill_(-1)
+        act = partial(target.copy_, source, non_blocking=True)
+        rows.append(Transfer(what, size, _timed(act, joined, size)))
+        _demand(torch.equal(target, here), rows[-1])
+    return rows
+
+
+def _all_reduce(joined: World, size: int) -> Transfer:
+    tensor = torch.full((size // 4,), float(joined.rank + 1), device=joined.device)
+    joined.sum_(tensor)
+    right = bool((tensor == joined.size * (joined.size + 1) / 2).all())
+    tensor.zero_()  # sums of sums would overflow
+    seconds = _timed(lambda: joined.sum_(tensor), joined, size)
+    row = Transfer(f"all-reduce, {joined.size} by {joined.backend}", size, seconds, 2 * (joined.size - 1) / joined.size)
+    _demand(right, row)
+    return row
+
+
+def _demand(right: bool, row: Transfer) -> None:
+    if not right:
+        raise PipelineError(f"{row.what} of {row.size} bytes: what arrived is wrong; the link or the memory is broken.")
+
+
+def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5) -> float:
+    """Median seconds of one ``act``, over batches of several that the device does one after the other."""
+    calls = 100 if size <= 1 << 20 else 10
+    found = []
+    for _ in range(batches + 1):  # the first warms up: links are set up, memory is touched
+        joined.synchronise()
+        started = time.perf_counter()
+        for _ in range(calls):
+            act()
+        joined.synchronise()
+        found.append((time.perf_counter() - started) / calls)
+    return statistics.median(found[1:])
+
+
+def main() -> None:
+    gpus = environment.machine().gpus
+    if gpus == 1:
+        print("one GPU: nobody to reduce with, so copies alone")
+    for row in measure("cuda", gpus) if gpus else measure("cpu", 2, SIZES[:3]):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

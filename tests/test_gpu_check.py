@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_check, transfers
+from benchmarks.gpu_check import Step
+from pipeline import config, environment
+from pipeline.config import Machine, PipelineError
+from tests.conftest import ROOT
+
+LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+ONE_GPU = Machine(gpus=1, gpu_native_bf16=True, gpu_tf32=True, cpu_native_bf16=False)
+FOUR_OLD_GPUS = Machine(gpus=4, gpu_native_bf16=False, cpu_native_bf16=False)
+
+
+def shell(name: str, script: str, limit: float = 60.0, params: dict[str, Any] | None = None, says: str = "") -> Step:
+    return Step(name, ("sh", "-c", script), limit, params, says)
+
+
+def test_it_goes_on_after_a_failure_and_ends_with_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_PASSWORD", "hunter2-hunter2")
+    steps = [
+        shell("passes", "echo 1.5 GB/s"),
+        shell("fails", 'echo "it broke: $STORE_PASSWORD https://me:mine@store/x?signed=ours"; exit 3'),
+        shell("hangs", "echo begun; sleep 60 & sleep 60", limit=0.5),
+        shell("misses", "echo 0.7 MISSED", says="met"),
+        shell("works in the copy", "test -e params.yaml", params={"fetch": {}}),
+    ]
+    report = tmp_path / "report.md"
+    work = tmp_path / "work"
+    work.mkdir()
+    assert gpu_check.check(steps, work, report) == 3
+    printed = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert [cells[:2] for cells in printed[:5]] == [
+        ["passes", "yes"],
+        ["fails", "no"],
+        ["hangs", "no"],
+        ["misses", "no"],
+        ["works in the copy", "yes"],
+    ]
+    assert printed[1][3].startswith("exit 3: it broke")
+    assert printed[2][3] == "not done after 0.5 s: begun"
+    text = report.read_text(encoding="utf-8")
+    assert "3 of 5 steps do not hold" in text
+    assert "| passes" in text
+    assert "1.5 GB/s" in text
+    assert '"torch": ' in text
+    assert not [secret for secret in ("hunter2", "mine@", "ours") if secret in text]
+
+
+def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    gpu_check.done(shell("leaves", f"(sleep 1; touch {left}) & sleep 60", limit=0.2), tmp_path)
+    gpu_check.done(shell("waits", "sleep 1.2"), tmp_path)
+    assert not left.exists()
+
+
+def test_without_a_gpu_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(environment, "machine", lambda: LAPTOP)
+    assert gpu_check.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no GPU" in line
+    assert "--rehearse" in line
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        (ONE_GPU, {"checkpointing", "activation-offload", "bf16", "fp16", "tf32", "compiled", "graphed"}),
+        (
+            FOUR_OLD_GPUS,
+            {"data-parallel", "ddp", "pipeline-1f1b", "zero1", "fsdp", "tensor"}
+            | {"checkpointing", "activation-offload", "fp16", "compiled", "graphed"},
+        ),
+    ],
+)
+def test_a_variant_of_each_kind_that_the_machine_can_run(machine: Machine, expected: set[str]) -> None:
+    values = gpu_check.settings(config.load(ROOT / "params.yaml"), rehearse=False)
+    assert set(gpu_check.variants_of_each_kind(values, machine, (ROOT / "variants").glob("*.yaml"))) == expected
+
+
+def test_a_transfer_that_arrives_wrong_is_an_error() -> None:
+    row = transfers.Transfer("all-reduce", 4, 1.0)
+    transfers._demand(True, row)
+    with pytest.raises(PipelineError, match="all-reduce of 4 bytes"):
+        transfers._demand(False, row)
+
+
+def test_the_bus_carries_more_than_the_size() -> None:
+    row = transfers.Transfer("all-reduce", 10**9, 0.5, bus_factor=1.75)  # among eight
+    assert str(row).endswith("500000.0 us      2.00 GB/s      3.50 GB/s on the bus")
+
+
+@pytest.mark.slow
+def test_transfers_between_two_processes() -> None:
+    rows = transfers.measure("cpu", 2, sizes=(4, 4096))
+    assert [(row.what, row.size) for row in rows] == [
+        *((f"copy, {way} to device", size) for size in (4, 4096) for way in ("device", "host")),
+        *(("all-reduce, 2 by gloo", size) for size in (4, 4096)),
+    ]
+    assert all(row.seconds > 0 for row in rows)
+    assert rows[-1].bus_factor == 1.0
+
+
+@pytest.mark.slow
+def test_a_rehearsal_holds(tmp_path: Path) -> None:
+    """The sequence as it is, in a copy of the checkout, but for the tests, and with one variant."""
+    values = gpu_check.settings(config.load(ROOT / "params.yaml"), rehearse=True)
+    steps = gpu_check.steps_of(values, {"ddp": {"parallelism": "ddp"}}, rehearse=True)
+    work, report = tmp_path / "work", tmp_path / "report.md"
+    gpu_check.copied(work)
+    failed = gpu_check.check([step for step in steps if step.name != "GPU tests"], work, report, rehearse=True)
+    text = report.read_text(encoding="utf-8")
+    assert failed == 0, text
+    for step in ("doctor", "default job", "variant ddp", "verify", "transfers"):
+        assert f"## {step}\n" in text
+    assert "(a rehearsal)" in text
+    assert "all-reduce, 2 by gloo" in text
+    assert "# The default job" in text
