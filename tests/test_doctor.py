@@ -181,7 +181,8 @@ def test_a_torch_for_cpus_beside_gpus(device: str, status: str) -> None:
         assert finding.remedy == "install a CUDA build of torch, or set train.device: cpu"
 
 
-def driver(asked: Job, driver: Driver, torch: Answer = TORCH, *, container: bool = False) -> Finding:
+def driver(asked: Job, driver: Driver, torch: Answer | None = None, *, container: bool = False) -> Finding:
+    torch = torch or (torch_with(gpus=0) if driver.failure else TORCH)
     return gpus.check_driver(asked, torch, driver, container=container)
 
 
@@ -231,6 +232,32 @@ def test_a_driver_without_its_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
     finding = driver(job(), NO_DRIVER)
     assert finding.status == "problem"
     assert "libnvidia-ml.so.1 is missing" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"), [("missing", "its library NVML is missing"), ("Unknown Error", "Unknown")]
+)
+def test_cuda_computes_though_its_driver_tells_nothing(failure: str, said: str) -> None:
+    """As in a container without the capability utility."""
+    finding = driver(job(TWO), Driver(failure=failure), TORCH, container=True)
+    assert finding.status == "warning"
+    assert said in finding.found
+    assert "CUDA computes, but nobody sees heat" in finding.found
+    assert finding.remedy.endswith("--env NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    assert look(job(TWO), TORCH, Driver(failure=failure), 2)[1:3] == (
+        "ok",
+        "torch computes on 2, and the plans count on 2",
+    )
+    assert look(job(), TORCH, Driver(failure=failure), 0).status == "problem"
+
+
+def test_a_gpu_that_could_not_be_used_is_said() -> None:
+    broken = LAPTOP.model_copy(update={"why_no_gpu": "CUDA's error 802"})
+    found = list(params.check(job(broken)))
+    assert (
+        "baseline: GPU is left out: CUDA's error 802",
+        "see to the NVIDIA driver, below, or set train.device: cpu",
+    ) in [(each.found, each.remedy) for each in found]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +373,12 @@ def test_gpus_that_torch_cannot_use() -> None:
 
 @pytest.mark.parametrize(
     ("device", "torch", "driver"),
-    [("cpu", TORCH, DRIVER), ("auto", TORCH, NO_DRIVER), ("auto", CPU_TORCH, DRIVER), ("auto", Answer({}), DRIVER)],
+    [
+        ("cpu", TORCH, DRIVER),
+        ("auto", Answer({**TORCH.found, "gpus": 0}), NO_DRIVER),
+        ("auto", CPU_TORCH, DRIVER),
+        ("auto", Answer({}), DRIVER),
+    ],
 )
 def test_gpus_that_nobody_could_use(device: str, torch: Answer, driver: Driver) -> None:
     assert look(job(device=device), torch, driver, 0).status == "not applicable"

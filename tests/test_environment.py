@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,9 @@ import psutil
 import pynvml
 import pytest
 
-from pipeline.config import COMPILER, PipelineError
-from pipeline.environment import cpus, fingerprint, hash_of, machine, read, software, variables, write
+from pipeline import environment
+from pipeline.config import COMPILER, ConfigError, PipelineError, parse, plan
+from pipeline.environment import cpus, cuda, fingerprint, hash_of, machine, read, software, variables, write
 from tests.factories import PLANTED, SECRETS
 
 ROOT = Path(__file__).parent.parent
@@ -35,18 +40,27 @@ class Gpu:
 
 
 Plug = Callable[..., None]
+NOTHING = cuda.Answer([])
+"""What CUDA says where it has no GPU."""
 
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """``plug(*gpus, shown=None)``: a driver that knows ``gpus``, with CUDA_VISIBLE_DEVICES=``shown``."""
+    """``plug(*gpus, shown=None)``: a driver that knows ``gpus``, with CUDA_VISIBLE_DEVICES=``shown``. ``told``: what
+    CUDA itself says, None if nobody may ask it."""
+
+    def ask(told: cuda.Answer | None) -> cuda.Answer:
+        assert told is not None, "CUDA was asked, which takes a process"
+        return told
 
     def found(value: Any, error: type[pynvml.NVMLError] = pynvml.NVMLError_NotSupported) -> Any:
         if value is None:
             raise error
         return value
 
-    def plug(*gpus: Gpu, shown: str | None = None, cuda: str | None = "13.0") -> None:
+    def plug(
+        *gpus: Gpu, shown: str | None = None, cuda: str | None = "13.0", told: cuda.Answer | None = NOTHING
+    ) -> None:
         everything = [*gpus, *(each for gpu in gpus for each in gpu.instances or [] if each)]
         by_uuid = {each.uuid: each for each in everything}
         memory = pynvml.c_nvmlMemory_t
@@ -69,6 +83,8 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
             ),
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda gpu: gpu.parent,
         }
+        monkeypatch.setattr(environment.cuda, "ask", lambda: ask(told))
+        monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
         for name, function in driver.items():
             monkeypatch.setattr(pynvml, name, function)
         monkeypatch.setattr(software, "torch_build", lambda: {"__version__": "2.11.0+cu130", "cuda": cuda})
@@ -325,7 +341,8 @@ def test_no_driver(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "visible"), [(None, ["1g"]), ("1", ["whole"]), ("1,0", ["1g"]), ("MIG-2", ["2g"]), ("MIG-9", [])]
+    ("shown", "visible"),
+    [(None, ["1g"]), ("1", ["whole"]), ("1,0", ["1g"]), ("MIG-2", ["2g"]), ("MIG-2,MIG-1", ["2g"]), ("MIG-9", [])],
 )
 def test_of_split_gpus_cuda_shows_one_instance(plug: Plug, shown: str | None, visible: list[str]) -> None:
     split = Gpu("GPU-0", "split", instances=[])
@@ -337,6 +354,173 @@ def test_of_split_gpus_cuda_shows_one_instance(plug: Plug, shown: str | None, vi
     plug(split, Gpu("GPU-1", "whole"), shown=shown)
     assert names() == visible
     assert all(gpu["compute_capability"] == "9.0" for gpu in fingerprint()["hardware"]["gpus"])
+
+
+def on_cuda(*names: str, uuids: Sequence[str] = ()) -> cuda.Answer:
+    """What CUDA tells of GPUs with these names."""
+    about = {"compute_capability": "9.0", "memory_gib": 79}
+    pairs = zip_longest(names, uuids, fillvalue="")
+    return cuda.Answer(
+        [{"uuid": uuid.removeprefix("GPU-").replace("-", ""), "name": name} | about for name, uuid in pairs]
+    )
+
+
+SLOW, FAST = Gpu("GPU-5-a", "T400", (7, 5)), Gpu("GPU-0-b", "H100")
+
+
+@pytest.mark.parametrize(
+    ("order", "told", "seen"),
+    [
+        (None, on_cuda("H100", "T400", uuids=("GPU-0-b", "GPU-5-a")), ["H100", "T400"]),
+        ("FASTEST_FIRST", on_cuda("H100", uuids=("GPU-0-b",)), ["H100"]),
+        ("PCI_BUS_ID", None, ["T400", "H100"]),
+        (None, cuda.Answer([], "CUDA's error 999"), ["T400", "H100"]),
+        (None, on_cuda("H100", uuids=("GPU-7-c",)), ["T400", "H100"]),
+    ],
+)
+def test_of_different_gpus_cuda_knows_its_order(
+    plug: Plug, monkeypatch: pytest.MonkeyPatch, order: str | None, told: cuda.Answer | None, seen: list[str]
+) -> None:
+    plug(SLOW, FAST, told=told)
+    if order:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    assert names() == seen
+    assert machine().gpus == len(seen)
+
+
+@pytest.mark.parametrize("shown", [None, "1", "GPU-cccc", ""])
+def test_of_equal_gpus_nobody_asks_cuda(plug: Plug, shown: str | None) -> None:
+    plug(Gpu("GPU-aaaa"), Gpu("GPU-cccc"), shown=shown, told=None)
+    assert machine().gpus == (0 if shown == "" else 2 if shown is None else 1)
+
+
+FAILING = ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetCudaComputeCapability")
+ERRORS = [pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_Unknown, pynvml.NVMLError_GpuIsLost]
+
+
+@pytest.fixture(params=[*(("nvmlInit", error) for error in ERRORS), *((call, ERRORS[2]) for call in FAILING[1:])])
+def no_nvml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets NVML fail, at once or in the middle. A container without the capability utility has no such library."""
+    call, error = request.param
+
+    def fail(*_: object) -> None:
+        raise error
+
+    return lambda: monkeypatch.setattr(pynvml, call, fail)
+
+
+def test_without_nvml_the_job_is_on_the_gpus_that_cuda_shows(
+    plug: Plug, no_nvml: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plug(A, told=on_cuda("H100", "H100"))
+    no_nvml()
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U16)"
+    (tmp_path / "version").write_text(line, encoding="utf-8")
+    monkeypatch.setattr(environment.gpus, "KERNEL_DRIVER", tmp_path / "version")
+    found = fingerprint()
+    one = {"name": "H100", "compute_capability": "9.0", "memory_gib": 79, "power_limit_watts": None}
+    assert found["hardware"]["gpus"] == [one, one]
+    assert found["software"]["driver"] == "580.65.06"
+    here = machine()
+    assert (here.gpus, here.gpu_native_bf16, here.why_no_gpu) == (2, True, None)
+    made = plan(parse({"variants": {"baseline": {}}}), "baseline", here)
+    assert (made.device, made.left_out) == ("cuda", {})
+
+
+def test_a_gpu_that_cannot_be_used_is_never_left_in_silence(plug: Plug, no_nvml: Callable[[], None]) -> None:
+    plug(A, told=cuda.Answer([], "CUDA's error 802"))
+    no_nvml()
+    made = plan(parse({"variants": {"baseline": {}}}), "baseline", machine())
+    assert (made.device, made.left_out) == ("cpu", {"GPU": "CUDA's error 802"})
+    asked = plan(parse({"train": {"device": "cpu"}, "variants": {"baseline": {}}}), "baseline", machine())
+    assert asked.left_out == {}
+    with pytest.raises(ConfigError, match=r"found 'cuda', but this machine shows no GPU \(CUDA's error 802\)"):
+        plan(parse({"train": {"device": "cuda"}, "variants": {"baseline": {}}}), "baseline", machine())
+
+
+def test_where_nothing_speaks_for_a_gpu_nothing_is_said(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug(A)
+    for error, why in zip(ERRORS, (None, "NVML says: Unknown Error", "NVML says: GPU is lost"), strict=True):
+
+        def fail(error: type[pynvml.NVMLError] = error) -> None:
+            raise error
+
+        monkeypatch.setattr(pynvml, "nvmlInit", fail)
+        assert machine().why_no_gpu == why
+
+
+PRETENDING = """
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int cuInit(unsigned flags) {{ {init} }}
+int cuGetErrorString(int code, const char **text) {{ *text = code == 802 ? "not ready" : NULL; return code != 802; }}
+int cuDeviceGetCount(int *count) {{ *count = getenv("CUDA_VISIBLE_DEVICES") ? 1 : 2; return 0; }}
+int cuDeviceGet(int *device, int ordinal) {{ *device = 7 + ordinal; return 0; }}
+int cuDeviceGetName(char *name, int n, int device) {{ strncpy(name, device == 7 ? "H100" : "T400", n); return 0; }}
+int cuDeviceGetUuid_v2(char *uuid, int device) {{ memset(uuid, device, 16); return 0; }}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) {{ *bytes = (size_t)device << 33; return 0; }}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {{ *value = attribute - 70; return device == 9; }}
+"""
+"""A libcuda with two devices, numbers 7 and 8."""
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``pretend(init)``: CUDA's library is one whose cuInit does ``init``, in C."""
+
+    def pretend(init: str) -> None:
+        (tmp_path / "cuda.c").write_text(PRETENDING.format(init=init), encoding="utf-8")
+        built = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "cuda.c")]
+        subprocess.run(built, check=True)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return pretend
+
+
+needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="a library is compiled")
+
+
+@needs_a_compiler
+def test_cuda_is_asked_in_a_process_of_its_own(pretend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend("return 0;")
+    about = {"compute_capability": "5.6"}
+    h100 = about | {"uuid": "07" * 16, "name": "H100", "memory_gib": 56}
+    assert cuda.ask() == cuda.Answer([h100, about | {"uuid": "08" * 16, "name": "T400", "memory_gib": 64}])
+    assert "libcuda" not in Path("/proc/self/maps").read_text(encoding="utf-8"), "who forks must not have started it"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert cuda.ask().gpus == [h100], "it reads the variables itself"
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("init", "failure"),
+    [
+        ("return 100;", None),
+        ("return 34;", None),
+        ("return 802;", r"CUDA's error 802 \(not ready\)$"),
+        ("return 7777;", "CUDA's error 7777$"),
+        ("abort();", "CUDA could not be asked: .*SIGABRT"),
+        ("sleep(60); return 0;", "CUDA does not answer within 1 s"),
+    ],
+)
+def test_a_cuda_that_does_not_start(
+    pretend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, init: str, failure: str | None
+) -> None:
+    pretend(init)
+    if "sleep" in init:
+        monkeypatch.setattr(cuda, "SECONDS", 1.0)
+    found = cuda.ask()
+    assert found.gpus == []
+    assert found.failure is None if failure is None else re.match(failure, str(found.failure))
+
+
+def test_without_cudas_library_there_is_nothing_to_tell() -> None:
+    if ctypes.util.find_library("cuda"):
+        pytest.skip("there is one")
+    assert cuda.ask() == cuda.Answer([])
 
 
 @pytest.mark.parametrize(

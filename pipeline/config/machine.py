@@ -11,6 +11,8 @@ class Machine(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     gpus: int
+    why_no_gpu: str | None = None
+    """Why there is none, although something speaks for one."""
     gpu_native_bf16: bool
     cpu_native_bf16: bool
     gpu_tf32: bool = False

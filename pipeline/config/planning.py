@@ -90,13 +90,18 @@ def plan(
     asked, train = config.variants[name], config.train
     where = f"variants.{name}"
     if train.device == "cuda" and machine.gpus == 0:
-        raise ConfigError("train.device: found 'cuda', but this machine shows no GPU; allowed here: 'auto', 'cpu'.")
+        why = f" ({machine.why_no_gpu})" if machine.why_no_gpu else ""
+        raise ConfigError(
+            f"train.device: found 'cuda', but this machine shows no GPU{why}; allowed here: 'auto', 'cpu'."
+        )
     on_gpu = train.device != "cpu" and machine.gpus > 0
     processes = _processes(asked, machine, on_gpu, where, launched)
     weak = asked.scaling == "weak"
     micro_batches = 1 if asked.gradient_accumulation == "auto" else asked.gradient_accumulation
 
     left_out: dict[str, str] = {}
+    if train.device == "auto" and machine.why_no_gpu:
+        left_out["GPU"] = machine.why_no_gpu
     changes: dict[str, Any] = {}
     if on_gpu and launched is None and asked.parallelism in PARALLELISMS and asked.processes == "auto":
         available, why_fewer = machine.gpus, f"{asked.replicas} replicas take the same number each"

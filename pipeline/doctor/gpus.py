@@ -115,6 +115,15 @@ def check_driver(job: Job, torch: Answer, driver: Driver, *, container: bool) ->
     check = "NVIDIA driver"
     if job.device == "cpu":
         return Finding(check, "not applicable", "train.device is cpu")
+    if driver.failure and _computes(torch):
+        silent = "its library NVML is missing" if driver.failure == "missing" else f"NVML says: {driver.failure}"
+        remedy = "install libnvidia-ml.so.1, which comes with the driver; in a container: --env"
+        return Finding(
+            check,
+            "warning",
+            f"{silent}: CUDA computes, but nobody sees heat and other processes, and NCCL needs it between GPUs",
+            f"{remedy} NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        )
     if driver.failure:
         return _no_driver(job, driver, container)
     built_for = str(torch.found.get("cuda") or "")
@@ -184,9 +193,16 @@ def check_gpus(job: Job, torch: Answer, driver: Driver, planned: int) -> Iterato
     """``planned``: how many GPUs the plans count on (``environment.machine``)."""
     check = "GPUs"
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if job.device == "cpu" or driver.failure or "version" not in torch.found or torch.found["cuda"] is None:
+    unseen = bool(driver.failure) and not _computes(torch)
+    if job.device == "cpu" or unseen or "version" not in torch.found or torch.found["cuda"] is None:
         why = "train.device is cpu" if job.device == "cpu" else "none that torch could use; see above"
         yield Finding(check, "not applicable", why)
+        return
+    if driver.failure:
+        seen = torch.found["gpus"]
+        status: Status = "ok" if seen == planned else "problem"
+        remedy = "" if seen == planned else "see to the NVIDIA driver above"
+        yield Finding(check, status, f"torch computes on {seen}, and the plans count on {planned}", remedy)
         return
     there = len(driver.gpus)
     if not there:

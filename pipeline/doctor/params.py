@@ -98,6 +98,8 @@ def _variants(job: Job) -> Iterator[Finding]:
         remedy = "none needed if that is known: the report says so"
         if technique == "bf16":
             remedy = "use a machine that has it, or set train.without_native: run"
+        elif technique == "GPU":
+            remedy = "see to the NVIDIA driver, below, or set train.device: cpu"
         elif "train.batch_size" in reason:
             remedy = "set train.batch_size to a multiple of the number of GPUs"
         yield Finding("variants", "warning", f"{name}: {technique} is left out: {reason}", remedy)

@@ -62,7 +62,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     optional, and who uses it: its versions stand apart, because nobody else's numbers depend on them. Take it in the
     process that a person started: launchers set variables such as OMP_NUM_THREADS in their workers.
     """
-    shown, driver = gpus.shown()
+    shown, driver, _ = gpus.shown()
     cpu = cpus.facts()
     flags = cpus.flags(cpu)
     content: dict[str, Any] = {
@@ -165,11 +165,12 @@ def checked_out() -> str | None:
 
 def machine() -> Machine:
     """What variants can be planned for here."""
-    shown, _ = gpus.shown()
+    shown, _, why_none = gpus.shown()
     capabilities = [tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown]
     extras = {name for technique in CATALOGUE for name in technique.relies_on} - {COMPILER}
     return Machine(
         gpus=len(shown),
+        why_no_gpu=why_none,
         gpu_native_bf16=bool(shown) and min(capabilities) >= _NATIVE_BF16_CAPABILITY,
         cpu_native_bf16=bool(cpus.flags(cpus.facts()) & cpus.NATIVE_BF16_FLAGS),
         gpu_tf32=bool(shown) and min(capabilities) >= _TF32_CAPABILITY,

@@ -1,38 +1,80 @@
-"""The GPUs that CUDA shows to this process, as the driver tells of them, without importing torch."""
+"""The GPUs that CUDA shows to this process, without importing torch: as NVML tells of them, or else CUDA itself."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from pipeline.environment import software
+from pipeline.environment import cuda, software
+
+KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
+_TOLD = ("name", "compute_capability", "memory_gib")
 
 
-def shown() -> tuple[list[dict[str, Any]], str | None]:
-    """The GPUs that CUDA shows to this process, in its order, and the driver's version; none without a driver."""
+class Shown(NamedTuple):
+    gpus: list[dict[str, Any]]
+    """In CUDA's order."""
+    driver: str | None = None
+    """Its version. None: there is none, or it is not told."""
+    why_none: str | None = None
+    """Why there are none, although something speaks for one; None where CUDA has none or is told to show none."""
+
+
+def shown() -> Shown:
+    """The GPUs that CUDA shows to this process.
+
+    NVML is asked, which knows most and starts nothing. Without it, as in a container without the driver's capability
+    ``utility``, or where it fails, CUDA is.
+    """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if software.torch_build()["cuda"] is None or shown == "":
-        return [], None
+        return Shown([])
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return [], None
+        try:
+            return Shown([_gpu(handle) for handle in _handles(shown)], pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        answer = cuda.ask()
+        if answer.gpus:
+            told = [{key: gpu.get(key) for key in (*_TOLD, "power_limit_watts")} for gpu in answer.gpus]
+            return Shown(told, _kernel_driver())
+        nothing = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NotFound)
+        return Shown([], None, answer.failure or (None if isinstance(error, nothing) else f"NVML says: {error}"))
+
+
+def _handles(shown: str | None) -> list[Any]:
+    """What CUDA_VISIBLE_DEVICES=``shown`` leaves visible, in CUDA's order. Raises NVMLError."""
+    import pynvml
+
+    if shown is not None and shown.strip().startswith("MIG-"):
+        return [pynvml.nvmlDeviceGetHandleByUUID(shown.split(",")[0].strip())]
+    present = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in present]
+    # NVML counts by place on the bus. CUDA begins with the fastest GPU, unless told otherwise.
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len(set(map(pynvml.nvmlDeviceGetName, present))) > 1:
+        by_uuid = {re.sub("^GPU-|-", "", uuid): handle for uuid, handle in zip(uuids, present, strict=True)}
+        found = [by_uuid.get(gpu["uuid"]) for gpu in cuda.ask().gpus]
+        if found and None not in found:
+            return found
+    return _split([present[index] for index in visible(shown, uuids)])
+
+
+def _kernel_driver() -> str | None:
+    """The driver's version, as its part in the kernel tells it."""
     try:
-        if shown is not None and shown.startswith("MIG-"):
-            handles = [pynvml.nvmlDeviceGetHandleByUUID(shown.split(",")[0].strip())]
-        else:
-            present = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            chosen = visible(shown, [pynvml.nvmlDeviceGetUUID(handle) for handle in present])
-            handles = _split([present[index] for index in chosen])
-        return [_gpu(handle) for handle in handles], pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError_NotFound:  # an instance of a GPU that does not exist: CUDA shows nothing
-        return [], None
-    finally:
-        pynvml.nvmlShutdown()
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", KERNEL_DRIVER.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return found[0] if found else None
 
 
 def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
