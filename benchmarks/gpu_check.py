@@ -123,7 +123,7 @@ def copied(path: Path) -> None:
         if name and (ROOT / name).is_file():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, path / name)
-    given = [f"-c{each}" for each in ("user.name=check", "user.email=check@example.org", "commit.gpgsign=false")]
+    given = ("-c", "user.name=check", "-c", "user.email=check@example.org", "-c", "commit.gpgsign=false")
     for command in (("init", "--quiet"), ("add", "--all"), (*given, "commit", "--quiet", "--message", "check")):
         subprocess.run(("git", *command), cwd=path, check=True)
 

@@ -60,6 +60,13 @@ def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+def test_the_copy_is_a_repository_of_its_own(tmp_path: Path) -> None:
+    gpu_check.copied(tmp_path)
+    assert (tmp_path / "dvc.yaml").read_bytes() == (ROOT / "dvc.yaml").read_bytes()
+    told = gpu_check.done(shell("git", "git status --short && git rev-list --count HEAD"), tmp_path)
+    assert told.output == "1"
+
+
 def test_without_a_gpu_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(environment, "machine", lambda: LAPTOP)
     assert gpu_check.main([]) == 2
