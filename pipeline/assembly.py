@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch import nn
 from pipeline import models, objectives
 from pipeline.config import Config, ConfigError, Machine, Plan
 from pipeline.config import plan as plan_of
-from pipeline.data.batches import Placement, TrainBatches, choose_placement
+from pipeline.data.batches import Placement, TrainBatches, choose_placement, evaluation_batches
 from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
 from pipeline.detectors import Detector
@@ -25,7 +26,11 @@ from pipeline.environment import cores
 from pipeline.interpreter import importing
 from pipeline.measurement import Memory
 from pipeline.techniques import of_plan
-from pipeline.training import OutOfMemory, Training
+from pipeline.techniques.precision import DTYPES
+from pipeline.training import OutOfMemory, Training, without_deterministic_form
+
+DETERMINISTIC = "deterministic"
+"""In ``Plan.decided``: that ``train.deterministic`` cannot be had, and why."""
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
@@ -69,7 +74,7 @@ def assembled(config: Config, plan: Plan, prepared: Path) -> Iterator[Assembly]:
     dataset = read_dataset(prepared)
     objectives.check(train, len(dataset.classes))
     with joined_world(plan.device, cores()) as world:
-        _make_exact(world, deterministic=train.deterministic)
+        _make_exact()
         wanted = next((each.placement for each in techniques if each.placement), train.placement)
         chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
         yield Assembly(config, plan, world, dataset, world.broadcast(chosen))
@@ -106,18 +111,21 @@ class Assembly:
             )
         torch.manual_seed(seed)
         model = change_model(models.of_job(train, dataset.shape, len(dataset.classes)))
-        with TrainBatches(
-            dataset,
-            batch_size=train.batch_size,
-            micro_batches=plan.micro_batches,
-            rank=world.rank // plan.model_processes,
-            world_size=plan.data_processes,
-            seed=seed,
-            augment=train.augment,
-            placement=self.placement,
-            device=world.device,
-            workers=plan.applied.loader_workers,
-        ) as batches:
+        with (
+            self._repeating(plan, model) as plan,
+            TrainBatches(
+                dataset,
+                batch_size=train.batch_size,
+                micro_batches=plan.micro_batches,
+                rank=world.rank // plan.model_processes,
+                world_size=plan.data_processes,
+                seed=seed,
+                augment=train.augment,
+                placement=self.placement,
+                device=world.device,
+                workers=plan.applied.loader_workers,
+            ) as batches,
+        ):
             yield Training(plan, train, model, dataset, batches, world, seed, detectors)
 
     def fitted(self) -> Plan:
@@ -135,7 +143,7 @@ class Assembly:
             decision = f"{count} micro-batch(es) of {samples // count} samples a process{reason}"
             tried = plan.divided(count, decided=plan.decided | {technique: decision})
             with replace(self, plan=tried).training(self.config.train.seeds[0]) as training:
-                fits = training.fits()
+                fits, tried = training.fits(), training.plan
             del training
             forget_last_run(self.world)
             if fits:
@@ -153,15 +161,65 @@ class Assembly:
             print(f"{plan.name}: {technique}: {decision}", flush=True)
         return tried
 
+    @contextmanager
+    def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:
+        """While the block runs, a seed repeats exactly; where that cannot be had, the plan says so, on all ranks.
 
-def _make_exact(world: World, *, deterministic: bool) -> None:
+        By PyTorch's strict mode. It is more than an error: attention's backward pass is deterministic only under it.
+        """
+        if not self.config.train.deterministic:
+            yield plan
+            return
+        torch.use_deterministic_algorithms(True)
+        try:
+            if DETERMINISTIC not in plan.decided:
+                operation = next(filter(None, self.world.gather(self._without_deterministic_form(plan, model))), None)
+                if operation:
+                    decision = f"{operation} has no deterministic form here, so a seed need not repeat exactly"
+                    plan = plan.model_copy(update={"decided": plan.decided | {DETERMINISTIC: decision}})
+                    if self.world.is_main:
+                        print(f"{plan.name}: {DETERMINISTIC}: {decision}", flush=True)
+            if DETERMINISTIC in plan.decided:
+                torch.use_deterministic_algorithms(True, warn_only=True)
+                warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")  # it has been said
+            yield plan
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def _without_deterministic_form(self, plan: Plan, model: nn.Module) -> str | None:
+        """The first operation of the job that PyTorch refuses in its strict mode, by a try with two samples.
+
+        On this rank alone, before any technique: so no rank waits for another that was refused, and what a cold first
+        step takes, such as compilation, stays in the first step. Model and random state stay as they are.
+        """
+        device, data = self.world.device, self.dataset
+        before = [(buffer, buffer.clone()) for buffer in model.to(device).buffers()]
+        dtype = DTYPES.get(plan.applied.precision)
+        try:
+            objective = objectives.of_job(self.config.train, len(data.classes), device)
+            samples = evaluation_batches(data.train, data, rank=0, world_size=1, batch_size=2, device=device)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                images, labels = next(samples)
+                with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                    logits = model(images)
+                    loss = objective.loss(logits, labels)
+                loss.backward()
+            objective.scores(logits.detach().float(), labels)
+        except Exception as error:  # any other one is the training's to tell
+            return without_deterministic_form(error)
+        finally:
+            model.zero_grad()
+            for buffer, values in before:
+                buffer.copy_(values)
+        return None
+
+
+def _make_exact() -> None:
     """float32 means float32: cuDNN's convolutions would use TF32 (10 bits of mantissa) unless told otherwise."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
-    if world.device.type == "cuda" and deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def forget_last_run(world: World) -> None:

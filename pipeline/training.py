@@ -68,6 +68,14 @@ def _free_memory_fraction() -> float:
     return min(free / total, 1 - torch.cuda.memory_reserved() / allowed)
 
 
+def without_deterministic_form(error: BaseException) -> str | None:
+    """The operation that torch refused in its strict mode (``use_deterministic_algorithms``); None: another error."""
+    operation, refused, _ = str(error).partition(" does not have a deterministic implementation")
+    if refused:
+        return operation.rpartition("\n")[2]
+    return "cuBLAS" if "not deterministic because it uses CuBLAS" in str(error) else None
+
+
 class TrainingStep:
     """One optimizer update from one global batch: what ``techniques`` made of its parts."""
 
@@ -399,6 +407,12 @@ class Training:
                 "look at the data and at the variant's precision."
             ) from None
         except RuntimeError as error:
+            operation = without_deterministic_form(error)
+            if operation:
+                raise PipelineError(
+                    f"train.deterministic: found true, but in {place()} {operation} has no deterministic form; "
+                    "allowed: false, or techniques that do without it."
+                ) from None
             if not is_out_of_memory(error):
                 raise
             plan = self.plan

@@ -51,6 +51,15 @@ def noisy(*, channels, height, width, classes):
         nn.Sequential(nn.Flatten(), nn.Linear(8 * height * width, classes)),
     )
 
+class Putting(nn.Linear):
+    def forward(self, images):
+        torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
+        return super().forward(images)
+
+def putting(*, channels, height, width, classes):
+    block = nn.Sequential(Putting(channels * height * width, 16), nn.ReLU())
+    return nn.Sequential(nn.Flatten(), block, nn.Linear(16, classes))
+
 def within_a_million(logits, labels):
     return torch.where(logits.abs().amax(1) < 1e6, 1.0, torch.nan)
 
@@ -247,6 +256,15 @@ def test_samples_that_look_at_each_other_otherwise_are_measured_and_promise_noth
     assert claim.measured > gradient_bound(2.0**-24), "a false alarm otherwise"
     assert "only statistical: the model looks at several samples together" in claim.note
     assert of(claims, "parts", "the same seed").holds
+
+
+def test_without_a_deterministic_form_no_bit_is_promised(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+    variants: dict[str, Any] = {"kept": {"activation_checkpointing": True}}
+    claims = claimed(digits_folder, digits, variants, ["kept"], tmp_path, model="own_nets:putting")
+    for beginning in ("the same seed", "weights after 20 steps: those without activation_checkpointing"):
+        claim = of(claims, "kept", beginning)
+        assert (claim.bound, claim.holds) == (None, None)
+        assert "not promised: put_ has no deterministic form" in claim.note
 
 
 def test_planted_faults_are_found(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def _run_of(one: Arm | Result) -> tuple[object, ...]:
 
 
 def _ran(one: Arm | Result) -> str:
-    decided = f" and {one.micro_batches} micro-batch(es)" if one.decided else ""
+    decided = f" and {one.micro_batches} micro-batch(es)" if "auto_micro_batch" in one.decided else ""
     return f"{', '.join(techniques(one.applied)) or 'no technique'} in {one.world_size} process(es){decided}"
 
 

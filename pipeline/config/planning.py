@@ -41,7 +41,7 @@ class Plan(BaseModel):
     left_out: dict[str, str]
     """Technique -> why this machine leaves it out. Empty: everything asked is applied."""
     decided: dict[str, str] = {}
-    """Technique -> what it decided by itself on this machine, and why."""
+    """Technique -> what it decided by itself on this machine, and why; ``deterministic``: why the job is not."""
     device: Literal["cpu", "cuda"]
     processes: int
     model_processes: int = 1

@@ -118,7 +118,11 @@ class Train(Section):
         "leave_out",
         description="A technique that this machine only emulates: left out (and reported as such), refused, or run.",
     )
-    deterministic: bool = Field(True, description="cuDNN's deterministic algorithms, so that a seed repeats exactly.")
+    deterministic: bool = Field(
+        True,
+        description="PyTorch's deterministic algorithms, so that a seed repeats exactly; an operation that has none is "
+        "named by the run and its report.",
+    )
     warmup_steps: PositiveInt = Field(
         10, description="Steps before the measured window: compilation, autotuning and caches settle here."
     )

@@ -63,7 +63,12 @@ class Compile(Technique):
         return self._compiled(model)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
-        return cast("nn.Module", torch.compile(model, mode=self.mode, fullgraph=True, dynamic=False))
+        from torch._inductor import list_mode_options
+
+        options = dict(list_mode_options(self.mode))
+        # Options reach the thread that compiles the backward pass on a GPU; torch's own switch is one of this thread.
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 
     def wrap_forward(self, forward: Forward) -> Forward:
         def compiled(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

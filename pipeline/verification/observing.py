@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import models
-from pipeline.assembly import Assembly, assembled
+from pipeline.assembly import DETERMINISTIC, Assembly, assembled
 from pipeline.config import Config, Plan
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Split
@@ -76,6 +76,8 @@ class Observed:
     expected_count: int = 0
     ties: int = 0
     """Test samples whose two largest logits are closer than rounding."""
+    unsteady: str = ""
+    """Why the same seed need not give the same weights, where ``train.deterministic`` cannot be had."""
     left_out: bool = False
     """The step was not taken, because its scaled gradients overflowed."""
 
@@ -118,7 +120,8 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
             torch.save(state, file)
             alone = _scored_alone(training, state, _built(config, dataset, change))
         correct, count, ties = world.broadcast(alone)
-        return Observed(file, losses, score.correct, score.count, correct, count, ties)
+        unsteady = training.plan.decided.get(DETERMINISTIC, "")
+        return Observed(file, losses, score.correct, score.count, correct, count, ties, unsteady)
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:

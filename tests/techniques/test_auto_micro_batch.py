@@ -96,7 +96,7 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
     for model, batch_size, micro_batches, _ in cases:
         tries += [(model, "auto", batch_size), (model, micro_batches, batch_size)]
     main, other = run_ranks(
-        _train, digits, [*tries, ({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 12}, 2, 128)]
+        _train, digits, [*tries, ({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 13}, 2, 128)]
     )
     *outcomes, too_large, later = main
     for (_, _, micro_batches, said), found, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config as inductor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_cache
 
 from pipeline import environment
 from pipeline.config import TECHNIQUE_CLASSES, ConfigError, Machine, PipelineError, parse, plan
@@ -56,17 +60,17 @@ def test_the_model_runs_as_one_generated_graph_and_learns_the_same(digits: Datas
 def test_max_autotune_does_without_cuda_graphs_on_a_cpu_and_learns_the_same(
     digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiles, modes = torch.compile, []
+    compiles, asked = torch.compile, []
 
-    def noted(*arguments: Any, mode: str, **options: Any) -> Any:
-        modes.append(mode)
-        return compiles(*arguments, mode=mode, **options)
+    def noted(*arguments: Any, options: dict[str, Any], **more: Any) -> Any:
+        asked.append(options)
+        return compiles(*arguments, options=options, **more)
 
     monkeypatch.setattr(torch, "compile", noted)
     plain, tuned = make_training(digits), make_training(digits, compile="max-autotune")
     for training in (plain, tuned):
         training.advance(8)
-    assert modes == ["max-autotune-no-cudagraphs"]
+    assert asked == [{"max_autotune": True, "coordinate_descent_tuning": True, "deterministic": False}]
     assert tuned.losses.take() == pytest.approx(plain.losses.take(), rel=1e-3)
 
 
@@ -97,6 +101,30 @@ def _counted_replays(replays: list[int]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
         yield
+
+
+@builds
+def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lower, seen = GraphLowering.run, []
+
+    def noted(graph: GraphLowering, *inputs: Any) -> Any:
+        seen.append((graph.is_backward, inductor.deterministic, threading.current_thread() is threading.main_thread()))
+        return lower(graph, *inputs)
+
+    monkeypatch.setattr(GraphLowering, "run", noted)
+    torch.use_deterministic_algorithms(True)
+    try:
+        technique = Compile(make_plan(compile="default"), ALONE)
+        with fresh_cache():
+            loss = technique.wrap_model(nn.Linear(3, 2))(torch.ones(5, 3)).sum()
+            thread = threading.Thread(target=loss.backward)  # as autograd has one for each GPU
+            thread.start()
+            thread.join()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(False, True, True), (True, True, False)]
 
 
 @builds

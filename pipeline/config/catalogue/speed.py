@@ -66,7 +66,8 @@ SPEED: tuple[Entry, ...] = (
             "CUDA graphs",
         ),
         does="The model as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
-        "max-autotune also tries several kernels for matrix products (on a CPU: of batches of matrices)",
+        "max-autotune also tries several kernels for matrix products (on a CPU: of batches of matrices), but while "
+        "train.deterministic is true none that could round otherwise",
         pays="for models with many small operations, in runs long enough to win back the compilation",
         costs="tens of seconds before the first step, fewer with a warm cache; a C++ compiler; a model without graph "
         "breaks. reduce-overhead, and max-autotune on GPUs, exclude gradient_accumulation and set_to_none: false, "

@@ -1,0 +1,106 @@
+"""That a seed repeats exactly, or that the plan says why it need not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.assembly import Assembly, assembled
+from pipeline.config import Config, Machine, PipelineError, Plan, parse, plan
+from pipeline.data.prepared import Dataset, read
+from pipeline.distributed import World
+from tests.nets import ALONE, conv_net
+from tests.ranks import run_ranks
+
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+STRICT, WARNS = 2, 1
+
+
+class Puts(nn.Module):
+    """Calls an operation that has no deterministic form on any device, from a forward pass on, on some ranks."""
+
+    def __init__(self, inner: nn.Module, first: int = 0, ranks: str = "01") -> None:
+        super().__init__()
+        self.inner, self.first, self.ranks, self.calls = inner, first, ranks, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.calls >= self.first and os.environ.get("RANK", "0") in self.ranks:
+            torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
+        self.calls += 1
+        logits: Tensor = self.inner(images)
+        return logits
+
+
+def job(variant: dict[str, Any], **train: Any) -> tuple[Config, Plan]:
+    values = {"train": {"batch_size": 32, "seeds": [0], "device": "cpu"} | train, "variants": {"baseline": variant}}
+    config = parse(values)
+    return config, plan(config, "baseline", CPU)
+
+
+@pytest.mark.parametrize(("deterministic", "mode"), [(True, STRICT), (False, 0)])
+def test_a_training_is_strict_if_it_shall_repeat(digits_folder: Path, deterministic: bool, mode: int) -> None:
+    config, made = job({}, deterministic=deterministic)
+    with assembled(config, made, digits_folder) as assembly, assembly.training(0) as training:
+        training.advance(1)
+        assert torch.get_deterministic_debug_mode() == mode
+        assert training.plan.decided == {}
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_without_a_deterministic_form_the_plan_names_the_operation(digits_folder: Path) -> None:
+    config, made = job({"gradient_accumulation": "auto"})
+    with assembled(config, made, digits_folder) as assembly:
+        with assembly.training(0, change_model=Puts) as training:
+            training.advance(2)
+            assert torch.get_deterministic_debug_mode() == WARNS
+            assert set(training.plan.decided) == {"auto_micro_batch", "deterministic"}
+            assert training.plan.decided["deterministic"].startswith("put_ has no deterministic form")
+        with assembly.training(0) as training:  # another model
+            assert torch.get_deterministic_debug_mode() == STRICT
+
+
+def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
+    config, made = job({})
+    model = conv_net(norm=True, dropout=True)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    with Assembly(config, made, ALONE, digits, "resident")._repeating(made, model) as plan:
+        assert plan is made
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_an_operation_that_comes_later_is_told_with_its_remedy(digits: Dataset) -> None:
+    config, made = job({})
+    with (
+        Assembly(config, made, ALONE, digits, "resident").training(0, change_model=_puts_in_the_third_step) as training,
+        pytest.raises(PipelineError, match=r"train.deterministic: found true.*epoch 1, step 3 put_ has no"),
+    ):
+        training.advance(5)
+
+
+def _puts_in_the_third_step(model: nn.Module) -> nn.Module:
+    return Puts(model, first=3)  # the try, and two steps
+
+
+def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:
+    config, made = job({"parallelism": "ddp"})
+    with Assembly(config, made, joined, read(folder), "resident").training(0, change_model=_puts_on_rank_1) as training:
+        return training.plan.decided, torch.get_deterministic_debug_mode()
+
+
+def _puts_on_rank_1(model: nn.Module) -> nn.Module:
+    return Puts(model, ranks="1")
+
+
+def test_the_ranks_agree_on_what_one_of_them_was_refused(digits_folder: Path) -> None:
+    first, second = run_ranks(_decided, digits_folder)
+    assert first == second
+    assert (list(first[0]), first[1]) == (["deterministic"], WARNS)
