@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Generator
@@ -114,6 +115,44 @@ def test_collectives_give_every_rank_the_same() -> None:
     gathered = [{"rank": 0}, {"rank": 1}]
     shared = (gathered, "from 0", [2.0, 1.0], [1.0, 0.0], [5.0, 5.0], 1)
     assert ranks == [("gloo", True, *shared), ("gloo", False, *shared)]
+
+
+def _large(joined: World) -> tuple[Any, Any, int]:
+    """Gathered and broadcast tensors, and the most bytes that went through a collective of objects."""
+    pickled: list[int] = []
+    real = dist.all_gather_object, dist.broadcast_object_list
+
+    def all_gather_object(values: list[Any], value: Any) -> None:
+        pickled.append(len(pickle.dumps(value)))
+        real[0](values, value)
+
+    def broadcast_object_list(values: list[Any], **options: Any) -> None:
+        pickled.append(len(pickle.dumps(values)))
+        real[1](values, **options)
+
+    dist.all_gather_object, dist.broadcast_object_list = all_gather_object, broadcast_object_list  # type: ignore[assignment]
+    images = torch.full((8, 4, 32, 32), float(joined.rank)).to(memory_format=torch.channels_last)
+    value = {
+        "images": images[: 4 + joined.rank].requires_grad_(),
+        joined.rank: [torch.tensor(joined.rank), (torch.empty(0, 3), True)],
+        "types": [torch.arange(joined.rank, dtype=torch.uint8), torch.ones(3, dtype=torch.bfloat16).expand(2, 3) > 0],
+    }
+    return joined.gather(value), joined.broadcast(value), max(pickled)
+
+
+def test_tensors_are_gathered_and_broadcast_one_by_one_and_as_they_are() -> None:
+    ranks = run_ranks(_large)
+    for gathered, broadcast, pickled in ranks:
+        assert pickled < 4096
+        for rank, value in [*enumerate(gathered), (0, broadcast)]:
+            assert list(value) == ["images", rank, "types"]
+            images, (number, (empty, flag)), (small, truth) = value.values()
+            assert images.shape == (4 + rank, 4, 32, 32)
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            assert (images == rank).all()
+            assert (number.item(), number.dtype, empty.shape, flag) == (rank, torch.int64, (0, 3), True)
+            assert torch.equal(small, torch.arange(rank, dtype=torch.uint8))
+            assert torch.equal(truth, torch.ones(2, 3, dtype=torch.bool))
 
 
 def _fail_on_rank_one(joined: World) -> None:

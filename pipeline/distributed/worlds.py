@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from pipeline.config import PipelineError
 
@@ -45,20 +46,43 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks."""
+        """Every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks.
+
+        Tensors, in dictionaries, lists and tuples, come to the host one by one, so that a GPU needs memory for one.
+        """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        forms: list[Any] = [None] * self.size
+        dist.all_gather_object(forms, tree_map_only(torch.Tensor, _form, value))
+        return [self._filled(form, value, rank) for rank, form in enumerate(forms)]
 
     def broadcast(self, value: T) -> T:
-        """The main rank's ``value`` (picklable) on every rank."""
+        """The main rank's ``value`` (picklable) on every rank; its tensors as by ``gather``."""
         if self.size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, device=self.device)
-        return values[0]
+        forms = [tree_map_only(torch.Tensor, _form, value) if self.is_main else None]
+        dist.broadcast_object_list(forms, src=0, device=self.device)
+        return self._filled(cast("T", forms[0]), value, 0)
+
+    def _filled(self, form: T, value: T, source: int) -> T:
+        """``form`` with the tensors of what is ``value`` on rank ``source``, and anything on the others."""
+        own = iter(tree_leaves(value))
+
+        def filled(leaf: Any) -> Any:
+            mine = next(own) if self.rank == source else leaf
+            return self._sent(leaf, mine, source) if isinstance(leaf, torch.Tensor) else leaf
+
+        return cast("T", tree_map(filled, form))
+
+    def _sent(self, form: torch.Tensor, value: torch.Tensor, source: int) -> torch.Tensor:
+        """The ``value`` of rank ``source``, on every rank's host. Another rank's is as empty as ``form``."""
+        whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+        if whole.numel():
+            held = value.detach() if self.rank == source else torch.empty(form.shape, dtype=form.dtype)
+            flat = held.to(self.device).flatten().view(torch.uint8).contiguous()  # bytes, for the sake of any type
+            dist.broadcast(flat, src=source)
+            whole.copy_(flat.cpu().view(form.dtype).view(form.shape))
+        return whole
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over ranks, in place, on every rank."""
@@ -116,6 +140,11 @@ class World:
         """Wait until this rank's device has done all it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _form(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its values."""
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def whole_model(stored: Stored, model: nn.Module, layouts: Layouts) -> Stored:
 
 
 def whole_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, layouts: Layouts) -> Stored:
-    """The same for the state of ``optimizer``.
+    """The same for the state of ``optimizer``, read onto the host: a device need not have the memory for all of it.
 
     What a rank holds of it as it does of the parameter, momentum say, is a DTensor or has the shape of the rank's part;
     the rest, the count of steps say, is the same on every rank.
@@ -97,10 +97,10 @@ def whole_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, layouts: L
 
     def whole(parameter: nn.Parameter, held: Any) -> Any:
         if isinstance(held, DTensor):
-            return Layout.of(held).whole(held)
+            return Layout.of(held).whole(held).cpu()
         of_parameter = layout(parameter)
         in_parts = isinstance(held, torch.Tensor) and held.shape == parameter.shape
-        return of_parameter.whole(held) if of_parameter and in_parts else held
+        return of_parameter.whole(held).cpu() if of_parameter and in_parts else held
 
     def part(parameter: nn.Parameter, value: Any) -> Any:
         of_parameter = layout(parameter)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.utils._pytree import tree_map_only
 
 from pipeline.config import ConfigError, PipelineError, Plan, WhyNotHeldBy
 from pipeline.distributed import World
@@ -146,8 +145,7 @@ class Pipeline(Technique):
         def read() -> dict[str, Any]:
             own = stored.read()
             places = self._places()
-            on_host = tree_map_only(torch.Tensor, torch.Tensor.cpu, own["state"])  # another rank has another device
-            mine = {places[index]: state for index, state in on_host.items()}
+            mine = {places[index]: state for index, state in own["state"].items()}
             groups = [[places[index] for index in group["params"]] for group in own["param_groups"]]
             stages = self.world.gather((mine, groups))[: self._stages]
             return {

@@ -57,19 +57,10 @@ class Zero1(DDP):
 
         def read() -> dict[str, Any]:
             own = optimizer.own_state()
-            parts = self.world.gather(
-                {
-                    index: {name: _on_host(value) for name, value in values.items()}
-                    for index, values in own["state"].items()
-                }
-            )
+            parts = self.world.gather(own["state"])
             return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
 
         return Stored(read, optimizer.load_own_state)
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _passed_on(name: str) -> property:
