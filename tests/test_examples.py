@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.config import load
+from pipeline.config import Machine, asked, load, plans
 from pipeline.techniques.activation_checkpointing import blocks
 from tests.conftest import ROOT, Clone
 from tests.outside import write_example_metadata
@@ -79,6 +79,34 @@ def test_the_transformer_s_params_are_valid_and_name_what_is_there() -> None:
         module, _, function = name.partition(":")
         assert module == "examples.vit.nets"
         assert f"def {function}(" in nets
+
+
+def test_resnet_50_is_planned_as_it_stands_on_any_number_of_gpus() -> None:
+    config = load(ROOT / "examples" / "resnet50" / "params.yaml")
+    assert (config.train.model, config.fetch.synthetic.shape) == ("resnet50", [3, 224, 224])
+    for count in (1, 2, 3, 8):
+        made = plans(config, Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=False, gpu_tf32=True))
+        changed = [name for name, each in made.items() if each.asked != each.applied]
+        assert changed == (["ddp"] if count == 1 else [])
+    techniques = {entry.name for variant in config.variants.values() for entry in asked(variant)}
+    assert techniques == {"tf32", "bf16", "channels_last", "compile", "ddp"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_resnet_50_runs_from_its_seed_to_the_report_shrunk_to_what_a_cpu_can(clone: Callable[..., Clone]) -> None:
+    checkout = clone()
+    for command in commands(ROOT / "examples" / "resnet50" / "README.md"):
+        checkout.run(*command)
+        if command[0] == "cp":
+            small = {"train": 32, "test": 16, "shape": [3, 8, 8], "classes": 10}
+            shrunk = {"fetch.synthetic": small, "train.batch_size": 8, "train.epochs": 1, "train.warmup_steps": 1}
+            checkout.edit(SMALL | shrunk | {"profile.variants": [], "variants.tf32": None, "variants.compiled": None})
+    for name in ("baseline", "bf16", "ddp"):
+        result = json.loads((checkout.path / "results" / f"{name}.json").read_text())
+        assert (result["dataset"]["name"], result["dataset"]["train_count"]) == ("synthetic", 32)
+        assert result["parameter_count"] == 23_520_842  # with a stem for images as small as these
+    assert "resnet50" in (checkout.path / "reports" / "comparison.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

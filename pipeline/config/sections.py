@@ -23,11 +23,25 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class Synthetic(Section):
+    """Images that are made up."""
+
+    train: PositiveInt = Field(10_000, description="Training images.")
+    test: PositiveInt = Field(1_000, description="Test images.")
+    shape: Annotated[list[PositiveInt], Field(min_length=3, max_length=3)] = Field(
+        [3, 32, 32], description="Of an image: [channels, height, width]."
+    )
+    classes: Annotated[int, Field(ge=2, le=2**16)] = Field(10, description="Each is a texture, under noise.")
+    seed: Seed = Field(0, description="Of textures and noise.")
+
+
 class Fetch(Section):
     """Which data set, and where its raw files come from."""
 
-    dataset: Literal["fashion_mnist", "mnist", "cifar10", "digits", "image_folder"] = Field(
-        "fashion_mnist", description="The data set. digits comes with scikit-learn: no network."
+    dataset: Literal["fashion_mnist", "mnist", "cifar10", "digits", "image_folder", "synthetic"] = Field(
+        "fashion_mnist",
+        description="The data set. digits comes with scikit-learn, synthetic is made up: neither needs a network. What "
+        "a model scores on made-up images means nothing.",
     )
     mirror: str | None = Field(
         None,
@@ -37,6 +51,7 @@ class Fetch(Section):
         None,
         description="For dataset image_folder: the directory with train/CLASS/* and, if there is one, test/CLASS/*.",
     )
+    synthetic: Synthetic = Synthetic()
     timeout_seconds: PositiveFloat = Field(20.0, description="Longest wait for a server's answer.")
     attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between.")
 

@@ -1,9 +1,9 @@
 """From a data set's name to batches on the device.
 
-``sources`` fetches and verifies raw files, ``datasets`` decodes them, ``packing`` makes arrays of what it decodes,
-``prepared`` reads these, ``batches`` shuffles, shards, augments and normalises, and so does ``loader`` in PyTorch's own
-way. What fetches, what prepares and what trains know each other's files alone, so that a change of one re-runs no stage
-that does not need it.
+``sources`` fetches and verifies raw files, ``datasets`` decodes them (or ``synthetic`` makes images up), ``packing``
+makes arrays of what it decodes, ``prepared`` reads these, ``batches`` shuffles, shards, augments and normalises, and so
+does ``loader`` in PyTorch's own way. What fetches, what prepares and what trains know each other's files alone, so that
+a change of one re-runs no stage that does not need it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pipeline.config import PipelineError
 
 IMAGE_LISTING = "files.csv"
 """What ``fetch`` writes for an image folder: path, size_bytes and sha256 of every image."""
+
+SYNTHETIC_DESCRIPTION = "synthetic.json"
+"""What it writes for images that are made up: the settings of ``fetch.synthetic``."""
 
 
 class DataError(PipelineError):

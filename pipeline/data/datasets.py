@@ -22,10 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
+from pydantic import ValidationError
 from tqdm import tqdm
 
-from pipeline.config import Config
-from pipeline.data import IMAGE_LISTING, DataError
+from pipeline.config import Config, Synthetic, first_line
+from pipeline.data import IMAGE_LISTING, SYNTHETIC_DESCRIPTION, DataError, synthetic
 
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -71,6 +72,8 @@ def decode(config: Config, raw: Path) -> Decoded:
         raise DataError(f"{directory} is missing: run `dvc repro fetch` first.")
     if name == "image_folder":
         return _decode_image_folder(config, directory)
+    if name == "synthetic":
+        return _decode_synthetic(config, directory / SYNTHETIC_DESCRIPTION)
     if name == "digits":
         classes, train, test = DIGIT_NAMES, *_decode_digits(directory, config.prepare.test_fraction)
     elif name == "cifar10":
@@ -204,6 +207,26 @@ def _read_cifar10_batch(path: Path) -> Chunk:
             f"{path}: not a batch of CIFAR-10 ({len(labels)} labels, {pixels.dtype} pixels {pixels.shape})."
         )
     return pixels.reshape(-1, 3, 32, 32), labels
+
+
+# Made-up images
+
+
+def _decode_synthetic(config: Config, path: Path) -> Decoded:
+    try:
+        asked = Synthetic.model_validate_json(_read(path))
+    except ValidationError as error:
+        raise DataError(
+            f"{path} is not what fetch wrote ({first_line(error)}): run `dvc repro --force fetch`."
+        ) from None
+    channels, height, width = asked.shape
+    kept = config.prepare
+    return Decoded(
+        classes=tuple(map(str, range(asked.classes))),
+        shape=(channels, height, width),
+        train=synthetic.chunks(asked, "train", min(asked.train, kept.train_limit or asked.train)),
+        test=synthetic.chunks(asked, "test", min(asked.test, kept.test_limit or asked.test)),
+    )
 
 
 # Image folders

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from pipeline.config import Fetch
 from pipeline.data import DataError
 from pipeline.data.sources.listings import LISTINGS, Listing
-from pipeline.data.sources.local import export_digits, list_images
+from pipeline.data.sources.local import describe_synthetic, export_digits, list_images
 from pipeline.data.sources.places import Mirror
 from pipeline.data.sources.store import SourceError, Store, say
 
@@ -34,6 +34,8 @@ def fetch(config: Fetch, directory: Path) -> None:
         export_digits(target)
     elif config.dataset == "image_folder":
         list_images(config, target)
+    elif config.dataset == "synthetic":
+        describe_synthetic(config.synthetic, target)
     else:
         _collect(config, LISTINGS[config.dataset], target, directory.with_name(f"{directory.name}.partial"))
 

@@ -1,16 +1,18 @@
-"""Raw files that are on this machine already: scikit-learn's digits, and the user's images."""
+"""What needs no network: scikit-learn's digits, the user's images, and images that are made up."""
 
 from __future__ import annotations
 
 import csv
+import math
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.config import Fetch
-from pipeline.data import IMAGE_LISTING, DataError, file_sha256
+from pipeline.config import Fetch, Synthetic
+from pipeline.data import IMAGE_LISTING, SYNTHETIC_DESCRIPTION, DataError, file_sha256
 from pipeline.data.sources.store import progress, say
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -23,6 +25,17 @@ def export_digits(target: Path) -> None:
     digits = load_digits()
     np.save(target / "images.npy", digits.images.astype(np.uint8))
     np.save(target / "labels.npy", digits.target.astype(np.uint8))
+
+
+def describe_synthetic(asked: Synthetic, target: Path) -> None:
+    """Write what ``prepare`` is to make up. Raises DataError where the disk has no room for it."""
+    needed, free = (asked.train + asked.test) * math.prod(asked.shape), shutil.disk_usage(target).free
+    if needed > free:
+        raise DataError(
+            f"fetch.synthetic: found {asked.train + asked.test:,} images of shape {asked.shape}, which take {needed:,} "
+            f"bytes, but {target} has {free:,} free; allowed: fewer, or smaller ones."
+        )
+    (target / SYNTHETIC_DESCRIPTION).write_text(asked.model_dump_json() + "\n", encoding="utf-8")
 
 
 def list_images(config: Fetch, target: Path) -> None:

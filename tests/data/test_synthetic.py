@@ -1,0 +1,92 @@
+"""Images that are made up: the same everywhere, in any parts, and something can be learnt of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import job, results
+from pipeline.config import Config, ConfigError, Machine, parse
+from pipeline.data import SYNTHETIC_DESCRIPTION, DataError, prepared, synthetic
+from pipeline.data.datasets import decode
+from pipeline.data.sources import fetch
+from tests.workspaces import PREPARED, RAW, furnish
+
+SMALL = {"train": 20, "test": 6, "shape": [3, 9, 11], "classes": 4}
+
+
+def config(made_up: dict[str, Any], train: dict[str, Any] | None = None, **prepare: Any) -> Config:
+    return parse(
+        {
+            "fetch": {"dataset": "synthetic", "synthetic": made_up},
+            "prepare": prepare,
+            "train": {"device": "cpu"} | (train or {}),
+            "publish": {"live": False},
+            "variants": {"baseline": {}},
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_they_are_the_same_on_every_machine_and_fetch_leaves_their_description_alone() -> None:
+    furnish(config(SMALL))
+    assert [path.name for path in RAW.rglob("*") if path.is_file()] == [SYNTHETIC_DESCRIPTION]
+    prepared.verify(PREPARED)
+    dataset = prepared.read(PREPARED)
+    assert dataset.sha256 == "75dcfa55029629c879f9d8b2cd4024d7fa221964b17ede37ec581e702d4fac23"
+    assert (dataset.shape, dataset.classes) == ((3, 9, 11), ("0", "1", "2", "3"))
+    assert dataset.train.labels.bincount().tolist() == [5] * 4
+
+
+def test_an_image_is_the_same_in_parts_of_any_size_and_in_a_part_of_the_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config(SMALL).fetch.synthetic
+    ((whole, labels),) = synthetic.chunks(asked, "train", 20)
+    ((tested, _),) = synthetic.chunks(asked, "test", 6)
+    monkeypatch.setattr(synthetic, "CHUNK_BYTES", 3 * 3 * 9 * 11)
+    parts = list(synthetic.chunks(asked, "train", 20))
+    assert [len(images) for images, _ in parts] == [3] * 6 + [2]
+    assert np.array_equal(np.concatenate([images for images, _ in parts]), whole)
+    assert np.array_equal(np.concatenate([each for _, each in parts]), labels)
+    fetch(config(SMALL).fetch, RAW)
+    kept = np.concatenate([images for images, _ in decode(config(SMALL, train_limit=7), RAW).train])
+    assert np.array_equal(kept, whole[:7])
+    assert not (tested == whole[:6]).all(axis=(1, 2, 3)).any(), "the test images are others"
+    other = config(SMALL | {"seed": 1}).fetch.synthetic
+    assert not np.array_equal(next(synthetic.chunks(other, "test", 6))[0], tested)
+
+
+def test_a_net_learns_what_it_has_not_seen() -> None:
+    made_up = {"train": 640, "test": 128, "shape": [1, 16, 16]}
+    asked = config(made_up, {"seeds": [0], "epochs": 3, "batch_size": 32, "learning_rate": 0.05})
+    furnish(asked)
+    job.run(asked, "baseline", Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False), PREPARED)
+    (run,) = results.read(results.result_file("baseline"), asked).runs
+    assert run.test_accuracy > 0.9, "chance gets 0.1"
+
+
+def test_more_than_the_disk_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=26 * 3 * 9 * 11 - 1))
+    with pytest.raises(DataError, match=r"fetch\.synthetic: found 26 images of shape \[3, 9, 11\], .*; allowed: fewer"):
+        fetch(config(SMALL).fetch, RAW)
+
+
+def test_a_description_that_fetch_did_not_write_is_refused() -> None:
+    (RAW / "synthetic").mkdir(parents=True)
+    (RAW / "synthetic" / SYNTHETIC_DESCRIPTION).write_text('{"train": "many"}', encoding="utf-8")
+    with pytest.raises(DataError, match=rf"{SYNTHETIC_DESCRIPTION} is not what fetch wrote .*: run `dvc repro --force"):
+        decode(config(SMALL), RAW)
+
+
+@pytest.mark.parametrize(("key", "value"), [("classes", 1), ("shape", [32, 32]), ("train", 0)])
+def test_a_mistake_is_named(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"fetch\.synthetic\.{key}: found "):
+        config(SMALL | {key: value})
