@@ -7,14 +7,18 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint docs ui bench gpu-check image image-check services-check lock clean
+.PHONY: repro test test-all lint docs ui bench gpu-check image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
 	$(BIN)/dvc repro
 
+PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 test: .venv/installed-dev
-	$(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
+	$(PYTEST) -m 'not slow'
+
+test-all: .venv/installed-dev
+	$(PYTEST)
 
 lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff check .

@@ -265,7 +265,7 @@ def test_ci_runs_what_a_laptop_runs() -> None:
     targets = {
         target for job in WORKFLOWS["ci"]["jobs"] for run in commands(job) for target in re.findall(r"make (\S+)", run)
     }
-    assert targets == {"lint", "test", "services-check", "image", "image-check"}
+    assert targets == {"lint", "test-all", "services-check", "image", "image-check"}
     beyond = {"image", "services-check"}  # need Docker's daemon, and a PostgreSQL server
     assert all(f"make {target}" in local for target in targets - beyond)
 
