@@ -7,7 +7,7 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test test-all lint docs ui bench gpu-check image image-check services-check lock clean
+.PHONY: repro test test-all rehearse lint docs ui bench gpu-check image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -15,10 +15,14 @@ repro: .venv/installed
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 test: .venv/installed-dev
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not rehearsal'
 
 test-all: .venv/installed-dev
-	$(PYTEST)
+	$(PYTEST) -m 'not rehearsal'
+
+rehearse: .venv/installed-dev  # what runs on GPUs, on a machine without: tests/as_if_cuda.py says how
+	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
+	$(PYTEST) -m gpu
 
 lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff check .

@@ -43,15 +43,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
     return 1 if environment.machine().gpus else max(1, min(4, int(environment.cores())))
 
 
+@pytest.hookimpl(tryfirst=True)  # before those of other marks are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU or a server where there is none."""
+    """Skip what needs a server where there is none. Where there is no GPU, its tests are a part of the rehearsal."""
     for item in items:
         if item.get_closest_marker("services") and not os.environ.get("SERVICES_S3"):
             item.add_marker(pytest.mark.skip(reason="needs PostgreSQL and an object store: make services-check"))
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and environment.machine().gpus == 0:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU; this machine shows none"))
+    of_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpus and environment.machine().gpus == 0:
+        for item in of_gpus:
+            item.add_marker(pytest.mark.rehearsal)
+
+
+@pytest.fixture(autouse=True)
+def _two_gpus(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where there is no GPU, a test of GPUs sees two that the CPU plays; if it says what of them it needs, none."""
+    marked = request.node.get_closest_marker("gpu")
+    if marked is None or environment.machine().gpus:
+        yield
+    elif marked.args:
+        pytest.skip(f"needs a GPU: {marked.args[0]}")
+    else:
+        from tests.as_if_cuda import as_if_cuda
+
+        with as_if_cuda(2):
+            yield
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,12 @@ def conv_net(*, norm: bool = False, dropout: bool = False, seed: int = 0) -> nn.
     return nn.Sequential(block(1, 8), block(8, 16), nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
 
 
+def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Sequential:
+    """``conv_net`` with BatchNorm, as a ``train.model`` of the user's own for scikit-learn's digits."""
+    assert (channels, height, width, classes) == (1, 8, 8, 10)
+    return conv_net(norm=True)
+
+
 def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Random images float32 [size, 1, 8, 8] and labels int64 [size]."""
     generator = torch.Generator().manual_seed(seed)

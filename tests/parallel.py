@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoints import state_sha256
 from pipeline.config import Config, Machine, Train, Variant, plan
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World, own_part
+from pipeline.techniques.parts import Layout
 from pipeline.training import Training
 from tests.ranks import run_ranks
 
@@ -161,8 +163,8 @@ def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in training.model.named_parameters():
         gradient: Any = parameter.grad
-        if hasattr(gradient, "full_tensor"):
-            gradient = gradient.full_tensor()
+        if isinstance(gradient, DTensor):
+            gradient = Layout.of(gradient).whole(gradient)
         elif parameter in layouts:
             gradient = layouts[parameter].whole(gradient)
         found[name] = gradient.detach().clone()

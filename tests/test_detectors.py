@@ -694,7 +694,7 @@ def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: p
         assert bool(watching[2].refusals()) is refused
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("a driver that tells")
 def test_an_idle_gpu_is_watched_in_silence() -> None:
     left = torch.randn(2048, 2048, device=GPU)
     watching = detectors([GPU], root_pid=os.getpid(), max_foreign_load=None)

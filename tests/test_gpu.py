@@ -22,7 +22,6 @@ from tests.nets import conv_net
 from tests.test_training import _BreaksAt, make_training
 from tests.workspaces import PREPARED, furnish
 
-pytestmark = pytest.mark.gpu
 MIB = 2**20
 
 
@@ -40,6 +39,7 @@ def train(variant: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Res
     return results.read(results.result_file(variant), parse(params))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["baseline", "ddp", "pipeline", "memory"])
 def test_each_variant_trains_and_is_measured(variant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = train(variant, monkeypatch, tmp_path)
@@ -56,11 +56,13 @@ def test_each_variant_trains_and_is_measured(variant: str, monkeypatch: pytest.M
         assert run.allocator_retries == 0
 
 
+@pytest.mark.gpu
 def test_a_seed_repeats_to_the_last_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, again = (train("baseline", monkeypatch, tmp_path) for _ in range(2))
     assert [run.model_sha256 for run in first.runs] == [run.model_sha256 for run in again.runs]
 
 
+@pytest.mark.gpu
 def test_steps_do_not_wait_for_the_device(digits: Dataset) -> None:
     training = make_training(digits, on_gpu())
     steps = training.run()
@@ -75,12 +77,14 @@ def test_steps_do_not_wait_for_the_device(digits: Dataset) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
 def test_a_loss_that_is_not_finite_stops_the_run(digits: Dataset) -> None:
     training = make_training(digits, on_gpu(), model=_BreaksAt(conv_net(), 8))
     with pytest.raises(NonFiniteLoss, match="epoch 1, step 8: the loss became nan"):
         list(training.run())
 
 
+@pytest.mark.gpu("its clock")
 def test_events_and_the_wall_clock_agree() -> None:
     clock = Clock(torch.device("cuda", 0))
     left = torch.randn(4096, 4096, device="cuda")
@@ -94,6 +98,7 @@ def test_events_and_the_wall_clock_agree() -> None:
     assert math.isclose(sum(clock.step_seconds), clock.measured_seconds, rel_tol=0.05)
 
 
+@pytest.mark.gpu
 def test_peak_memory_is_that_of_live_tensors() -> None:
     memory = Memory(torch.device("cuda", 0))
     before = torch.cuda.memory_allocated()

@@ -407,7 +407,7 @@ def test_what_cannot_be_shown_says_what_to_do(packed: Path, tmp_path: Path) -> N
         ledger.show(config, LAPTOP, [], packed, batch_size=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("what its allocator reports")
 @pytest.mark.parametrize("variant", [{}, {"precision": "fp16", "channels_last": True, "gradient_accumulation": 2}])
 def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     config = asked("resnet9", 256, variant, device="cuda")

@@ -55,6 +55,8 @@ def after(one: Entry) -> tuple[Entry, ...]:
 def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str = "auto") -> Config:
     adamw = "optimizer_state" in asked  # which stands in for AdamW's
     job = JOB | {"optimizer": "adamw" if adamw else "sgd", "device": device}
+    if "sync_batchnorm" in asked:
+        job |= {"model": "tests.nets:normed_net"}
     if asked.get("parallelism", "data_parallel") != "data_parallel":  # which is one process, as is none
         asked = asked | {"processes": processes}
     if asked.get("data_loading") == "dataloader":

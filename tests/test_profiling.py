@@ -419,7 +419,7 @@ def test_an_unknown_variant_is_refused(workspace: Config) -> None:
         profiling.run(workspace, "dpd", CPU_ONLY, PREPARED)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("the kernels in a trace")
 def test_on_a_gpu_the_kernels_are_told_apart_and_the_memory_is_shown(
     workspace: Config,
 ) -> None:

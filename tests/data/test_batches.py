@@ -373,7 +373,7 @@ def test_the_gpu_sees_the_same_bits_without_waiting(augment: Augment, placement:
             assert torch.equal(cuda_labels.cpu(), labels)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("the order of streams")
 def test_streaming_survives_a_busy_device(digits: Dataset) -> None:
     """Buffers must not be reused while a slow consumer's kernels still wait to read them."""
     made = make(digits, placement="streamed", batch_size=16, device=torch.device("cuda"))

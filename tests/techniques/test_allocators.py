@@ -97,7 +97,7 @@ def test_the_allocator_takes_the_setting() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("its allocator")
 def test_segments_are_expandable_in_a_fresh_process() -> None:
     program = """
 import torch
@@ -109,7 +109,7 @@ assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("its allocator's cache")
 def test_cuda_s_cache_is_released() -> None:
     world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
     technique = ReleaseCache(make_plan(release_cache=True), world)

@@ -74,7 +74,7 @@ def test_max_autotune_does_without_cuda_graphs_on_a_cpu_and_learns_the_same(
     assert tuned.losses.take() == pytest.approx(plain.losses.take(), rel=1e-3)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("what the compiler makes for it")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("more", [{}, {"precision": "bf16", "channels_last": True}, {"activation_checkpointing": True}])
 def test_each_mode_learns_the_same_on_a_gpu(digits: Dataset, mode: str, more: dict[str, Any]) -> None:

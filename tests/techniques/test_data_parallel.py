@@ -74,16 +74,15 @@ def test_the_ready_made_set_can_be_planned() -> None:
 
 # On several GPUs
 
-several_gpus = pytest.mark.skipif(environment.machine().gpus < 2, reason="needs two GPUs")
-
 
 def on_gpus() -> tuple[World, int]:
+    if environment.machine().gpus < 2:
+        pytest.skip("needs two GPUs")
     torch.cuda.set_device(0)
     return World(rank=0, size=1, device=torch.device("cuda", 0), backend=None), torch.cuda.device_count()
 
 
 @pytest.mark.gpu
-@several_gpus
 def test_every_gpu_computes_its_part_and_the_gradients_are_the_whole_batch_s() -> None:
     world, count = on_gpus()
     images, labels = (part.to(world.device) for part in batch(32))
@@ -101,7 +100,6 @@ def test_every_gpu_computes_its_part_and_the_gradients_are_the_whole_batch_s() -
 
 
 @pytest.mark.gpu
-@several_gpus
 def test_a_resumed_run_draws_on_every_gpu_as_before_and_the_largest_gpu_s_memory_counts(digits: Dataset) -> None:
     world, count = on_gpus()
 

@@ -69,7 +69,7 @@ def test_a_gpu_that_has_it_is_given_it() -> None:
     assert plan(config, "fast", NEW).applied.precision == "tf32"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("TF32's rounding")
 @pytest.mark.parametrize(
     "product",
     [

@@ -55,7 +55,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         searched_for=("SyncBatchNorm", "synchronized batch normalization", "cross-GPU batch norm"),
         does="BatchNorm takes mean and variance over the micro-batches of all processes together",
         pays="when a process's share of the batch is so small that its statistics are poor",
-        costs="two collectives a BatchNorm and step, in the midst of the forward and backward pass",
+        costs="two collectives a BatchNorm and step, in the midst of the forward and backward pass, and in the forward "
+        "pass the host waits for the device",
         source="Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018",
         changes="statistics",
         asked=lambda variant: variant.sync_batchnorm,
@@ -102,7 +103,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         does="Matrices of gradients travel as factors of rank 2, found by a power iteration from the last step's; what "
         "they miss is added to the next step's gradients. It begins when the learning rate has warmed up",
         pays="where the network is what a step waits for, and 16 bits do not compress enough",
-        costs="accuracy; two copies of the gradients' memory; products and reductions one after the other",
+        costs="accuracy; two copies of the gradients' memory; products and reductions one after the other; on a GPU, a "
+        "wait for the device a bucket",
         source="Vogels et al., PowerSGD, NeurIPS 2019",
         changes="statistics",
         asked=lambda variant: variant.communication_hook == "powersgd",

@@ -138,8 +138,8 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-memory optimizer"),
         does="AdamW's two moments in 8 bits, with a scale for each block of 256 values",
         pays="when optimizer state is most of the memory: 2 bytes a parameter instead of 8",
-        costs="24 of the moments' 32 bits, in tensors of 4096 values and more; on a GPU, a wait for the loss's flag a "
-        "step",
+        costs="24 of the moments' 32 bits, in tensors of 4096 values and more; on a GPU, a wait for the device after "
+        "each parameter",
         source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
         changes="statistics",
         asked=lambda variant: variant.optimizer_state == "8bit",
@@ -158,8 +158,8 @@ MEMORY: tuple[Entry, ...] = (
         does="Adafactor in place of AdamW: no first moment, and of a matrix's second moments the means of its rows and "
         "columns alone",
         pays="when optimizer state is most of the memory: next to nothing instead of 8 bytes a parameter",
-        costs="another optimizer: the learning rate is relative to the weights; on a GPU, a wait for the loss's flag a "
-        "step",
+        costs="another optimizer: the learning rate is relative to the weights; on a GPU, two waits for the device a "
+        "parameter",
         source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
         changes="statistics",
         asked=lambda variant: variant.optimizer_state == "factored",

@@ -1,0 +1,658 @@
+"""A CPU plays CUDA, so that what a run does on GPUs runs, with real arithmetic, where there is none.
+
+While ``as_if_cuda()`` lasts, ``torch.cuda``, NVML and NCCL answer as on a machine with some GPUs: in this process, in
+its threads, and in the processes that ``pipeline.distributed`` starts. A tensor "on" a GPU is a CPU tensor whose
+storage carries the GPU's number; what is computed from it carries it too, in the backward pass as well. So it sees
+
+- what would not run: host and device tensors in one operation, host tensors in one of NCCL's collectives, a value that
+  is read while a graph is recorded, more live tensors than the GPU has memory for;
+- what waits for the device while ``torch.cuda.set_sync_debug_mode`` is on: values that the host reads (item, bool,
+  float, int, tolist, cpu, to), copies from and to the host that are not ``non_blocking``, results whose shape is a
+  value (nonzero, masks), and calls of ``synchronize``. ``Gpus.waits`` names the lines;
+- CUDA graphs: recording notes the operations, and a replay repeats them on the same memory;
+- collectives: ``Traffic`` counts them, here and on a CPU.
+
+It cannot see kernels: their speed and rounding, the order of their sums, what cuDNN, cuBLAS and Triton choose, and what
+``torch.compile`` makes, which is left out. Nor the order of streams, for all is done at once; the allocator's cache and
+fragmentation; NCCL's own limits; the driver; and a GPU's random generator, whose draws are the CPU's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+import torch._dynamo  # before anything is patched: it looks at all that torch has
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import comm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.distributed import launching
+
+NAME = "NVIDIA H100 80GB HBM3"
+MEMORY_BYTES = 80 << 30
+UNDECIDED = -1
+"""The place of what C++ makes for itself, DistributedDataParallel's buckets say: that of the first tensor it meets."""
+
+_really_forked = launching._forked
+_CPU = torch.device("cpu")
+_real_device: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__
+_copied = torch.ops.aten._to_copy.default
+_INDEXING = [getattr(torch.ops.aten, name) for name in ("index", "_unsafe_index", "index_put", "index_put_")]
+_A_VALUE_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Gpus:
+    """The GPUs that are played, and what a test can ask and set of them."""
+
+    def __init__(self, count: int, memory_bytes: int) -> None:
+        self.count, self.memory_bytes = count, memory_bytes
+        self.waits: list[str] = []
+        """What waited for a device while the synchronisation debug mode was on, and where."""
+        self.throttling = 0
+        """NVML's bits for what holds the clocks down."""
+        self.allocated, self.peaks = [0] * count, [0] * count
+        """Bytes of live tensors, by GPU."""
+        self.debug_mode = 0
+        self.nccl = False
+        """Whether NCCL is what the process group speaks."""
+        self.graph: _Graph | None = None
+        """The one that is being recorded."""
+        self._thread = threading.local()
+
+    @property
+    def current(self) -> int:
+        """This thread's GPU."""
+        return int(getattr(self._thread, "current", 0))
+
+    def select(self, device: Any) -> int:
+        """Make it this thread's GPU; returns the one before."""
+        before, index = self.current, self.index(device)
+        if not 0 <= index < self.count:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        self._thread.current = index
+        return before
+
+    def index(self, device: Any = None) -> int:
+        """The number of a GPU, by any of its names."""
+        named = torch.device(device) if isinstance(device, str) else device
+        found = named.index if isinstance(named, torch.device) else named
+        return self.current if found is None else int(found)
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device here."""
+        if self.graph is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+        if self.debug_mode:
+            self.waits.append(f"{what} at {_where()}")
+            if self.debug_mode == 2:
+                raise RuntimeError(f"called a synchronizing CUDA operation: {self.waits[-1]}")
+
+    def take(self, storage: Any, index: int) -> None:
+        """The memory is that GPU's."""
+        storage.place = index
+        if index == UNDECIDED:
+            return
+        size, free = storage.nbytes(), self.memory_bytes - self.allocated[index]
+        if size > free:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size} bytes. GPU {index} has {free} bytes free."
+            )
+        self.allocated[index] += size
+        self.peaks[index] = max(self.peaks[index], self.allocated[index])
+        weakref.finalize(storage, self._free, index, size).atexit = False
+
+    def _free(self, index: int, size: int) -> None:
+        self.allocated[index] -= size
+
+
+def _where() -> str:
+    """The line that runs outside of torch and of this file, and the pipeline's line that led there."""
+    lines: list[str] = []
+    frame = sys._getframe(2)
+    while frame.f_back is not None and not any("/pipeline/" in line for line in lines):
+        path = frame.f_code.co_filename
+        if path != __file__ and "/torch/" not in path:
+            lines.append(f"{path}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " in ".join(dict.fromkeys((lines[0], lines[-1])))
+
+
+_PLAYED: list[Gpus] = []
+
+
+def played() -> Gpus:
+    """The GPUs of this process."""
+    return _PLAYED[-1]
+
+
+def place_of(tensor: torch.Tensor) -> int | None:
+    """The number of the GPU that has the tensor's memory; None: the host has it."""
+    while hasattr(tensor, "__tensor_flatten__"):  # a kind of tensor of its own: ask what is in it
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    try:
+        place: int | None = getattr(tensor.untyped_storage(), "place", None)
+    except (NotImplementedError, RuntimeError):  # it has no memory
+        return None
+    return place
+
+
+@contextmanager
+def as_if_cuda(count: int = 1, memory_bytes: int = MEMORY_BYTES) -> Iterator[Gpus]:
+    """While the block runs, this machine has ``count`` GPUs, each with ``memory_bytes`` for tensors.
+
+    Where there are real ones the test is skipped.
+    """
+    assert not _PLAYED, "this process plays already"
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here, which nobody needs to play")
+    gpus = Gpus(count, memory_bytes)
+    with pytest.MonkeyPatch.context() as patch, _sync_batchnorm():
+        for owner, names in _patches(gpus).items():
+            for name, value in names.items():
+                patch.setattr(owner, name, value)
+        _PLAYED.append(gpus)
+        try:
+            with _Play(gpus):
+                yield gpus
+        finally:
+            _PLAYED.pop()
+
+
+def _forked(count: int, memory_bytes: int, *arguments: Any) -> None:
+    """What a process runs that the pipeline starts: the same, as if it had the GPUs."""
+    with as_if_cuda(count, memory_bytes):
+        _really_forked(*arguments)
+
+
+class _Play(TorchDispatchMode):
+    """Carries the number of the GPU from what goes into an operation to what comes out of it."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._gpus = gpus
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gpus, kwargs = self._gpus, dict(kwargs or {})
+        if _is_fake(types):
+            return func(*args, **kwargs)
+        if _is_composed(types):
+            return NotImplemented
+        asked = kwargs.get("device")
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in found if not each.is_meta]
+        if asked.type == "meta" if asked is not None else len(tensors) < len(found):
+            return func(*args, **kwargs)
+        places, pinned = [place_of(each) for each in tensors], kwargs.pop("pin_memory", None)
+        target = max((place for place in places if place is not None), default=None)
+        if asked is not None:
+            kwargs["device"] = _CPU
+            if asked.type == "cuda":
+                target = gpus.index(asked)
+            elif pinned is not None:  # Python always says whether memory is pinned, and C++ never does
+                target = None
+            elif not tensors:
+                target = UNDECIDED
+        self._check(func, args, kwargs, tensors, places, target)
+        result = func(*args, **kwargs)
+        if func.namespace == "c10d" and func._opname not in ("send", "recv_"):
+            # NCCL's collectives follow the order of the calls, and what is to follow one is called at once.
+            (work,) = (each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject))
+            Work.unbox(work).wait()
+        if gpus.graph is not None:
+            gpus.graph.note(func, args, kwargs, result)
+        if target is not None or pinned:
+            self._place(target, tensors, [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)])
+        return result
+
+    def _place(self, target: int | None, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Say where the new memory is: on GPU ``target``, or pinned."""
+        held = {
+            each.untyped_storage()._cdata for each in inputs if place_of(each) is None
+        }  # what was written stays there
+        for each in (*outputs, *inputs):
+            storage = each.untyped_storage()
+            if target is None:
+                storage.pinned = True  # type: ignore[attr-defined]
+            elif place_of(each) in (None, UNDECIDED) and place_of(each) != target and storage._cdata not in held:
+                self._gpus.take(storage, target)
+
+    def _check(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        places: list[int | None],
+        target: int | None,
+    ) -> None:
+        """What would wait for the device, and what would not run at all."""
+        known = {place for place in places if place != UNDECIDED}
+        on_gpus = known - {None}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            if self._gpus.nccl and None in known:
+                raise RuntimeError(f"No backend type associated with device type cpu ({func})")
+        elif func is _copied or func is torch.ops.aten.copy_.default:
+            ends = {target if func is _copied else places[0], places[-1]}
+            if None in ends and ends - {None, UNDECIDED} and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+                self._gpus.wait(str(func))
+        elif func.overloadpacket in _INDEXING:
+            indices = [each for each in args[1] if each is not None]
+            if on_gpus and any(each.dtype in (torch.bool, torch.uint8) or place_of(each) is None for each in indices):
+                self._gpus.wait(str(func))
+        elif on_gpus:
+            if _A_VALUE_DECIDES.intersection(func.tags):
+                self._gpus.wait(str(func))
+            numbers = [each for each, place in zip(tensors, places, strict=True) if place is None and not each.dim()]
+            apart = known if len(numbers) < places.count(None) else on_gpus  # a number goes along from the host
+            if len(apart) > 1:
+                raise RuntimeError(f"Expected all tensors to be on the same device, but found {apart} in {func}")
+
+
+def _is_fake(types: Sequence[type]) -> bool:
+    """Whether an operation is about tensors without values, which know their device."""
+    return FakeTensor in types or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _is_composed(types: Sequence[type]) -> bool:
+    """Whether it is about a kind of tensor of its own, which then comes back with what is in it."""
+    return any(each not in (torch.Tensor, torch.nn.Parameter) for each in types)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what ranks send each other, on GPUs and on CPUs alike."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        """Of the tensors that such an operation names first, what it writes if it writes anything."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_composed(types) and not _is_fake(types):
+            return NotImplemented
+        kind = func._opname.strip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and kind not in ("wait_tensor", "wrap_tensor_autograd"):
+            self.calls[kind] += 1
+            self.bytes[kind] += sum(each.nbytes for each in tree_leaves(args[0]) if isinstance(each, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+class _Graph:
+    """``torch.cuda.CUDAGraph``: what ran while it was recorded, which each replay but the first runs again.
+
+    On a GPU recording runs nothing. Here it does, so the first replay has run already.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self._has_run = False
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if not func.is_view:
+            outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            self._noted.append((func, args, kwargs, outputs))
+
+    def replay(self) -> None:
+        noted, self._has_run = self._noted if self._has_run else [], True
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            for func, args, kwargs, outputs in noted:
+                again = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, torch.Tensor)]
+                for output, values in zip(outputs, again, strict=True):
+                    output.copy_(values)
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, *_: Any) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other._seconds - self._seconds) * 1e3
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        played().wait("Event.synchronize")
+
+
+class _Stream:
+    def __init__(self, device: Any = None, **_: Any) -> None:
+        self.device = torch.device("cuda", played().index(device))
+        self.stream_id, self.device_index, self.device_type = 0, self.device.index, 1
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def wait_event(self, event: _Event) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def is_capturing(self) -> bool:
+        return played().graph is not None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
+    """What answers otherwise: owner -> name -> value."""
+    join, wait, start = dist.init_process_group, Work.wait, threading.Thread.run
+    autocast = torch.autocast.__init__
+    clone: Any = torch.UntypedStorage.clone
+    group: Any = torch._C._group_tensors_by_device_and_dtype
+    tensor, is_autocast, autocast_dtype = torch.tensor, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def joined(backend: str, *arguments: Any, device_id: torch.device | None = None, **options: Any) -> None:
+        gpus.nccl = backend == "nccl"
+        if gpus.nccl:
+            assert device_id == torch.device("cuda", gpus.current), "the group's GPU is not the current one"
+        join("gloo", *arguments, **options)
+
+    def waited(work: Any, *arguments: Any) -> Any:
+        with torch._C._DisableTorchDispatch():  # gloo copies now what NCCL's kernel has written
+            return wait(work, *arguments)
+
+    def run(thread: threading.Thread) -> None:
+        with _Play(gpus):
+            start(thread)
+
+    def cloned(storage: Any) -> Any:
+        copy = clone(storage)
+        if hasattr(storage, "place"):
+            gpus.take(copy, storage.place)
+        return copy
+
+    def autocast_on_cpu(context: Any, device_type: str, dtype: Any = None, *options: Any, **more: Any) -> None:
+        autocast(context, "cpu", dtype or torch.float16 if device_type == "cuda" else dtype, *options, **more)
+
+    def grouped(*arguments: Any) -> Any:
+        found = group(*arguments)
+        return {(tensors[0][0].device, dtype): (tensors, rest) for (_, dtype), (tensors, rest) in found.items()}
+
+    def of_data(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        return tensor(data, **options) if device is None else tensor(data, **options).to(device)
+
+    return {
+        torch.Tensor: _tensor(gpus),
+        torch.UntypedStorage: {"clone": cloned},
+        torch.autocast: {"__init__": autocast_on_cpu},
+        torch: {
+            "tensor": of_data,
+            "is_autocast_enabled": lambda *_: is_autocast("cpu"),
+            "get_autocast_dtype": lambda *_: autocast_dtype("cpu"),
+            "compile": lambda model, **_: model,
+        },
+        torch.cuda: _cuda(gpus),
+        torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": lambda file: Path(file).touch()},
+        torch.cuda.nccl: {"is_available": lambda _: False},
+        torch.accelerator: {
+            "current_accelerator": lambda *_, **__: torch.device("cuda"),
+            "current_stream": lambda *_: _Stream(),
+            "current_device_index": lambda: gpus.current,
+            "set_device_index": gpus.select,
+        },
+        torch._C: {
+            "_accelerator_exchangeDevice": gpus.select,
+            "_accelerator_maybeExchangeDevice": gpus.select,
+            "_group_tensors_by_device_and_dtype": grouped,
+        },
+        comm: {
+            "broadcast_coalesced": lambda tensors, devices: [[each.to(to) for each in tensors] for to in devices],
+            "scatter": lambda each, devices, sizes, dim, _: tuple(
+                part.to(to)
+                for part, to in zip(
+                    each.split(sizes, dim) if sizes else each.chunk(len(devices), dim), devices, strict=False
+                )
+            ),
+            "gather": lambda tensors, dim, to: torch.cat([each.to(to) for each in tensors], dim),
+        },
+        dist: {"init_process_group": joined, "_verify_params_across_processes": _nothing},
+        distributed_c10d: {"_get_object_coll_device": lambda _=None: "cuda" if gpus.nccl else "cpu"},
+        Work: {"wait": waited},
+        threading.Thread: {"run": run},
+        launching: {"_forked": partial(_forked, gpus.count, gpus.memory_bytes)},
+        pynvml: _nvml(gpus),
+    }
+
+
+def _tensor(gpus: Gpus) -> dict[str, Any]:
+    """What a tensor says of its place, and what changes it."""
+    plain = torch.Tensor
+    move: Callable[..., Any] = plain.to
+    tolist, numpy, make = plain.tolist, plain.numpy, plain._make_wrapper_subclass
+
+    def index(tensor: torch.Tensor) -> int:
+        place = place_of(tensor)
+        return -1 if place is None else place
+
+    def device(tensor: torch.Tensor) -> torch.device:
+        return torch.device("cuda", index(tensor)) if index(tensor) >= 0 else _real_device(tensor)
+
+    def to(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
+        if hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, FakeTensor):
+            return move(tensor, *args, copy=copy, **kwargs)
+        if args and isinstance(args[0], torch.Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        target: torch.device | None
+        target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+        here = place_of(tensor)
+        there = here if target is None else gpus.index(target) if target.type == "cuda" else None
+        if here == there or (target is not None and target.type == "meta"):
+            target = None if target is not None and target.type == "cuda" else target
+            return move(tensor, target, dtype, copy=copy, memory_format=layout or torch.preserve_format)
+        return _copied(
+            tensor, dtype=dtype, device=target, pin_memory=False, non_blocking=non_blocking, memory_format=layout
+        )
+
+    def to_list(tensor: torch.Tensor) -> Any:
+        if index(tensor) >= 0:
+            gpus.wait("Tensor.tolist")
+        return tolist(tensor)
+
+    def to_numpy(tensor: torch.Tensor, **options: Any) -> Any:
+        if index(tensor) >= 0:
+            raise TypeError(f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() first.")
+        return numpy(tensor, **options)
+
+    def pin(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        assert index(tensor) < 0, "only CPU tensors can be pinned"
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+    def made(cls: Any, size: Any, *, device: Any = None, **options: Any) -> Any:
+        return make(cls, size, device=None if device is None else device.type.replace("cuda", "cpu"), **options)
+
+    return {
+        "device": property(device),
+        "is_cuda": property(lambda tensor: index(tensor) >= 0),
+        "get_device": index,
+        "to": to,
+        "cpu": lambda tensor: to(tensor, "cpu"),
+        "cuda": lambda tensor, device=None: to(tensor, torch.device("cuda", gpus.index(device))),
+        "tolist": to_list,
+        "numpy": to_numpy,
+        "pin_memory": pin,
+        "is_pinned": lambda tensor: hasattr(tensor.untyped_storage(), "pinned"),
+        "record_stream": _nothing,
+        "_make_wrapper_subclass": staticmethod(made),
+    }
+
+
+def _cuda(gpus: Gpus) -> dict[str, Any]:
+    """``torch.cuda``."""
+
+    @contextmanager
+    def selected(device: Any) -> Iterator[None]:
+        before = gpus.select(device)
+        yield
+        gpus.select(before)
+
+    @contextmanager
+    def recorded(graph: _Graph, *, capture_error_mode: str, **_: Any) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "a thread that reads ahead would end the recording"
+        gpus.graph = graph
+        try:
+            yield
+        finally:
+            gpus.graph = None
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        uuid = f"{gpus.index(device):032x}"
+        return SimpleNamespace(
+            name=NAME, uuid=uuid, major=9, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=132
+        )
+
+    def allocated(device: Any = None) -> int:
+        return gpus.allocated[gpus.index(device)]
+
+    def peak(device: Any = None) -> int:
+        return gpus.peaks[gpus.index(device)]
+
+    def reset(device: Any = None) -> None:
+        gpus.peaks[gpus.index(device)] = allocated(device)
+
+    def set_debug_mode(mode: int | str) -> None:
+        gpus.debug_mode = mode if isinstance(mode, int) else ("default", "warn", "error").index(mode)
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: gpus.count,
+        "current_device": lambda: gpus.current,
+        "set_device": gpus.select,
+        "device": selected,
+        "get_device_name": lambda _=None: NAME,
+        "get_device_properties": properties,
+        "get_device_capability": lambda _=None: (9, 0),
+        "is_bf16_supported": lambda *_: True,
+        "synchronize": lambda _=None: gpus.wait("torch.cuda.synchronize"),
+        "set_sync_debug_mode": set_debug_mode,
+        "get_sync_debug_mode": lambda: gpus.debug_mode,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: _Stream(device),
+        "stream": lambda _: nullcontext(),
+        "CUDAGraph": _Graph,
+        "graph": recorded,
+        "is_current_stream_capturing": lambda: gpus.graph is not None,
+        "memory_allocated": allocated,
+        "max_memory_allocated": peak,
+        "memory_reserved": allocated,
+        "max_memory_reserved": peak,
+        "reset_peak_memory_stats": reset,
+        "memory_stats": lambda _=None: {"num_alloc_retries": 0},
+        "memory_snapshot": lambda: [],
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (gpus.memory_bytes - allocated(device), MEMORY_BYTES),
+        "get_per_process_memory_fraction": lambda _=None: gpus.memory_bytes / MEMORY_BYTES,
+        "set_per_process_memory_fraction": lambda share, _=None: setattr(
+            gpus, "memory_bytes", int(share * MEMORY_BYTES)
+        ),
+        "get_rng_state": lambda _=None: torch.get_rng_state(),
+        "set_rng_state": _nothing,
+        "manual_seed_all": _nothing,
+    }
+
+
+def _nvml(gpus: Gpus) -> dict[str, Any]:
+    """NVML. A handle is a GPU's number."""
+    return {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: gpus.count,
+        "nvmlDeviceGetHandleByIndex": int,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: int(uuid.removeprefix("GPU-"), 16),
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle:032x}",
+        "nvmlDeviceGetName": lambda _: NAME,
+        "nvmlDeviceGetMigMode": lambda _: (0, 0),
+        "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=MEMORY_BYTES, used=gpus.allocated[handle]),
+        "nvmlDeviceGetPowerManagementLimit": lambda _: 700_000,
+        "nvmlDeviceGetPowerUsage": lambda _: 100_000,
+        "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=50),
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda _: gpus.throttling,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=gpus.peaks[handle] + (1 << 29))
+        ],
+        "nvmlSystemGetDriverVersion": lambda: "595.45.04",
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 13020,
+    }
+
+
+@contextmanager
+def _sync_batchnorm() -> Iterator[None]:
+    """For CPUs, what SyncBatchNorm has kernels for on GPUs alone, under PyTorch's names and with its arguments."""
+
+    def wide(values: Any, images: Any) -> Any:
+        return values.view(1, -1, *[1] * (images.dim() - 2))
+
+    def over(images: Any) -> list[int]:
+        return [0, *range(2, images.dim())]
+
+    def stats(images: Any, eps: float) -> Any:
+        return images.mean(over(images)), (images.var(over(images), correction=0) + eps).rsqrt()
+
+    def gathered(_: Any, mean: Any, invstd: Any, running_mean: Any, running_var: Any, *numbers: Any) -> Any:
+        momentum, eps, counts = numbers
+        shares = (counts / counts.sum()).view(-1, 1)
+        whole = (shares * mean).sum(0)
+        variance = (shares * (invstd**-2 - eps + mean**2)).sum(0) - whole**2
+        running_mean.lerp_(whole, momentum)
+        running_var.lerp_(variance * counts.sum() / (counts.sum() - 1), momentum)
+        return whole, (variance + eps).rsqrt()
+
+    def normalised(images: Any, weight: Any, bias: Any, mean: Any, invstd: Any, _: float) -> Any:
+        return (images - wide(mean, images)) * wide(invstd * weight, images) + wide(bias, images)
+
+    def reduced(gradient: Any, images: Any, mean: Any, invstd: Any, *_: Any) -> Any:
+        total, product = gradient.sum(over(images)), (gradient * (images - wide(mean, images))).sum(over(images))
+        return total, product, product * invstd, total
+
+    def backward(gradient: Any, images: Any, mean: Any, invstd: Any, weight: Any, *sums: Any) -> Any:
+        total, product, counts = sums
+        centred = (images - wide(mean, images)) * wide(invstd**2 * product / counts.sum(), images)
+        return (gradient - wide(total / counts.sum(), images) - centred) * wide(invstd * weight, images)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("batch_norm_stats", stats, "CPU")
+    library.impl("batch_norm_gather_stats_with_counts", gathered, "CPU")
+    library.impl("batch_norm_elemt", normalised, "CPU")
+    library.impl("batch_norm_backward_reduce", reduced, "CPU")
+    library.impl("batch_norm_backward_elemt", backward, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -1,0 +1,111 @@
+"""Small jobs for GPUs that a CPU plays: the ready-made variants, and what their steps wait for and send."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipeline import job, results, variant_sets
+from pipeline.config import Config, Machine, load, parse
+from pipeline.results import Result
+from pipeline.training import TrainingStep
+from tests.as_if_cuda import Traffic, played
+from tests.conftest import ROOT
+from tests.workspaces import PREPARED, furnish
+
+STEPS = 16
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "prepare": {"train_limit": 256, "test_limit": 64},
+    "train": {"seeds": [0], "epochs": 2, "batch_size": 32, "learning_rate": 0.05, "warmup_steps": 4,
+              "history_every_steps": 6, "checkpoint_every_steps": 3},
+    "publish": {"live": False},
+    "variants": {"baseline": {}},
+}  # fmt: skip
+SETS: dict[str, dict[str, dict[str, Any]]] = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "variants").glob("*.yaml"))
+}
+READY_MADE = [(each, name) for each, variants in SETS.items() for name in variants]
+"""Set and name."""
+
+
+@dataclass
+class Step:
+    """Of a training, on one rank."""
+
+    waits: list[str] = field(default_factory=list)
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Kind of collective -> how many calls, how many bytes."""
+
+
+def job_of(variant: dict[str, Any]) -> dict[str, Any]:
+    """What of ``train`` a variant asks for: another optimizer, or a model with BatchNorm."""
+    changes: dict[str, Any] = {}
+    if "optimizer_state" in variant:
+        changes |= {"optimizer": "adamw", "learning_rate": 0.003}
+    if "sync_batchnorm" in variant:
+        changes |= {"model": "tests.nets:normed_net"}
+    return changes
+
+
+def furnished(folder: Path, **train: Any) -> Config:
+    """Make ``folder`` the checkout for which the stages that train are due; to be called there, as if on GPUs."""
+    params = PARAMS | {"train": PARAMS["train"] | train}
+    (folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    if not (folder / "variants").exists():
+        (folder / "variants").symlink_to(ROOT / "variants")
+    config = parse(params)
+    furnish(config)
+    return config
+
+
+def offered(name: str, variant: str, machine: Machine) -> Config | None:
+    """params.yaml once ``variants NAME --add`` has been there; None: it did not offer the variant."""
+    variant_sets.show(machine, name, add=True)
+    config = load()
+    return config if variant in config.variants else None
+
+
+@contextmanager
+def watched(steps: list[Step]) -> Iterator[None]:
+    """While the block runs, each training step is noted: what it waits for, if GPUs are played, and what it sends."""
+    take = TrainingStep.__call__
+    waits = played().waits if torch.cuda.is_available() else []
+
+    def noted(step: TrainingStep, micro_batches: Any) -> None:
+        before = len(waits)
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        with Traffic() as traffic:
+            take(step, micro_batches)
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+        sent = {kind: (count, traffic.bytes[kind]) for kind, count in traffic.calls.items()}
+        steps.append(Step(waits[before:], sent))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingStep, "__call__", noted)
+        yield
+
+
+def train(config: Config, name: str, machine: Machine) -> tuple[Result, list[Step]]:
+    """Train ``variants.<name>`` in this process, or as one of the processes that a launcher started."""
+    steps: list[Step] = []
+    with watched(steps):
+        job.run(config, name, machine, PREPARED)
+    return results.read(results.result_file(name), config), steps
+
+
+def on_rank(config: Config, name: str, machine: Machine, folder: Path) -> Generator[Any, None, None]:
+    """The same on a forked rank."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    yield train(config, name, machine)

@@ -1,0 +1,78 @@
+"""Every ready-made variant on one GPU that a CPU plays: it trains what the baseline trains, and no step waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipeline import environment
+from pipeline.config import CATALOGUE, ConfigError, asked, entry, parse, plan
+from pipeline.results import Result
+from tests.as_if_cuda import NAME, as_if_cuda
+from tests.rehearsal.jobs import READY_MADE, SETS, STEPS, furnished, job_of, offered, train
+
+WAITS = {
+    "low_bit_optimizer": "bitsandbytes waits after each parameter",
+    "factored_optimizer": "torch's Adafactor reads two norms a parameter",
+}
+"""Techniques whose steps wait on one GPU, as their ``costs`` say, and why."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one-gpu")
+
+
+@pytest.fixture
+def _gpu(
+    baseline: Result,  # noqa: ARG001  (it plays a GPU of its own, before this one)
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[None]:
+    monkeypatch.chdir(folder)
+    with as_if_cuda():
+        yield
+
+
+@pytest.fixture(scope="module")
+def baseline(folder: Path) -> Result:
+    with pytest.MonkeyPatch.context() as patch, as_if_cuda():
+        patch.chdir(folder)
+        return train(furnished(folder), "baseline", environment.machine())[0]
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(("name", "variant"), READY_MADE)
+def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
+    baseline: Result, folder: Path, name: str, variant: str
+) -> None:
+    values, machine = SETS[name][variant], environment.machine()
+    furnished(folder, **job_of(values))
+    config = offered(name, variant, machine)
+    if config is None:  # because nothing of it can run, or is left, on one GPU
+        alone = parse({"compare": {"baseline": variant}, "variants": {variant: values}})
+        with suppress(ConfigError):
+            assert not asked(plan(alone, variant, machine).applied)
+        return
+    result, steps = train(config, variant, machine)
+    assert (result.device, result.backend, len(steps)) == (NAME, None, STEPS)
+    techniques = asked(config.variants[variant])
+    if all(each.changes != "statistics" for each in techniques):
+        assert result.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.01)
+    waiting = [each.name for each in techniques if each.name in WAITS]
+    assert all(bool(step.waits) is bool(waiting) for step in steps), {line for step in steps for line in step.waits}
+
+
+def test_what_waits_says_so() -> None:
+    assert all("wait" in entry(name).costs for name in WAITS)
+
+
+def test_every_technique_that_asks_for_a_gpu_is_among_the_ready_made() -> None:
+    machine = environment.machine()
+    asking = {each.name for each in CATALOGUE if each.why_not(machine, False) and not each.why_not(machine, True)}
+    tried = [parse({"compare": {"baseline": name}, "variants": {name: SETS[each][name]}}) for each, name in READY_MADE]
+    assert asking
+    assert asking <= {each.name for config in tried for variant in config.variants.values() for each in asked(variant)}

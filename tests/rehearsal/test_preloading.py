@@ -1,0 +1,44 @@
+"""What the processes of a measurement are forked from has imported torch, and asked no driver anything."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pipeline import arm
+from pipeline.environment import software
+from pipeline.verification import observing
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or software.torch_build()["cuda"] is None,
+    reason="needs glibc, which tells who loads a library, and a torch for GPUs",
+)
+
+
+def drivers_loaded(code: str) -> set[tuple[str, str]]:
+    """Which of the driver's libraries a Python that runs ``code`` looks for, and which library asks for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"LD_DEBUG": "files", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(re.findall(r"file=(libcuda|libnvidia-ml)\.so\S* .*loaded by (\S+)", done.stderr))
+
+
+def test_to_be_forked_from_is_no_reason_to_ask_a_driver() -> None:
+    modules = {*arm.PRELOAD, *observing.PRELOAD}
+    by_libraries = drivers_loaded("import torch")  # some of NVIDIA's load it when they are loaded, and ask nothing
+    assert drivers_loaded(f"import {', '.join(modules)}") == by_libraries
+    asked = drivers_loaded(
+        "import contextlib, torch, pynvml\n"
+        "with contextlib.suppress(pynvml.NVMLError):\n"
+        "    torch.cuda.device_count(), pynvml.nvmlInit()"
+    )
+    assert {"libcuda", "libnvidia-ml"} <= {name for name, _ in asked - by_libraries}

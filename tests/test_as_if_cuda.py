@@ -1,0 +1,207 @@
+"""What the player of GPUs sees, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline.distributed import World, launching
+from tests.as_if_cuda import Gpus, Traffic, as_if_cuda
+from tests.nets import batch, conv_net
+from tests.ranks import run_ranks
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpus() -> Iterator[Gpus]:
+    with as_if_cuda(2) as played:
+        yield played
+
+
+@pytest.fixture
+def strict(gpus: Gpus) -> Gpus:
+    """Whatever waits for the device fails."""
+    torch.cuda.set_sync_debug_mode("error")
+    return gpus
+
+
+def on_gpu(*values: float) -> torch.Tensor:
+    return torch.tensor(values).pin_memory().to(GPU, non_blocking=True)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_is_computed_on_a_gpu_stays_there_with_its_gradients_and_copies() -> None:
+    model = conv_net(norm=True).to(GPU)
+    images, labels = (each.to(GPU) for each in batch(8))
+    loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    found = [loss, *model.parameters(), *model.buffers(), *gradients, *states, *copy.deepcopy(model).parameters()]
+    assert {each.device for each in found if each is not None} == {GPU}
+    assert loss.is_cuda
+    assert torch.zeros_like(loss).device == GPU
+    assert loss.detach().cpu().device == torch.zeros(()).device == torch.device("cpu")
+    assert torch.zeros(3, device="cuda:1").get_device() == 1
+
+
+def test_a_thread_plays_too_and_has_the_first_gpu(gpus: Gpus) -> None:
+    torch.cuda.set_device(1)
+    found: list[torch.device] = []
+    thread = threading.Thread(target=lambda: found.append(torch.ones(1, device="cuda").mul(2).device))
+    thread.start()
+    thread.join()
+    assert (found, gpus.current) == ([GPU], 1)
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda values: values[0].item(),
+    "bool": lambda values: bool(values.sum()),
+    "float": lambda values: float(values[0]),
+    "int": lambda values: int(values[0]),
+    "tolist": lambda values: values.tolist(),
+    "cpu": lambda values: values.cpu(),
+    "to": lambda values: values.to("cpu"),
+    "copy": lambda values: torch.empty(2).copy_(values),
+    "nonzero": lambda values: values.nonzero(),
+    "mask": lambda values: values[values > 0],
+    "selected": lambda values: values.masked_select(values > 0),
+    "equal": lambda values: torch.equal(values, values),
+    "allclose": lambda values: torch.allclose(values, values),
+    "written": lambda _: torch.empty(2, device=GPU).copy_(torch.ones(2)),
+    "sent": lambda _: torch.ones(2).to(GPU),
+    "made": lambda _: torch.tensor([1.0], device=GPU),
+    "picked": lambda values: values[[1, 0]],
+    "clipped": lambda values: values.clamp(0, 1) if values.max() > 1 else values,
+    "synchronize": lambda _: torch.cuda.synchronize(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_waits_for_the_device_is_found_with_its_line(read: str, strict: Gpus) -> None:
+    values = on_gpu(1.0, 2.0)
+    with pytest.raises(RuntimeError, match=rf"called a synchronizing CUDA operation: .* at {__file__}:\d+"):
+        READS[read](values)
+    torch.cuda.set_sync_debug_mode("warn")
+    READS[read](values)
+    torch.cuda.set_sync_debug_mode("default")
+    READS[read](values)
+    assert len(strict.waits) == 2
+
+
+@pytest.mark.usefixtures("strict")
+def test_what_does_not_wait_passes() -> None:
+    values, index = on_gpu(1.0, 2.0), torch.zeros(2, dtype=torch.int64, device=GPU)
+    values.add_(1).mul(torch.tensor(2.0)).masked_fill_(values > 2, 0.0)[0:1]
+    assert values[index].shape == torch.where(values > 1, values, 0.0).shape
+    torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+    model, images = conv_net().to(GPU, non_blocking=True), torch.zeros(4, 1, 8, 8, device=GPU)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(images).square().mean()
+    loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer.param_groups[0]["lr"] = torch.zeros((), device=GPU)
+    optimizer.step()
+    assert torch.zeros(2).sum().item() == 0, "the host may read what it has"
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: on_gpu(1.0, 2.0) + torch.ones(2), "Expected all tensors to be on the same device"),
+        (lambda: on_gpu(1.0) + torch.ones(1, device="cuda:1"), "Expected all tensors to be on the same device"),
+        (lambda: nn.Linear(2, 2)(on_gpu(1.0, 2.0)), "Expected all tensors to be on the same device"),
+        (lambda: torch.cuda.set_device(2), "invalid device ordinal"),
+    ],
+)
+def test_what_would_not_run_does_not(wrong: Callable[[], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        wrong()
+
+
+@pytest.mark.usefixtures("gpus")
+def test_numpy_sees_no_gpu() -> None:
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        on_gpu(1.0).numpy()
+
+
+def test_memory_is_that_of_live_tensors_and_ends_where_it_is_said_to() -> None:
+    with as_if_cuda(memory_bytes=1000):
+        held = torch.zeros(100, device=GPU)
+        view = held[:10]
+        assert torch.cuda.memory_allocated() == 400
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            torch.zeros(200, device=GPU)
+        del held
+        assert torch.cuda.memory_allocated() == 400, "the view has the same memory"
+        del view
+        assert (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) == (0, 400)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_graph_replays_what_was_recorded_on_the_same_memory() -> None:
+    total, step, rate = (torch.zeros((), device=GPU) for _ in range(3))
+    graph: Any = torch.cuda.CUDAGraph()
+    number = 1.0
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        total += rate * 10 + number
+        step += 1
+        with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+            total.item()
+    graph.replay()
+    rate.fill_(2.0)
+    number = 100.0  # which the recording does not see
+    graph.replay()
+    assert (total.item(), step.item()) == (1.0 + 21.0, 2.0)
+
+
+def _sent(world: World, host: bool) -> dict[str, tuple[int, int]]:
+    tensor = torch.ones(5, device="cpu" if host else world.device)
+    with Traffic() as traffic:
+        world.sum_(tensor)
+        dist.broadcast(tensor, src=0)
+        assert world.gather(world.rank) == [0, 1]
+    assert tensor.tolist() == [2.0] * 5
+    return {kind: (count, traffic.bytes[kind]) for kind, count in traffic.calls.items() if "gather" not in kind}
+
+
+@pytest.mark.usefixtures("gpus")
+def test_ranks_play_nccl_and_what_they_send_is_counted() -> None:
+    for sent in run_ranks(_sent, False, device="cuda"):
+        assert sent == {"allreduce": (1, 20), "broadcast": (1, 20)}
+    with pytest.raises(Exception, match="No backend type associated with device type cpu"):
+        run_ranks(_sent, True, device="cuda")
+
+
+def test_nothing_is_left_when_it_ends() -> None:
+    def seen() -> list[Any]:
+        owned = [
+            torch,
+            torch.cuda,
+            torch.Tensor,
+            torch.autocast,
+            dist,
+            threading.Thread,
+            pynvml,
+            launching,
+        ]
+        return [vars(owner).copy() for owner in owned]
+
+    before = seen()
+    with as_if_cuda():
+        assert seen() != before
+    assert seen() == before
+    assert torch.zeros(1).device.type == "cpu"
