@@ -227,12 +227,12 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, spent: Spent) -> list[str]:
         if rounds <= spent.affordable():
             remedy = spent.remedy(rounds)
             return [f"{quantity.noun} is undecided: about {ratio.more_pairs} more pair(s) would decide ({remedy})"]
-    too_close = f"{quantity.noun} is undecided: it lies too close to the margin of {ratio.margin:.1%}"
+    undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
     if math.isinf(spent.affordable()):
-        return [f"{too_close} for any number of pairs that can be foreseen"]
+        return [f"{undecided}, and no number of pairs that would decide can be foreseen"]
     pairs = max(ratio.pairs, int(spent.affordable() * ratio.pairs / (ratio.pairs + ratio.refused)))
     margin = stats.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
-    return [f"{too_close}; {LONGEST_MINUTES} minutes of rounds could decide at one of {margin:.1%} (compare.margins)"]
+    return [f"{undecided}; {LONGEST_MINUTES} minutes of rounds could decide at one of {margin:.1%} (compare.margins)"]
 
 
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:

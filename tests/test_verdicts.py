@@ -437,11 +437,11 @@ def test_more_than_an_hour_is_no_advice() -> None:
     for more_pairs in (54, None):
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})
         assert reason(beyond) == (
-            "throughput is undecided: it lies too close to the margin of 3.0%; 60 minutes of rounds could decide at "
-            f"one of {stats.margin_decided(interval, 59):.1%} (compare.margins)"
+            "throughput is undecided at the margin of 3.0%; 60 minutes of rounds could decide at one of "
+            f"{stats.margin_decided(interval, 59):.1%} (compare.margins)"
         )
     unforeseen = undecided.model_copy(update={"more_pairs": None})
-    assert reason(unforeseen, Spent("bench.max_minutes", 6, None)).endswith("any number of pairs that can be foreseen")
+    assert reason(unforeseen, Spent("bench.max_minutes", 6, None)).endswith("would decide can be foreseen")
 
 
 def test_an_untrusted_ratio_says_why() -> None:
