@@ -35,6 +35,8 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "package" / "__init__.py").write_text("raise ImportError('never imported')", encoding="utf-8")
     (tmp_path / "package" / "inner" / "__init__.py").touch()
     (tmp_path / "package" / "inner" / "deep.py").write_text("def net(): ...", encoding="utf-8")
+    (tmp_path / "plain" / "inner").mkdir(parents=True)  # folders without an __init__.py
+    (tmp_path / "plain" / "inner" / "deep.py").write_text("def net(): ...", encoding="utf-8")
     (tmp_path / "stars.py").write_text("from nets import *", encoding="utf-8")
     (tmp_path / "made.py").write_text("for n in (1, 2):\n    globals()[f'net{n}'] = print", encoding="utf-8")
     (tmp_path / "lazy.py").write_text("def __getattr__(name): ...", encoding="utf-8")
@@ -55,7 +57,7 @@ def test_our_models_and_torchvisions_are_known_as_they_are() -> None:
     [
         *("small_cnn", "resnet18", "vit_b_16", "nets:mlp", "nets:Focal", "nets:alias", "nets:annotated", "nets:second"),
         *("nets:on_some", "nets:quick", "nets:borrowed", "package.inner.deep:net", "stars:anything", "made:net1"),
-        *("lazy:anything", "torch.nn:Linear", "math:sqrt"),
+        *("plain.inner.deep:net", "lazy:anything", "torch.nn:Linear", "math:sqrt"),
     ],
 )
 def test_what_is_there_is_accepted(name: str) -> None:
@@ -71,6 +73,7 @@ def test_what_is_there_is_accepted(name: str) -> None:
         ({"model": "nets:mpl"}, r"train\.model: found 'nets:mpl', but \S+nets\.py has no 'mpl'\. Did you mean mlp\?"),
         ({"model": "nest:mlp"}, r"train\.model: found 'nest:mlp', but there is no module 'nest', neither"),
         ({"model": "package.innner.deep:net"}, r"there is no module 'package\.innner'"),
+        ({"model": "plain.inner.deeep:net"}, r"there is no module 'plain\.inner\.deeep'"),
         ({"model": "package.inner.deep:nett"}, r"has no 'nett'\. Did you mean net\?"),
         ({"model": "broken:net"}, r"broken\.py is no Python: .* in line 1"),
         ({"loss": "nets:focl"}, r"train\.loss: found 'nets:focl'"),

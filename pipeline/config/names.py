@@ -87,7 +87,8 @@ def _found(module: str) -> tuple[ModuleSpec | None, str]:
         if spec is None:
             break
         name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, spec.submodule_search_locations or [])
+        # By its last part: of a dotted name without an __init__.py it would look for the parent in sys.modules.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec, name
 
 
