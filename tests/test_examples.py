@@ -131,7 +131,8 @@ def test_the_technique_s_commands_train_verify_and_compare_it(clone: Callable[..
     assert result["applied"]["extra"] == {"gradient_clipping": {"max_norm": 1.0}}
     compared = json.loads((checkout.path / "reports" / "comparison.json").read_text())
     assert [each["techniques"] for each in compared["variants"]] == [[], ["gradient_clipping"]]
-    assert compared["environment"]["software"]["techniques"] == {"gradient-clipping": "0.1.0"}
+    relied_on = {"baseline": {}, "clipped": {"gradient-clipping": "0.1.0"}}
+    assert compared["environment"]["relied_on"]["variants"] == relied_on
     output = checkout.run("dvc", "repro", fails=True)  # the package is gone
     assert "variants.clipped.extra.gradient_clipping: no technique 'gradient_clipping' is installed" in output
 
