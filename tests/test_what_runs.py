@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import parse, plan
+from pipeline.config import ConfigError, parse, plan
 from pipeline.environment import code, stages
 from tests.conftest import Clone
 from tests.parallel import CPU
@@ -180,6 +180,23 @@ def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch
     assert depends_on(warmup_steps=11) != before
     Path("net.py").write_text("VALUE = 2\n")
     assert depends_on() != before
+
+
+def test_what_lies_beside_a_module_is_no_code_and_what_is_no_python_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("import layers\n")
+    Path("layers.py").write_text("VALUE = 1\n")
+    Path("net.bak").mkdir()
+    Path("net.log").write_text("a line")
+    config = parse({"train": {"model": "net:net"}, "variants": {"baseline": {}}})
+    assert set(code.of_variant(plan(config, "baseline", CPU), config.train)) == {"net.py", "layers.py"}
+    assert "pipeline/report/page.html" in code.of_stage("compare")
+    Path("layers.py").write_text("VALUE =\n")
+    code._source.cache_clear()
+    with pytest.raises(ConfigError, match=r"layers\.py, which a stage would run, is no Python: .*line 1"):
+        code.of_variant(plan(config, "baseline", CPU), config.train)
 
 
 @pytest.mark.slow

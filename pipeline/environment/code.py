@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import TECHNIQUE_CLASSES, Plan, Train, asked, outside
+from pipeline.config import TECHNIQUE_CLASSES, ConfigError, Plan, Train, asked, outside
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -60,9 +60,9 @@ def _digests(modules: Iterable[str]) -> dict[str, str]:
         root, path = located
         source = _source(path)
         found[path.relative_to(root).as_posix()] = source.digest
-        for beside in path.parent.glob(f"{path.stem}.*"):  # what it reads of its own, such as a template
-            if beside.suffix not in (".py", ".pyi"):
-                found[beside.relative_to(root).as_posix()] = _short(beside.read_bytes())
+        if path.is_relative_to(PACKAGE):
+            for template in path.parent.glob(f"{path.stem}.html"):  # which it fills in
+                found[template.relative_to(root).as_posix()] = _short(template.read_bytes())
         waiting |= set(_imports(source.tree, module, is_package=path.name == "__init__.py")) - seen
     return dict(sorted(found.items()))
 
@@ -85,7 +85,10 @@ class _Source:
 
 @functools.cache
 def _source(path: Path) -> _Source:
-    tree = ast.parse(path.read_bytes(), filename=str(path))
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise ConfigError(f"{path}, which a stage would run, is no Python: {error}.") from None
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
