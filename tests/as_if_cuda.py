@@ -461,7 +461,7 @@ def _tensor(gpus: Gpus) -> dict[str, Any]:
         return torch.device("cuda", index(tensor)) if index(tensor) >= 0 else _real_device(tensor)
 
     def to(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
-        if hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor):
             return move(tensor, *args, copy=copy, **kwargs)
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
@@ -469,6 +469,14 @@ def _tensor(gpus: Gpus) -> dict[str, Any]:
         target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
         here = place_of(tensor)
         there = here if target is None else gpus.index(target) if target.type == "cuda" else None
+        if hasattr(tensor, "__tensor_flatten__"):  # a kind of tensor of its own: what is in it moves
+            if here != there:
+                names, about = tensor.__tensor_flatten__()
+                inside = {name: getattr(tensor, name) for name in names}
+                moved = {name: to(each, target) if isinstance(each, plain) else each for name, each in inside.items()}
+                kind: Any = type(tensor)
+                tensor = kind.__tensor_unflatten__(moved, about, tensor.shape, tensor.stride())
+            return move(tensor, dtype, copy=copy) if dtype else tensor
         if here == there or (target is not None and target.type == "meta"):
             target = None if target is not None and target.type == "cuda" else target
             return move(tensor, target, dtype, copy=copy, memory_format=layout or torch.preserve_format)
