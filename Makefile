@@ -7,7 +7,7 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test test-all rehearse lint docs ui bench gpu-check image image-check services-check lock clean
+.PHONY: repro test test-all rehearse fuzz kills lint docs ui bench gpu-check image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -15,14 +15,20 @@ repro: .venv/installed
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 test: .venv/installed-dev
-	$(PYTEST) -m 'not slow and not rehearsal'
+	$(PYTEST) -m 'not slow and not rehearsal and not kills'
 
 test-all: .venv/installed-dev
-	$(PYTEST) -m 'not rehearsal'
+	$(PYTEST) -m 'not rehearsal and not kills'
 
 rehearse: .venv/installed-dev  # what runs on GPUs, on a machine without: tests/as_if_cuda.py says how
 	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
 	$(PYTEST) -m gpu
+
+fuzz: .venv/installed-dev  # what is tried on made-up values, on many more of them
+	$(PYTEST) --hypothesis-profile=fuzz -m hypothesis
+
+kills: .venv/installed-dev  # what is killed at many moments
+	$(PYTEST) -m kills
 
 lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff check .

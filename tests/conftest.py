@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
 
 from pipeline import environment
 from pipeline.config import parse
@@ -26,6 +27,10 @@ for _variable in (
     "MKL_NUM_THREADS",
 ):  # before a test imports torch: more threads thrash shared cores
     os.environ[_variable] = "1"
+
+settings.register_profile("quick", max_examples=50, deadline=None)
+settings.register_profile("fuzz", max_examples=5000, deadline=None)
+settings.load_profile("quick")
 
 SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",

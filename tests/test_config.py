@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import config
@@ -415,7 +415,6 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(place=st.sampled_from(places(SHIPPED)), junk=JUNK, key=st.none() | st.text() | st.integers() | st.booleans())
 def test_junk_anywhere_raises_nothing_but_config_errors(place: tuple[Any, ...], junk: Any, key: Any) -> None:
     """Replace the value at a random place, or add a random key there."""
@@ -431,7 +430,6 @@ def test_junk_anywhere_raises_nothing_but_config_errors(place: tuple[Any, ...], 
         plans(parse(values["root"]), PLAIN_CPU)
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=st.text() | st.binary().map(lambda data: data.decode("latin-1")))
 def test_junk_text_raises_nothing_but_config_errors(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "junk.yaml"

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
@@ -205,7 +205,6 @@ def of(drawn: Sequence[tuple[float, float]], quantity: Quantity, scale: float = 
     return ratio(over, under, quantity, margin=0.1)
 
 
-@settings(deadline=None, max_examples=30)
 @given(rounds, quantities, st.randoms(use_true_random=False))
 def test_the_order_of_the_rounds_does_not_matter(drawn: list[Any], quantity: Quantity, random: Any) -> None:
     shuffled = list(drawn)
@@ -213,7 +212,6 @@ def test_the_order_of_the_rounds_does_not_matter(drawn: list[Any], quantity: Qua
     assert of(shuffled, quantity) == of(drawn, quantity)
 
 
-@settings(deadline=None, max_examples=30)
 @given(rounds, quantities, st.floats(0.5, 1000.0))
 def test_the_unit_does_not_matter(drawn: list[Any], quantity: Quantity, scale: float) -> None:
     plain, scaled = of(drawn, quantity), of(drawn, quantity, scale)
@@ -221,7 +219,6 @@ def test_the_unit_does_not_matter(drawn: list[Any], quantity: Quantity, scale: f
     assert (scaled.pairs, scaled.refused) == (plain.pairs, plain.refused)
 
 
-@settings(deadline=None, max_examples=30)
 @given(rounds, quantities)
 def test_swapping_the_arms_mirrors_the_decision(drawn: list[Any], quantity: Quantity) -> None:
     plain, swapped = of(drawn, quantity), of([(b, a) for a, b in drawn], quantity)
@@ -233,7 +230,6 @@ def test_swapping_the_arms_mirrors_the_decision(drawn: list[Any], quantity: Quan
     assert swapped.decision == MIRRORED.get(plain.decision, plain.decision)
 
 
-@settings(deadline=None, max_examples=30)
 @given(rounds, quantities, st.data())
 def test_refusing_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], quantity: Quantity, data: Any) -> None:
     sides = data.draw(st.lists(st.sampled_from(["", "", "", "arm", "reference", "both"]), max_size=len(drawn)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -38,7 +38,6 @@ def test_known_best_cuts(costs: list[float], parts: int, ends: list[int]) -> Non
     assert balanced(costs, parts) == ends
 
 
-@settings(max_examples=200, deadline=None)
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
 def test_no_other_cut_has_a_cheaper_costliest_part(costs: list[float], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
