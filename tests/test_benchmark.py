@@ -270,6 +270,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
     benchmark.run(parse(PARAMS), CPU_ONLY)
@@ -315,6 +316,7 @@ def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() ->
     assert without == {"tuned": {"bucket_mb=5": "it goes with the variant's parallelism, which baseline lacks"}}
 
 
+@pytest.mark.slow
 def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     (workspace / "broken.py").write_text("def net(**sizes):\n    raise RuntimeError('planted')\n")
     params = PARAMS | {"train": PARAMS["train"] | {"model": "broken:net"}}
@@ -340,6 +342,7 @@ def test_a_window_is_what_the_server_says(workspace: Path) -> None:  # noqa: ARG
     assert (window.measured_steps, answer["applied"]["gradient_accumulation"]) == (8, 4)
 
 
+@pytest.mark.slow
 def test_every_sample_is_of_a_fresh_process(workspace: Path) -> None:
     (workspace / "noted.py").write_text(
         "import os\nfrom torch import nn\n\n"
@@ -422,6 +425,7 @@ def test_what_happens_in_an_arm_is_seen_and_refused(workspace: Path) -> None:
     assert window.peak_memory_bytes
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_complete_rounds(workspace: Path) -> None:  # noqa: ARG001
     """As a terminal sends it: to the bench, to its server and to the arms."""
     alone = {"variants": {"baseline": {}}, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}

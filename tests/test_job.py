@@ -119,6 +119,7 @@ def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # 
         assert {"seed", "seconds", "cpu_utilization_percentage"} <= set(next(csv.DictReader(file)))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_done_again_gives_the_same_models(workspace: Path) -> None:  # noqa: ARG001
     first, again = train("baseline"), train("baseline")
     assert [run.model_sha256 for run in first.runs] == [run.model_sha256 for run in again.runs]
@@ -134,6 +135,7 @@ def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -
     assert abs(ddp.runs[0].test_correct - baseline.runs[0].test_correct) <= 3
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_what_the_baseline_trains_in_two_stages(workspace: Path) -> None:  # noqa: ARG001
     baseline = train("baseline", seeds=[3])
     output, _ = command("pipeline").communicate(timeout=300)
@@ -171,7 +173,10 @@ def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # 
     assert result.summary.samples_per_second is None
 
 
-@pytest.mark.parametrize("variant", ["baseline", "ddp", "pipeline"])
+@pytest.mark.parametrize(
+    "variant",
+    ["baseline", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.kills)],
+)
 def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, variant: str) -> None:  # noqa: ARG001
     whole = train(variant, epochs=3)
     results.result_file(variant).unlink()
@@ -203,8 +208,9 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
     ("variant", "asks", "code"),
     [
         ("baseline", lambda job: job.terminate(), 143),
-        ("ddp", lambda job: job.terminate(), 143),  # the launcher passes it on
-        ("ddp", lambda job: os.killpg(job.pid, signal.SIGINT), 130),  # a terminal and a container's init tell all
+        pytest.param("ddp", lambda job: job.terminate(), 143, marks=pytest.mark.slow),  # the launcher passes it on
+        # A terminal and a container's init tell all.
+        pytest.param("ddp", lambda job: os.killpg(job.pid, signal.SIGINT), 130, marks=pytest.mark.slow),
     ],
 )
 def test_a_job_that_is_asked_to_end_saves_where_it_is(
@@ -239,7 +245,9 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
     assert (run.model_sha256, run.test_loss, run.resumes) == (expected.model_sha256, expected.test_loss, 1)
 
 
-@pytest.mark.parametrize("variant", ["baseline", "ddp", "pipeline"])
+@pytest.mark.parametrize(
+    "variant", ["baseline", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "pipeline"))]
+)
 def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: str) -> None:  # noqa: ARG001
     configure(learning_rate=1e30, seeds=[0])
     diverging = command(variant)
@@ -286,7 +294,11 @@ if sys.orig_argv[2:4] == ["pipeline", "follow"]:
 
 @pytest.mark.parametrize(
     ("variant", "rate", "code", "heard"),
-    [("baseline", 0.05, 0, r"finished\n"), ("ddp", 0.05, 0, r"finished\n"), ("baseline", 1e30, 2, "")],
+    [
+        ("baseline", 0.05, 0, r"finished\n"),
+        pytest.param("ddp", 0.05, 0, r"finished\n", marks=pytest.mark.slow),
+        pytest.param("baseline", 1e30, 2, "", marks=pytest.mark.slow),
+    ],
 )
 def test_one_process_follows_a_job_and_hears_whether_it_finished(
     workspace: Path, variant: str, rate: float, code: int, heard: str
@@ -314,6 +326,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
     assert "The live mirror is still behind; `publish` completes it." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_memory_holds_no_imports(workspace: Path) -> None:  # noqa: ARG001
     script = (
         "import sys; from tests.test_job import *; from pipeline.measurement import Memory\n"
@@ -334,6 +347,7 @@ def test_ddp_of_one_process_is_left_out_and_said(workspace: Path) -> None:  # no
     assert (result.applied["parallelism"], result.world_size, list(result.left_out)) == ("none", 1, ["ddp"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_a_change_of_the_users_model_is_not_used(workspace: Path) -> None:
     def write(width: int) -> None:
         (workspace / "own_model.py").write_text(

@@ -198,7 +198,7 @@ def assert_none_left(leader: subprocess.Popen[bytes]) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("moment", [4, "joined", *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, 5))])
+@pytest.mark.parametrize("moment", [4, "joined", *(pytest.param(each, marks=pytest.mark.kills) for each in (2, 3, 5))])
 def test_ranks_end_with_a_launcher_that_is_killed(moment: int | str) -> None:
     """At the moment of so many processes: the launcher, two of the interpreter's own, and the ranks; or a little later,
     when they have met."""

@@ -119,6 +119,7 @@ def test_workers_outlive_the_signals_that_end_a_training_after_its_step(digits: 
         assert len(list(batches)) == 12
 
 
+@pytest.mark.slow
 def test_held_workers_do_nothing_until_a_batch_is_asked_for(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     done = multiprocessing.Value("i", 0)
     real = loader._Samples.__getitem__
@@ -145,6 +146,7 @@ def test_held_workers_do_nothing_until_a_batch_is_asked_for(digits: Dataset, mon
         made.hold()
 
 
+@pytest.mark.slow
 def test_held_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
     config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
     sources.fetch(config.fetch, tmp_path / "raw")

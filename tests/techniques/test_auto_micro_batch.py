@@ -191,6 +191,7 @@ def test_a_rank_that_runs_out_of_memory_in_its_own_update_leaves_no_other_waitin
     assert all(each.startswith("variants.tried: a process runs out of memory with a single sample") for each in said)
 
 
+@pytest.mark.slow
 def test_a_job_that_goes_on_does_not_decide_anew(
     workspace: Path,  # noqa: ARG001, F811
     monkeypatch: pytest.MonkeyPatch,
@@ -220,6 +221,7 @@ def test_a_job_that_goes_on_does_not_decide_anew(
     assert [run.model_sha256 for run in resumed.runs] == [run.model_sha256 for run in whole.runs]
 
 
+@pytest.mark.slow
 def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001, F811
     config = configure({"most": 8}, {"gradient_accumulation": "auto"})
     Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")

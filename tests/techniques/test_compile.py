@@ -56,6 +56,7 @@ def test_the_model_runs_as_one_generated_graph_and_learns_the_same(digits: Datas
     assert list(compiled.model_state.read()) == list(plain.model_state.read())
 
 
+@pytest.mark.slow
 @builds
 def test_max_autotune_does_without_cuda_graphs_on_a_cpu_and_learns_the_same(
     digits: Dataset, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +104,7 @@ def _counted_replays(replays: list[int]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @builds
 def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too(
     monkeypatch: pytest.MonkeyPatch,
@@ -136,6 +138,7 @@ def test_the_gradient_comes_from_generated_code() -> None:
     assert "CompiledFunction" not in type(model(batch()[0]).grad_fn).__name__
 
 
+@pytest.mark.slow
 @builds
 @pytest.mark.parametrize(
     "more",
@@ -181,6 +184,7 @@ def _steps(joined: World, applied: list[dict[str, Any]]) -> list[tuple[float, in
     return found
 
 
+@pytest.mark.slow
 @builds
 def test_two_ranks_compile_under_ddp_and_have_the_losses_of_one_device() -> None:
     applied = [{"compile": "default"}, {"compile": "default", "gradient_accumulation": 2, "channels_last": True}]
@@ -203,6 +207,7 @@ class _Changes(nn.Module):
         return 2 * logits if self.doubles else logits
 
 
+@pytest.mark.slow
 @builds
 def test_compiling_is_the_first_step_s_and_after_the_warm_up_it_is_refused(digits: Dataset) -> None:
     model = _Changes()
@@ -238,6 +243,7 @@ def test_a_model_that_is_not_one_graph_is_refused(digits: Dataset) -> None:
         training.advance(1)
 
 
+@pytest.mark.slow
 @builds
 def test_the_measured_ledger_knows_what_generated_code_takes(digits: Dataset) -> None:
     plain, compiled = (make_training(digits, compile=mode) for mode in ("none", "default"))
@@ -256,6 +262,7 @@ def test_what_it_takes_cannot_be_foreseen() -> None:
     assert not Compile.foreseen
 
 
+@pytest.mark.slow
 @builds
 def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Path) -> None:
     program = (

@@ -86,6 +86,7 @@ def test_a_training_goes_on_in_the_middle_of_an_epoch(digits: Dataset) -> None:
         training.batches.close()
 
 
+@pytest.mark.slow
 def test_a_choice_goes_before_train_placement_and_is_what_the_result_says(workspace: Path) -> None:  # noqa: ARG001, F811
     config = parse(
         test_job.PARAMS
@@ -113,6 +114,7 @@ def _run(config: Any, name: str) -> Any:
     return results.read(results.result_file(name), config)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> None:  # noqa: F811
     params = test_job.PARAMS | {
         "train": test_job.PARAMS["train"] | {"seeds": [0], "epochs": 200},

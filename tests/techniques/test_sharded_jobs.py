@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,28 @@ def train(name: str) -> Result:
     return results.read(results.result_file(name), config)
 
 
-@pytest.mark.parametrize("name", [name for name, values in VARIANTS.items() if "cpu_offload" not in values])
+@functools.cache
+def baseline() -> Result:
+    """The same for all."""
+    return train("baseline")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("fsdp", "tensor") else pytest.mark.slow)
+        for name, values in VARIANTS.items()
+        if "cpu_offload" not in values
+    ],
+)
 @pytest.mark.usefixtures("workspace")
 def test_a_job_of_each_ready_made_variant_trains_what_the_baseline_trains(name: str) -> None:
-    baseline, result = train("baseline"), train(name)
+    plain_result, result = baseline(), train(name)
     assert (result.backend, result.world_size) == ("gloo", 4 if name.endswith("replicas") else 2)
     assert result.left_out == {}
     assert result.applied["parallelism"] == name.partition("-")[0]
-    assert result.parameter_count == baseline.parameter_count
-    (run,), (plain,) = result.runs, baseline.runs
+    assert result.parameter_count == plain_result.parameter_count
+    (run,), (plain,) = result.runs, plain_result.runs
     assert run.steps == plain.steps
     assert run.train_loss == pytest.approx(plain.train_loss, rel=0.05 if "bf16" in name else 0.02)
     assert abs(run.test_correct - plain.test_correct) <= (8 if "bf16" in name else 3)
