@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,45 +12,32 @@ import pytest
 
 from tests.imports import imported, modules, own, tree
 
-LAYERS = (
-    {"config", "interpreter", "stats"},
-    {"results", "factories"},
-    {"environment", "distributed", "heap", "measurement", "sampling", "checkpoints"},
-    {"models", "data", "objectives", "optimizers", "verdicts"},
-    {"ablation", "detectors", "losses", "techniques", "tracking"},
-    {"evaluation"},
-    {"training"},
-    {"ledger", "flops"},
-    {"assembly", "records"},
-    {"arm", "job", "inference", "profiling", "verification"},
-    {"benchmark", "comparison"},
-    {"doctor", "gate", "listing", "report", "variant_sets"},
-    {"cli"},
-    {"__main__"},
-)
-"""Lowest first. A module imports only from lower layers; data, techniques and tracking are packages, free inside."""
-
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(set(modules()) - {"pipeline"})
+ROOMS = re.findall(r"^\| (\d+) \| (`.*?`) \|", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.MULTILINE)
+LAYERS = {name: int(number) for number, names in ROOMS for name in re.findall(r"`(\w+)", names)}
+"""Of each module or package at the top, as its readers see it, lowest first. A package is free inside."""
 
 
 def unit(module: str) -> str:
     return module.split(".")[1]
 
 
-def layer(module: str) -> int:
-    return next(index for index, units in enumerate(LAYERS) if unit(module) in units)
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down(module: str) -> None:
-    assert any(unit(module) in units for units in LAYERS), f"{module} has no layer yet: give it one above"
+    assert unit(module) in LAYERS, f"{module} has no room yet: give it one in docs/architecture.md"
     wrong = {
         other
         for other in own(imported(tree(module), module))
-        if unit(other) != unit(module) and layer(other) >= layer(module)
+        if unit(other) != unit(module) and LAYERS[unit(other)] >= LAYERS[unit(module)]
     }
     assert not wrong, f"{module} imports from its own or a higher layer: {sorted(wrong)}"
+
+
+def test_every_room_stands_once_and_in_order() -> None:
+    numbers = [int(number) for number, _ in ROOMS]
+    assert numbers == sorted(numbers)
+    assert sorted(LAYERS) == sorted({unit(module) for module in MODULES})
 
 
 def test_the_package_itself_imports_nothing() -> None:

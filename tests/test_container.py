@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Clone
+from tests.pages import commands
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,11 +76,9 @@ def test_the_images_source_holds_no_secret(remote: str, label: str) -> None:
     assert done.stdout.strip() == label
 
 
-def test_the_readmes_container_gets_the_gpus_and_keeps_the_checkouts_path() -> None:
+def test_the_page_s_container_gets_the_gpus_and_keeps_the_checkouts_path() -> None:
     """MLflow writes absolute paths into mlflow.db, which `make ui` on the host is to find."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [line] = re.findall(r"^\$ (docker run .*)$", readme, flags=re.MULTILINE)
-    *words, image = shlex.split(line)
+    [[*words, image]] = [each for each in commands(ROOT / "docs" / "containers.md") if each[:2] == ["docker", "run"]]
     following = dict(itertools.pairwise(words))
     assert {name: following[name] for name in ("--gpus", "--user", "--volume", "--workdir")} == {
         "--gpus": "all",

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +12,10 @@ import torch
 import yaml
 
 from pipeline.config import Machine, asked, load, plans
-from pipeline.techniques.activation_checkpointing import blocks
+from pipeline.techniques.activation_checkpointing import blocks as repeated
 from tests.conftest import ROOT, Clone
 from tests.outside import write_example_metadata
+from tests.pages import blocks, commands
 
 SMALL: dict[str, Any] = {
     "train.seeds": [0],
@@ -25,12 +23,6 @@ SMALL: dict[str, Any] = {
     "train.device": "cpu",
     "bench": {"max_rounds": 1, "window_seconds": 0.05},
 }
-
-
-def commands(readme: Path) -> list[list[str]]:
-    """Those of its console blocks, in order, without their comments."""
-    blocks = re.findall(r"```console\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
-    return [shlex.split(line[2:], comments=True) for block in blocks for line in block.splitlines() if line[:2] == "$ "]
 
 
 @pytest.mark.slow
@@ -112,8 +104,7 @@ def test_resnet_50_runs_from_its_seed_to_the_report_shrunk_to_what_a_cpu_can(clo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_technique_s_commands_train_verify_and_compare_it(clone: Callable[..., Clone]) -> None:
-    readme = (ROOT / "examples" / "own_technique" / "README.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    (shown,) = blocks(ROOT / "examples" / "own_technique" / "README.md", "yaml")
     variants = yaml.safe_load(shown)["variants"]
     assert list(variants) == ["baseline", "clipped"]
     checkout = clone(SMALL | {"variants": variants, "fetch.dataset": "digits", "train.batch_size": 32})
@@ -137,10 +128,10 @@ def test_the_technique_s_commands_train_verify_and_compare_it(clone: Callable[..
     assert "variants.clipped.extra.gradient_clipping: no technique 'gradient_clipping' is installed" in output
 
 
-def test_the_model_of_the_readme_has_a_block_for_the_variant_memory() -> None:
-    (shown,) = re.findall(r"```python\n(# my_models\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+def test_the_model_of_the_docs_has_a_block_for_the_variant_memory() -> None:
+    (shown,) = blocks(ROOT / "docs" / "your-job.md", "python")
     made: dict[str, Any] = {}
     exec(shown, made)
     model = made["mlp"](channels=1, height=8, width=8, classes=10, hidden=64)
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
-    assert len(list(blocks(model))) == 1
+    assert len(list(repeated(model))) == 1

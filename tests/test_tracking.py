@@ -62,6 +62,7 @@ from tests.factories import (
     make_results,
     make_run,
 )
+from tests.pages import blocks
 
 pytestmark = [  # what MLflow's own modules do as they are imported
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"),
@@ -1420,7 +1421,7 @@ def test_a_link_holds_no_password(uri: str, page: str) -> None:
     assert views.page(uri) == page
 
 
-def test_the_searches_of_the_readme_find_what_they_say(tmp_path: Path, empty_database: Path) -> None:
+def test_the_searches_of_the_docs_find_what_they_say(tmp_path: Path, empty_database: Path) -> None:
     measured = [each.model_copy(update={"device": "AMD EPYC 7B13"}) for each in make_results()]
     for each in measured:
         results.write(each, results.result_file(each.variant, tmp_path / "results"))
@@ -1428,8 +1429,7 @@ def test_the_searches_of_the_readme_find_what_they_say(tmp_path: Path, empty_dat
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     tracking.publish(make_params(measured), tmp_path)
 
-    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
-    [block] = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "search_runs" in block]
+    [block] = [block for block in blocks(PROJECT / "docs" / "mlflow.md", "python") if "search_runs" in block]
     preparation = block.partition("mlflow.search_runs")[0].replace("sqlite:///mlflow.db", stores.address(tmp_path))
     searches = [line for line in block.splitlines() if line.startswith("mlflow.search_runs")]
     program = f"{preparation}\nfound = [{', '.join(searches)}]\n"

@@ -2,7 +2,7 @@
 
 The model is saved as an exported program (MLflow's ``pt2``), not as a pickle: it needs no code of ours where it is
 loaded. Loading what was saved here runs no code but PyTorch's and MLflow's; loading what somebody else has put in its
-place can run anything. README says how to load without pickles, and what that does not keep out.
+place can run anything. docs/mlflow.md says how to load without pickles, and what that does not keep out.
 """
 
 from __future__ import annotations

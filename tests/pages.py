@@ -1,0 +1,22 @@
+"""What README.md and the pages under docs/ and examples/ show: their fenced blocks, and the commands in these."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (*DOCS, ROOT / "SECURITY.md", *sorted(ROOT.glob("examples/*/README.md")))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The texts of its fenced blocks of that language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Those of its console blocks, in order, without their comments; what && joins is one."""
+    lines = [line for block in blocks(page, "console") for line in block.splitlines()]
+    return [shlex.split(line[2:], comments=True) for line in lines if line.startswith("$ ")]

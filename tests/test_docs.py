@@ -1,0 +1,156 @@
+"""README.md and docs/*.md against what they speak of: commands, settings, links and files."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dvc.cli.parser import get_main_parser
+
+from pipeline.cli import _parser
+from pipeline.config import parse
+from pipeline.config.loading import read
+from tests.imports import tree
+from tests.pages import DOCS, PAGES, ROOT, blocks, commands
+
+PARAMS: dict[str, Any] = read(ROOT / "params.yaml")
+SECTIONS = set(PARAMS) - {"variants"}
+
+
+def in_line(page: Path) -> list[str]:
+    """Its code within sentences, links' texts among them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def simple_commands(page: Path) -> Iterator[list[str]]:
+    """Whatever a reader can copy, without variables that are set before it."""
+    sentences = [shlex.split(code) for code in in_line(page) if re.match(r"(python|make|dvc) [-\w]", code)]
+    for command in (*commands(page), *sentences):
+        for joined, words in groupby(command, key="&&".__eq__):
+            rest = list(words)
+            while rest and re.match(r"[A-Z_]+=", rest[0]):
+                del rest[0]
+            if rest and not joined:
+                yield rest
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def with_changes(values: Any, change: Any) -> Any:
+    """``values`` with those of ``change`` in their place; variants, whole, replace the others."""
+    if not isinstance(change, dict) or not isinstance(values, dict):
+        return change
+    changed = {key: each if key == "variants" else with_changes(values.get(key), each) for key, each in change.items()}
+    return values | changed
+
+
+def variants_of(page: Path) -> set[str]:
+    """The names that its commands may use."""
+    shown = (yaml.safe_load(block) for block in blocks(page, "yaml"))
+    return {"VARIANT", *PARAMS["variants"], *(name for each in shown for name in each.get("variants", {}))}
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_ones_that_there_are(page: Path) -> None:
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    for command in simple_commands(page):
+        match command:
+            case ["python", "-m", "pipeline", *arguments]:
+                parsed = vars(_parser().parse_args(arguments))
+                named = {parsed.get("variant"), *parsed.get("variants", [])} - {None}
+                assert named <= variants_of(page), command
+            case ["python", "-m", module, *_]:
+                path = ROOT.joinpath(*module.split("."))
+                assert path.is_dir() or path.with_suffix(".py").is_file(), command
+            case ["python", script, *_]:
+                assert (ROOT / script).is_file(), command
+            case ["cp" | "cat", *words]:
+                taken = [word.removeprefix("../pipeline/") for word in words if word.startswith("../pipeline/")]
+                assert all((ROOT / each).exists() for each in taken), command
+            case ["make", target, *_]:
+                assert target in targets(), command
+            case ["dvc", *arguments]:
+                parsed = vars(get_main_parser().parse_args(arguments))
+                for target in parsed["targets"] if parsed["cmd"] == "repro" else ():
+                    stage, _, variant = target.partition("@")
+                    assert stage in stages, command
+                    assert not variant or variant in variants_of(page), command
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_settings_are_ones_that_there_are(page: Path) -> None:
+    settings = parse(PARAMS)
+    changes: list[Any] = [yaml.safe_load(block) for block in blocks(page, "yaml")]
+    for code in in_line(page):
+        path, colon, value = code.partition(": ")
+        keys = path.split(".")
+        if keys[0] in SECTIONS and re.fullmatch(r"\w+(\.\w+)+(?<!\.json)", path):
+            functools.reduce(getattr, keys, settings)
+            if colon:
+                changes.append(functools.reduce(lambda inner, key: {key: inner}, keys[::-1], yaml.safe_load(value)))
+    for change in changes:
+        parse(with_changes(PARAMS, change))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {page.name for page in DOCS[1:]} == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", readme))
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_files_of_the_code_are_where_it_says(page: Path) -> None:
+    for code in in_line(page):
+        if re.fullmatch(r"(pipeline|tests|benchmarks|docker|examples|variants|docs)/[\w./-]*", code):
+            assert (ROOT / code).exists(), code
+
+
+def test_the_architecture_s_stages_are_those_of_dvc() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("## The stages")[2].partition("\n## ")[0]
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(stages)
+
+
+def test_the_hooks_of_the_page_are_ones_that_there_are() -> None:
+    page = (ROOT / "docs" / "adding-a-technique.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`.*?) \|", page, re.MULTILINE)))
+    assert "wrap_model" in named
+    (technique,) = (
+        each
+        for each in tree("pipeline.techniques.base").body
+        if isinstance(each, ast.ClassDef) and each.name == "Technique"
+    )
+    assert set(named) <= {each.name for each in technique.body if isinstance(each, ast.FunctionDef)}
