@@ -211,11 +211,7 @@ class _Play(TorchDispatchMode):
             elif not tensors:
                 target = UNDECIDED
         self._check(func, args, kwargs, tensors, places, target)
-        result = func(*args, **kwargs)
-        if func.namespace == "c10d" and func._opname not in ("send", "recv_"):
-            # NCCL's collectives follow the order of the calls, and what is to follow one is called at once.
-            (work,) = (each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject))
-            Work.unbox(work).wait()
+        result = _in_order(func, args, kwargs)
         if gpus.graph is not None:
             gpus.graph.note(func, args, kwargs, result)
         if target is not None or pinned:
@@ -266,6 +262,15 @@ class _Play(TorchDispatchMode):
                 raise RuntimeError(f"Expected all tensors to be on the same device, but found {apart} in {func}")
 
 
+def _in_order(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call it. As NCCL's collectives follow the order of the calls, what is to follow one is called by this thread."""
+    result = func(*args, **kwargs)
+    if func.namespace == "c10d" and func._opname not in ("send", "recv_"):
+        (work,) = (each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject))
+        Work.unbox(work).wait()
+    return result
+
+
 def _is_fake(types: Sequence[type]) -> bool:
     """Whether an operation is about tensors without values, which know their device."""
     return FakeTensor in types or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -292,7 +297,7 @@ class Traffic(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and kind not in ("wait_tensor", "wrap_tensor_autograd"):
             self.calls[kind] += 1
             self.bytes[kind] += sum(each.nbytes for each in tree_leaves(args[0]) if isinstance(each, torch.Tensor))
-        return func(*args, **(kwargs or {}))
+        return _in_order(func, args, kwargs or {})
 
 
 class _Graph:
@@ -417,6 +422,8 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
         torch.cuda: _cuda(gpus),
         torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": lambda file: Path(file).touch()},
         torch.cuda.nccl: {"is_available": lambda _: False},
+        # As if it could trace kernels: otherwise events of CUDA's own would time each operation.
+        torch.autograd.profiler: {"_supported_activities": lambda: [torch.profiler.ProfilerActivity.CUDA]},
         torch.accelerator: {
             "current_accelerator": lambda *_, **__: torch.device("cuda"),
             "current_stream": lambda *_: _Stream(),

@@ -1,4 +1,4 @@
-"""The whole way on real GPUs. `make test` skips these where there is none."""
+"""The whole way on GPUs. Where there is none, `make rehearse` has a CPU play two."""
 
 from __future__ import annotations
 

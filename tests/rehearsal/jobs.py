@@ -56,9 +56,11 @@ def job_of(variant: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def furnished(folder: Path, **train: Any) -> Config:
+def furnished(folder: Path, variants: dict[str, Any] | None = None, **train: Any) -> Config:
     """Make ``folder`` the checkout for which the stages that train are due; to be called there, as if on GPUs."""
     params = PARAMS | {"train": PARAMS["train"] | train}
+    if variants:
+        params |= {"variants": variants, "compare": {"baseline": next(iter(variants))}}
     (folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     if not (folder / "variants").exists():
         (folder / "variants").symlink_to(ROOT / "variants")
@@ -96,16 +98,20 @@ def watched(steps: list[Step]) -> Iterator[None]:
         yield
 
 
-def train(config: Config, name: str, machine: Machine) -> tuple[Result, list[Step]]:
+def train(config: Config, name: str, machine: Machine) -> list[Step]:
     """Train ``variants.<name>`` in this process, or as one of the processes that a launcher started."""
     steps: list[Step] = []
     with watched(steps):
         job.run(config, name, machine, PREPARED)
-    return results.read(results.result_file(name), config), steps
+    return steps
 
 
-def on_rank(config: Config, name: str, machine: Machine, folder: Path) -> Generator[Any, None, None]:
-    """The same on a forked rank."""
+def result_of(config: Config, name: str) -> Result:
+    return results.read(results.result_file(name), config)
+
+
+def on_rank(config: Config, name: str, machine: Machine, folder: Path) -> Generator[list[Step], None, None]:
+    """``train`` on a forked rank."""
     os.chdir(folder)
     torch.set_num_threads(1)
     yield train(config, name, machine)

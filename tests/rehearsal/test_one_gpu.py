@@ -12,7 +12,7 @@ from pipeline import environment
 from pipeline.config import CATALOGUE, ConfigError, asked, entry, parse, plan
 from pipeline.results import Result
 from tests.as_if_cuda import NAME, as_if_cuda
-from tests.rehearsal.jobs import READY_MADE, SETS, STEPS, furnished, job_of, offered, train
+from tests.rehearsal.jobs import READY_MADE, SETS, STEPS, furnished, job_of, offered, result_of, train
 
 WAITS = {
     "low_bit_optimizer": "bitsandbytes waits after each parameter",
@@ -41,7 +41,9 @@ def _gpu(
 def baseline(folder: Path) -> Result:
     with pytest.MonkeyPatch.context() as patch, as_if_cuda():
         patch.chdir(folder)
-        return train(furnished(folder), "baseline", environment.machine())[0]
+        config = furnished(folder)
+        train(config, "baseline", environment.machine())
+        return result_of(config, "baseline")
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -57,7 +59,8 @@ def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
         with suppress(ConfigError):
             assert not asked(plan(alone, variant, machine).applied)
         return
-    result, steps = train(config, variant, machine)
+    steps = train(config, variant, machine)
+    result = result_of(config, variant)
     assert (result.device, result.backend, len(steps)) == (NAME, None, STEPS)
     techniques = asked(config.variants[variant])
     if all(each.changes != "statistics" for each in techniques):

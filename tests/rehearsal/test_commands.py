@@ -1,0 +1,141 @@
+"""The commands beside ``train``, on GPUs that a CPU plays; ``doctor`` and ``verify`` are steps of gpu-check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from pipeline import environment, inference, ledger, profiling, results
+from pipeline.arm import PRELOAD, Measured, _measure
+from pipeline.config import Config, plan
+from pipeline.distributed import forked
+from tests.as_if_cuda import NAME, Gpus, as_if_cuda
+from tests.rehearsal.jobs import READY_MADE, SETS, furnished, job_of, result_of, train
+from tests.workspaces import PREPARED
+
+STEPS = 6
+ALONE = ("none", "data_parallel")
+SINGLE = [each for each in READY_MADE if SETS[each[0]][each[1]].get("parallelism", "none") in ALONE]
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    monkeypatch.chdir(tmp_path)
+    with as_if_cuda(2) as played:
+        yield played
+
+
+def configure(**variants: Any) -> Config:
+    changes: dict[str, Any] = {}
+    for variant in variants.values():
+        changes |= job_of(variant)
+    return furnished(Path.cwd(), variants=variants, **changes)
+
+
+def check(measured: Measured | None) -> Measured:
+    assert measured is not None
+    assert measured.device == NAME
+    assert measured.window.measured_steps == STEPS
+    assert measured.window.peak_memory_bytes
+    assert measured.flops is not None
+    assert measured.flops.model_per_sample > 0
+    return measured
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [pytest.param(*each, marks=() if each[1] in ("stacked", "graphed") else pytest.mark.slow) for each in SINGLE],
+)
+def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str) -> None:
+    config = configure(**{variant: SETS[name][variant]})
+    made = plan(config, variant, environment.machine())
+    arm = _measure(config, made, PREPARED, environment.read(), STEPS, True)
+    next(arm)
+    arm.send(STEPS)
+    measured = check(arm.send(None))
+    if made.applied.cuda_graph or made.applied.compile in ("reduce-overhead", "max-autotune"):
+        assert measured.ledgers is None
+    else:
+        assert measured.ledgers is not None
+        assert measured.ledgers.measured.peak_bytes == measured.window.peak_memory_bytes
+        assert (measured.ledgers.predicted is None) is (measured.ledgers.why_not_predicted is not None)
+    assert next(arm, None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("name", "variant"), [("ddp", "ddp"), ("sharded", "fsdp"), ("pipeline", "pipeline-1f1b")])
+def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
+    config = configure(**{variant: SETS[name][variant]})
+    made = plan(config, variant, environment.machine())
+    arguments = (config, made, PREPARED.resolve(), environment.read(), STEPS, True)
+    with forked(_measure, arguments, 2, preload=PRELOAD) as ask:
+        ask(None)
+        ask(STEPS)
+        measured = check(ask(None)[0])
+    assert (measured.backend, measured.world_size) == ("nccl", 2)
+    assert measured.ledgers is not None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpus")
+def test_a_trained_model_is_measured_in_the_forms_that_can_be_made() -> None:
+    config, machine = configure(baseline={}), environment.machine()
+    train(config, "baseline", machine)
+    inference.run(config, "baseline", machine, PREPARED)
+    found = json.loads(results.inference_file("baseline", "json").read_text(encoding="utf-8"))["forms"]
+    on_gpu = {form["name"]: form for form in found if form["device_type"] == "cuda"}
+    assert {form["name"] for form in found if form["device_type"] == "cpu"} == set(on_gpu)
+    for name in ("eager", "bf16", "fp16", "exported"):
+        assert on_gpu[name]["measured"], on_gpu[name]["why_not"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpus")
+def test_two_ranks_are_profiled() -> None:
+    config = configure(ddp=SETS["ddp"]["ddp"])
+    profiling.run(config, "ddp", environment.machine(), PREPARED)
+    found = json.loads((results.profile_directory("ddp") / "profile.json").read_text(encoding="utf-8"))
+    assert (found["device"], found["backend"], len(found["ranks"])) == (NAME, "nccl", 2)
+    assert found["has_memory_snapshot"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpus")
+def test_memory_is_foreseen_for_every_ready_made_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = {name: values for variants in SETS.values() for name, values in variants.items()}
+    variants = {
+        name: values for name, values in whole.items() if values.keys().isdisjoint({"optimizer_state", "replicas"})
+    }
+    ledger.show(configure(**variants), environment.machine(), [], PREPARED, memory="80GiB")
+    said = capsys.readouterr().out
+    assert all(name in said for name in variants)
+
+
+def test_as_many_micro_batches_as_the_memory_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    peaks = {}
+    for memory_bytes in (1 << 30, 500_000):
+        with as_if_cuda(memory_bytes=memory_bytes) as played:
+            config = configure(tried={"gradient_accumulation": "auto"})
+            train(config, "tried", environment.machine())
+            peaks[result_of(config, "tried").micro_batches] = played.peaks[0]
+    assert min(peaks) == 1
+    assert peaks[1] > 500_000 >= peaks[max(peaks)]
+
+
+def test_a_gpu_that_throttles_is_refused(gpus: Gpus) -> None:
+    config = configure(baseline={})
+    reasons = {pynvml.nvmlClocksEventReasonSwPowerCap: False, pynvml.nvmlClocksEventReasonSwThermalSlowdown: True}
+    for bits, refused in reasons.items():
+        gpus.throttling = bits
+        train(config, "baseline", environment.machine())
+        (run,) = result_of(config, "baseline").runs
+        assert any("GPU throttled (software thermal slowdown)" in reason for reason in run.refusals) is refused
+        assert run.samples_per_second is None or not refused

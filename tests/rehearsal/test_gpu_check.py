@@ -1,0 +1,55 @@
+"""``make gpu-check`` on two GPUs that a CPU plays, from its doctor to its verify."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check, transfers
+from benchmarks.gpu_check import Step
+from pipeline import config
+from tests.as_if_cuda import NAME, as_if_cuda
+from tests.conftest import ROOT
+
+PYTHON = """#!/bin/sh
+# A python whose pipeline sees two GPUs; "$0" is what it starts others with.
+case "$1 $2" in
+    "-m pipeline"*) shift; exec {python} -m tests.rehearsal.played "$0" "$@";;
+esac
+exec {python} "$@"
+"""
+
+
+@pytest.mark.slow
+def test_what_gpus_send_each_other_arrives() -> None:
+    with as_if_cuda(2):
+        rows = transfers.measure("cuda", 2, sizes=(4, 4096))
+    assert [row.what for row in rows] == [
+        *("copy, device to device", "copy, host to device") * 2,
+        *("all-reduce, 2 by nccl",) * 2,
+    ]
+
+
+@pytest.mark.rehearsal
+def test_all_holds_on_two_gpus_but_what_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the GPU tests, which `make rehearse` runs beside this one, and bytes by the gigabyte."""
+    work, report, python = tmp_path / "work", tmp_path / "report.md", tmp_path / "bin" / "python"
+    gpu_check.copied(work)
+    python.parent.mkdir()
+    python.write_text(PYTHON.format(python=sys.executable), encoding="utf-8")
+    python.chmod(0o755)
+    with as_if_cuda(2), monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        values = gpu_check.settings(config.load(ROOT / "params.yaml"), rehearse=True)
+        planned = list(gpu_check.steps_of(values, {"fsdp": {"parallelism": "fsdp"}}, rehearse=True))
+        steps = [replace(step, limit=3600) for step in planned if step.name not in ("GPU tests", "transfers")]
+        steps.insert(-1, Step("variant unknown", (str(python), "-m", "pipeline", "train", "unknown"), 3600))
+        failed = gpu_check.check(steps, work, report, rehearse=True)
+    text = report.read_text(encoding="utf-8")
+    assert failed == 1, text
+    assert [line.split(" |")[0].strip("| ") for line in text.splitlines() if "| no " in line] == ["variant unknown"]
+    assert "## verify\n" in text
+    assert text.count(NAME) > 1

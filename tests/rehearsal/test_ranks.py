@@ -1,0 +1,135 @@
+"""Every ready-made parallel variant on several GPUs that a CPU plays: what its steps send, and that none waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline import environment
+from pipeline.config import Variant, entry
+from pipeline.distributed import forked
+from pipeline.results import Result
+from tests.as_if_cuda import NAME, as_if_cuda
+from tests.rehearsal.jobs import PARAMS, READY_MADE, SETS, Step, furnished, job_of, offered, on_rank, result_of
+
+Sent = dict[str, tuple[int, int]]
+
+SETTLED = 5
+"""The step from which all are alike: buckets are arranged, stages know each other, all that begins late has begun."""
+BYTES = 4 * 15_100
+"""Of the net's parameters, and of their gradients."""
+REDUCED: Sent = {"allreduce": (1, BYTES)}
+HALVED: Sent = {"allreduce": (1, BYTES // 2)}
+STAGES: tuple[Sent, ...] = tuple(dict.fromkeys(("send", "recv"), (8, 8 * 4 * cut * 4)) for cut in (320, 80, 50))
+"""Eight micro-batches of 4 samples of so many values, and their gradients; where the cut is, is measured."""
+GATHERED_TWICE: Sent = {"allgather_base": (6, 2 * BYTES), "reduce_scatter_base": (3, BYTES // 2)}
+"""Three units, for the forward and for the backward pass; of what is scattered a rank gets half."""
+SENT: dict[str, tuple[Sent, ...]] = {
+    **dict.fromkeys((name for name in SETS["ddp"]), (REDUCED,)),
+    "ddp-fp16-compression": (HALVED,),
+    "ddp-bf16-compression": (HALVED,),
+    "ddp-powersgd": ({"allreduce": (3, 6_440)},),  # vectors as they are, then both factors of rank 2
+    "ddp-post-local-sgd": ({}, REDUCED),
+    # Two norms: mean, deviation and count of each rank, and two sums backward; the smaller net's gradients.
+    "ddp-sync-batchnorm": ({"allgather": (2, 400), "allreduce": (3, 7_976)},),
+    "pipeline-1f1b": STAGES,
+    "pipeline-gpipe": STAGES,
+    "pipeline-checkpointed": STAGES,
+    "zero1": (REDUCED | {"broadcast": (8, BYTES)},),
+    "fsdp": (GATHERED_TWICE,),
+    "fsdp-kept": ({"allgather_base": (3, BYTES), "reduce_scatter_base": (3, BYTES // 2)},),
+    "fsdp-bf16": ({"allgather_base": (6, BYTES), "reduce_scatter_base": (3, BYTES // 2)},),
+    "fsdp-offloaded": (GATHERED_TWICE,),
+    "fsdp-checkpointed": (GATHERED_TWICE,),
+    "tensor": ({"all_reduce": (2, 32 * (80 + 10) * 4)},),  # the gradient of what enters the pair, and what leaves it
+}
+"""What a step on each of two ranks sends, or one of several: kind of collective -> how often, how many bytes."""
+
+WAITS = ("sync_batchnorm", "powersgd", "cpu_offload")
+"""Techniques whose steps wait, as their ``costs`` say."""
+LARGER = [
+    ("pipeline", "pipeline-x-ddp", 4),
+    ("sharded", "fsdp-replicas", 4),
+    ("sharded", "tensor-replicas", 4),
+    ("sharded", "fsdp-replicas", 8),
+    ("ddp", "ddp", 8),
+]
+QUICK = ("ddp", "fsdp", "pipeline-1f1b")
+PARALLEL = [
+    pytest.param(name, variant, marks=() if variant in QUICK else pytest.mark.slow)
+    for name, variant in READY_MADE
+    if variant in SENT
+]
+
+
+def run(folder: Path, name: str, variant: str, gpus: int) -> tuple[Result, list[list[Step]]]:
+    """Train on ``gpus`` ranks, as a launcher starts them; what each rank saw. No GPU: on the CPU."""
+    ranks = gpus or 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if not gpus:
+            return _run(folder, name, variant, ranks)
+        with as_if_cuda(gpus):
+            return _run(folder, name, variant, ranks)
+
+
+def _run(folder: Path, name: str, variant: str, ranks: int) -> tuple[Result, list[list[Step]]]:
+    machine, values = environment.machine(), SETS[name][variant]
+    samples = PARAMS["train"]["batch_size"] // (2 if "scaling" in values else 1)  # of each rank
+    furnished(folder, **job_of(values) | {"batch_size": samples})
+    config = offered(name, variant, machine)
+    assert config is not None, f"{variant} is not offered"
+    preload = ["pipeline.training", "torch._dynamo", "tests.as_if_cuda"]
+    with forked(on_rank, (config, variant, machine, folder), ranks, preload=preload) as ask:
+        steps = ask(None)
+    return result_of(config, variant), steps
+
+
+@pytest.mark.parametrize(("name", "variant"), PARALLEL)
+def test_two_ranks_send_what_they_must_and_wait_for_nothing(name: str, variant: str, tmp_path: Path) -> None:
+    result, ranks = run(tmp_path, name, variant, 2)
+    assert (result.device, result.backend, result.world_size) == (NAME, "nccl", 2)
+    applied = Variant.model_validate(result.applied)
+    waiting = [each for each in WAITS if entry(each).asked(applied)]
+    for steps in ranks:
+        assert len(steps) == 16
+        for step in steps[SETTLED:]:
+            assert step.sent in SENT[variant]
+            assert bool(step.waits) is bool(waiting), step.waits
+    assert [step.sent for step in ranks[0][SETTLED:]] == [step.sent for step in ranks[1][SETTLED:]]
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize(("name", "variant"), [(each.values[0], each.values[1]) for each in PARALLEL])
+def test_gpus_send_what_cpus_send(name: str, variant: str, tmp_path: Path) -> None:
+    values = SETS[name][variant]
+    if values.get("sync_batchnorm") or values.get("cpu_offload"):
+        pytest.skip("a CPU has it not")
+    both = []
+    for gpus in (0, 2):
+        (tmp_path / str(gpus)).mkdir()
+        both.append(run(tmp_path / str(gpus), name, variant, gpus)[1])
+    for on_cpu, on_gpu in zip(*both, strict=True):
+        if name == "pipeline":  # where the cut is, is measured
+            assert all(step.sent in STAGES for step in (*on_cpu[SETTLED:], *on_gpu[SETTLED:]))
+        else:
+            assert [step.sent for step in on_gpu] == [step.sent for step in on_cpu]
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize(("name", "variant", "gpus"), LARGER)
+def test_four_and_eight(name: str, variant: str, gpus: int, tmp_path: Path) -> None:
+    result, ranks = run(tmp_path, name, variant, gpus)
+    assert (result.backend, result.world_size) == ("nccl", gpus)
+    assert not [line for steps in ranks for step in steps[SETTLED:] for line in step.waits]
+
+
+def test_what_waits_says_so() -> None:
+    assert all("wait" in entry(name).costs for name in WAITS)
+
+
+def test_every_variant_of_several_processes_is_run() -> None:
+    alone = ("none", "data_parallel")
+    several = {each for name, each in READY_MADE if SETS[name][each].get("parallelism", "none") not in alone}
+    assert several == {*SENT, *(variant for _, variant, _ in LARGER)}
