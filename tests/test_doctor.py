@@ -135,10 +135,14 @@ def test_names_that_stand_for_nothing() -> None:
     ("train", "error"),
     [
         ({"model": "my_nets:net", "loss": "my_nets:net", "metric": "my_nets:net"}, None),
-        ({"model": "resnet18"}, None),
+        pytest.param({"model": "resnet18"}, None, marks=pytest.mark.slow),
         ({"model": "resnet81"}, "train.model: found 'resnet81'; did you mean resnet18"),
-        ({"model": "my_nets:nets"}, "my_nets.py has no 'nets'. Did you mean net?"),
-        ({"metric": "scores:top"}, "train.metric: found 'scores:top', but there is no module 'scores'"),
+        pytest.param({"model": "my_nets:nets"}, "my_nets.py has no 'nets'. Did you mean net?", marks=pytest.mark.slow),
+        pytest.param(
+            {"metric": "scores:top"},
+            "train.metric: found 'scores:top', but there is no module 'scores'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_names_are_looked_up(

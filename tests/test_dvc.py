@@ -65,6 +65,7 @@ def test_what_is_measured_depends_on_the_environment_the_data_its_code_and_its_p
         ]
 
 
+@pytest.mark.slow
 def test_a_section_that_is_left_out_has_its_defaults(clone: Callable[..., Clone]) -> None:
     lacking = clone()
     params = lacking.path / "params.yaml"
@@ -110,6 +111,7 @@ def test_a_value_set_for_an_experiment_reaches_params_yaml_and_leaves_its_commen
     assert after.count("#") == before.count("#")
 
 
+@pytest.mark.slow
 def test_dvc_sees_another_environment_and_only_that(clone: Callable[..., Clone]) -> None:
     again = clone()
     locks = []

@@ -96,7 +96,8 @@ def _verify(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "do", [_train, _measure_as_bench_and_gate_do, _verify, pytest.param(_profile, marks=pytest.mark.slow)]
+    "do",
+    [_train, *(pytest.param(do, marks=pytest.mark.slow) for do in (_measure_as_bench_and_gate_do, _verify, _profile))],
 )
 def test_ranks_of_one_host_listen_to_nobody_else(config: Config, do: Callable[[Config], None]) -> None:
     with watched() as found:
@@ -198,7 +199,14 @@ def assert_none_left(leader: subprocess.Popen[bytes]) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("moment", [4, "joined", *(pytest.param(each, marks=pytest.mark.kills) for each in (2, 3, 5))])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(4, marks=pytest.mark.slow),
+        "joined",
+        *(pytest.param(each, marks=pytest.mark.kills) for each in (2, 3, 5)),
+    ],
+)
 def test_ranks_end_with_a_launcher_that_is_killed(moment: int | str) -> None:
     """At the moment of so many processes: the launcher, two of the interpreter's own, and the ranks; or a little later,
     when they have met."""
@@ -212,6 +220,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(moment: int | str) -> None:
     assert_none_left(launcher)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_bench_that_is_killed(config: Config) -> None:  # noqa: ARG001
     bench = subprocess.Popen([sys.executable, "-c", MEASURE], stdout=subprocess.PIPE, start_new_session=True)
     assert bench.stdout is not None

@@ -372,7 +372,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return parse(params)
 
 
-@pytest.mark.parametrize("variant", ["baseline", "ddp"])
+@pytest.mark.parametrize("variant", ["baseline", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_the_stage_writes_a_profile_a_page_and_a_trace(workspace: Config, variant: str) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {variant: {"bitsandbytes"}}})
     command = [sys.executable, "-m", "pipeline", "profile", variant]
@@ -405,6 +405,7 @@ def test_the_stage_writes_a_profile_a_page_and_a_trace(workspace: Config, varian
     assert StepTimes.of(found.times()).model_dump() == values["ranks"][0], "the table is the trace's"
 
 
+@pytest.mark.slow
 def test_a_profile_under_weak_scaling_trains_long_enough_for_its_warm_up(workspace: Config) -> None:
     values = workspace.model_dump(mode="json")
     values["train"]["warmup_steps"] = 400  # an epoch has half as many steps as that of a single device

@@ -106,8 +106,3 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     assert list(stored.values()) == [RUNS]
     assert models(checkout)["ddp"] == weights["ddp"]
     assert re.search(r"reports/metrics/memory\.json +train_seconds ", checkout.run("dvc", "metrics", "diff"))
-
-    # Another environment: everything that was measured is measured again.
-    other = checkout.run("dvc", "repro", "train@baseline", MALLOC_ARENA_MAX="1")
-    assert trained(other) == ["baseline"]
-    assert models(checkout)["baseline"] == weights["baseline"]

@@ -714,6 +714,7 @@ def test_a_followed_training_is_seen_live_and_adopted_whole(root: Path) -> None:
             assert [(p.step, p.value) for p in mine] == [(p.step, p.value) for p in theirs]
 
 
+@pytest.mark.slow
 def test_a_training_that_dies_leaves_killed_runs_that_its_successor_replaces(root: Path) -> None:
     (root / "results/ddp.json").unlink()
     with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
@@ -731,6 +732,7 @@ def test_a_training_that_dies_leaves_killed_runs_that_its_successor_replaces(roo
     assert "ddp-seed0" not in live_runs(root)
 
 
+@pytest.mark.slow
 def test_a_history_that_is_rewritten_is_mirrored_anew(root: Path) -> None:
     with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
         assert follower.stdin
@@ -760,6 +762,7 @@ def test_rows_count_as_read_only_once_they_were_taken(tmp_path: Path) -> None:
         tail.read(final=True)
 
 
+@pytest.mark.slow
 def test_the_follower_keeps_trying_but_warns_once_and_ends_with_the_training(
     root: Path, junk_server: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1421,6 +1424,7 @@ def test_a_link_holds_no_password(uri: str, page: str) -> None:
     assert views.page(uri) == page
 
 
+@pytest.mark.slow
 def test_the_searches_of_the_docs_find_what_they_say(tmp_path: Path, empty_database: Path) -> None:
     measured = [each.model_copy(update={"device": "AMD EPYC 7B13"}) for each in make_results()]
     for each in measured:

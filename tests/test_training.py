@@ -19,6 +19,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.detectors import Detector, Refusal
 from pipeline.distributed import WorkerError, World
 from pipeline.losses import DeviceLosses, NonFiniteLoss
+from pipeline.optimizers import learning_rate
 from pipeline.results import HistoryRow
 from pipeline.training import Training
 from tests.nets import ALONE, conv_net, make_plan
@@ -92,6 +93,14 @@ def test_a_run_learns_and_tells_its_history(digits: Dataset) -> None:
     assert seconds == sorted(seconds)
     last_epoch = [(row, row.step - before.step) for before, row in pairwise(rows) if row.epoch > 1]
     assert training.epoch_loss == pytest.approx(sum(row.train_loss * steps for row, steps in last_epoch) / per_epoch)
+
+
+def test_each_step_takes_the_learning_rate_of_its_number(digits: Dataset) -> None:
+    training, taken = make_training(digits), []
+    training.optimizer.register_step_pre_hook(lambda optimizer, *_: taken.append(optimizer.param_groups[0]["lr"]))
+    training.advance(5)
+    assert taken == [learning_rate(training.train, step, training.total_steps) for step in range(5)]
+    assert len(set(taken)) == 5
 
 
 def test_steps_after_the_warm_up_are_measured(digits: Dataset) -> None:

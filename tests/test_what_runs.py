@@ -146,6 +146,7 @@ def test_what_a_number_depends_on_runs_again_what_runs_it(
     assert due(checkout) == expected
 
 
+@pytest.mark.slow
 def test_a_new_technique_runs_nothing_again_until_a_variant_asks_for_it(checkout: Clone) -> None:
     new = checkout.path / "new.py"
     new.write_text("VALUE = 1\n")

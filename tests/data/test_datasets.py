@@ -330,7 +330,7 @@ def test_limits_of_an_image_folder_spare_the_decoding(make_folder: MakeFolder, t
     assert len(joined(decoded.test)[0]) == 2
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_broken_image_is_named_and_fatal(workers: int, make_folder: MakeFolder, tmp_path: Path) -> None:
     folder = make_folder(per_class=60)
     broken = folder / "train" / "digit-1" / "4.jpg"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -149,7 +150,9 @@ def test_the_gradient_comes_from_generated_code() -> None:
         {"precision": "bf16", "gradient_accumulation": 2, "channels_last": True, "activation_checkpointing": 0.5},
     ],
 )
-def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any]) -> None:
+def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs that the compiler would be given, forward and backward, run by PyTorch."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     nets = [conv_net(norm=True) for _ in range(2)]
     plain, compiled = (
         make_training(digits, model=nets[0], **more),

@@ -48,6 +48,7 @@ def test_two_ranks_train_as_one_device_with_half_of_everything_each(digits: Data
         assert ranks[0].straight_sha256 == found[0][0].straight_sha256
 
 
+@pytest.mark.slow
 def test_three_ranks_whose_shares_are_uneven_train_as_one_device(digits: Dataset) -> None:
     train = TRAIN.model_copy(update={"batch_size": 36})
     cases = [{"parallelism": "ddp"}, {"parallelism": "zero1"}, FSDP, FSDP | {"gradient_accumulation": 2}]
@@ -59,6 +60,7 @@ def test_three_ranks_whose_shares_are_uneven_train_as_one_device(digits: Dataset
                 assert alone.parameter_bytes / 3 < rank.parameter_bytes < alone.parameter_bytes / 2
 
 
+@pytest.mark.slow
 def test_adamw_and_batchnorm_resume_exactly(digits: Dataset) -> None:
     train = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.005})
     net = partial(conv_net, norm=True, dropout=True)
@@ -75,6 +77,7 @@ def test_adamw_and_batchnorm_resume_exactly(digits: Dataset) -> None:
             assert rank.parameter_bytes == alone.parameter_bytes / 2
 
 
+@pytest.mark.slow
 def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None:
     cases = [FSDP | {"replicas": 2}, FSDP | {"replicas": 2, "gradient_accumulation": 2}]
     alone, found = alone_and_on_ranks(digits, conv_net, cases, size=4)

@@ -289,7 +289,7 @@ def _resumed(joined: World, dataset: Dataset, stop_after: int) -> tuple[bool, li
     return same, sorted(one), (_bytes(whole), _bytes(again))
 
 
-@pytest.mark.parametrize("stop_after", [7, 44])
+@pytest.mark.parametrize("stop_after", [7, pytest.param(44, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_cut_as_it_was_and_ends_with_the_same_weights_to_the_last_bit(
     digits: Dataset, stop_after: int
 ) -> None:

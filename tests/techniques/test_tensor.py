@@ -78,6 +78,7 @@ def test_a_transformer_s_mlps_are_cut(digits: Dataset) -> None:
         assert rank.resumed_sha256 == rank.straight_sha256 == accumulated[0].straight_sha256
 
 
+@pytest.mark.slow
 def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None:
     cases = [TENSOR | {"replicas": 2}, TENSOR | {"replicas": 2, "gradient_accumulation": 2, "channels_last": True}]
     alone, found = alone_and_on_ranks(digits, plain_headed_net, cases, size=4)

@@ -121,6 +121,7 @@ def _resumed(joined: World, dataset: Dataset) -> tuple[str, str]:
     return weights(whole), weights(resumed)
 
 
+@pytest.mark.slow
 def test_a_share_of_eight_bits_a_value_is_resumed_to_the_last_bit(digits: Dataset) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra low-bit")
     for whole, resumed in run_ranks(_resumed, digits):
