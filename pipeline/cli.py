@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
     memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
-    verify = add("verify", _verify, "Prove on this model and data what the comparison rests on, in a minute or so.")
+    verify = add("verify", _verify, "Prove on this model and data what the comparison rests on, in minutes.")
     verify.epilog = "Ends with 1 if a claim does not hold, else with 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")

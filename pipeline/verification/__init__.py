@@ -42,11 +42,14 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
                 f"{config.train.batch_size} samples. The model {said(verifier.nature)}.\n"
             )
             print(words.heading(width), flush=True)
+        total = sum(map(verifier.count, names))
+        print(f"verify: {total} claims; how long they take is estimated from the first", file=sys.stderr, flush=True)
         for name in names:
             for claim in verifier.claims(name):
                 claims.append(claim)
                 if not as_json:
                     print("\n".join(words.lines(claim, width)), flush=True)
+                print(words.progress(len(claims), total, time.monotonic() - started), file=sys.stderr, flush=True)
         about |= {"steps": verifier.steps, "draws": verifier.nature.draws, "mixes": verifier.nature.mixes}
     seconds = time.monotonic() - started
     print(words.as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else words.summary(claims, seconds))

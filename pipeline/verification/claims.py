@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,26 +21,45 @@ from pipeline.assembly import planned
 from pipeline.config import Config, ConfigError, Entry, Machine, Plan, Variant
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError
-from pipeline.verification.natures import Nature, keep_still, nature
-from pipeline.verification.observing import EPOCHS, PLAIN_SGD, Observed, Task, first_images, miniature, observer
+from pipeline.verification.natures import Nature, keep_still, nature, statistics
+from pipeline.verification.observing import (
+    EPOCHS,
+    PLAIN_SGD,
+    STATISTICS,
+    STATISTICS_BATCHES,
+    Observed,
+    Task,
+    first_images,
+    miniature,
+    observer,
+)
 
 FLOAT32 = 2.0**-24
 """Its unit roundoff."""
-SUM_ROUNDOFFS = 2.0**11
-"""In float32, by how many roundoffs a gradient may differ when its sum is taken in another order. A sum of k terms is
-off by about sqrt(k) roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error
-Analysis", 2019); k, samples times pixels, comes to some 10^5 here, and terms of both signs cancel in part."""
-PRODUCT_ROUNDOFFS = 2.0**5
-"""In a coarser format, by how many of its roundoffs: each layer rounds activations and their gradients once, errors of
-n independent layers add up like sqrt(n), and sums are kept in float32. Enough for a thousand layers."""
+LEAST = 2.0**11 * FLOAT32
+"""What any sum in float32 may differ by, relative, when it is taken in another order. One of k terms is off by about
+sqrt(k) roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019);
+k, samples times pixels, comes to some 10^5 here, and terms of both signs cancel in part."""
+KERNEL_ROUNDOFFS = 2.0**5
+"""By how many float32 roundoffs, at most, another kernel of a layer gives other values; on CPUs it is some 10."""
+DRAWS = 2
+"""So often the reference is trained with noise of the size of the rounding in question; the farthest counts."""
+FACTOR = 2.0
+"""How many times as far as this noise may such rounding carry a training."""
+CLEAR = 2.0
+"""A bound says something if a fault that is planted in the reference goes so many times as far, or farther."""
+RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3})
+"""Of a ``Task``, tried in turn: all steps at the job's learning rate, then few at a smaller one. From step to step a
+training carries errors farther, some beyond all bounds."""
 SMALL_TENSOR = 0.1
 """Of a gradient that nearly cancels, only rounding is left: differences count relative to this share of the root mean
 square over all tensors, at least."""
-NOISE_DRAWS = 2.0
-"""How many times as far as one error in the gradients, drawn at random, may another of its size carry the training."""
 
-_NO_REFERENCE = "nothing to hold it against, as the training without it fails"
+Distance = Callable[[Observed, Observed], float]
+
 STILL = "with dropout off and BatchNorm's statistics fixed"
+UNTRIED, UNTOLD, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
+_NO_REFERENCE = "the training without it, which it would be held against, fails"
 
 
 @dataclass(frozen=True)
@@ -53,9 +73,13 @@ class Claim:
     bound: float | None = None
     """None: none is promised."""
     holds: bool | None = None
-    """None: only statistical, or not comparable here; ``note`` says why."""
+    """None: ``undecided`` says why, and ``note`` the reason."""
     unit: str = ""
     note: str = ""
+    undecided: str = ""
+    """``UNTRIED``, ``UNTOLD`` or ``UNPROMISED``."""
+    fault: float | None = None
+    """What is measured of the reference with a fault planted: one part of each batch is not in the gradients."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +90,20 @@ class _Expected:
     why_not: str = ""
 
 
-def gradient_bound(roundoff: float) -> float:
-    """By how much a gradient may differ from a single device's in float32, relative to its norm.
+@dataclass(frozen=True)
+class _Against:
+    """A single device's training, and by what it is found out how far another may be from it."""
 
-    >>> f"{gradient_bound(2.0**-24):.1e}, {gradient_bound(2.0**-8):.2f}"
-    '1.2e-04, 0.13'
-    """
-    coarse = PRODUCT_ROUNDOFFS * roundoff if roundoff > FLOAT32 else 0.0
-    return SUM_ROUNDOFFS * FLOAT32 + coarse
+    plan: Plan
+    noise: float
+    """Of the size of the rounding in question, as in ``Task``. 0: nothing is promised."""
+    parts: int
+    """Into how many a batch is divided, of which one could be forgotten; at least two."""
+    note: str
 
 
 def tensor_difference(found: Path, expected: Path) -> float:
-    """The largest relative difference of a tensor, be it a parameter or its gradient; infinite if one is not finite.
+    """The largest relative difference of a tensor, such as a gradient; infinite if one is not finite.
 
     A difference's norm is taken relative to that of the expected tensor, plus ``SMALL_TENSOR`` of the root mean square
     over all tensors. Counts, which are whole numbers, are left out.
@@ -104,8 +130,16 @@ def curve_difference(found: Sequence[float], expected: Sequence[float]) -> float
     """The largest difference of a step's loss, relative to the mean over the steps."""
     if len(found) != len(expected):
         return math.inf
-    mean = sum(map(abs, expected)) / len(expected)
-    return max(abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)) / mean
+    largest = max((abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)), default=math.inf)
+    return largest * len(expected) / sum(map(abs, expected)) if expected else math.inf
+
+
+def way_difference(found: Observed, expected: Observed) -> float:
+    return tensor_difference(found.way, expected.way)
+
+
+def loss_difference(found: Observed, expected: Observed) -> float:
+    return curve_difference(found.losses, expected.losses)
 
 
 def differing_values(found: Path, expected: Path) -> int:
@@ -137,7 +171,7 @@ def evaluated(plan: Plan, seen: Observed, metric: str) -> Claim:
     """
     shared = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     claim = f"evaluation by {shared}: each of {seen.expected_count:,} samples once"
-    bound = seen.ties + (0.0 if metric == "accuracy" else seen.expected_count * SUM_ROUNDOFFS * FLOAT32)
+    bound = seen.ties + (0.0 if metric == "accuracy" else seen.expected_count * LEAST)
     if seen.count != seen.expected_count:
         note = f"{seen.count:,} samples were counted"
         return Claim(plan.name, claim, abs(seen.count - seen.expected_count), bound, False, "samples", note)
@@ -157,21 +191,31 @@ class Verifier:
         self._seen: dict[tuple[str, Task, int], Observed] = {}
         small = miniature(dataset, config.train.batch_size)
         self.steps = EPOCHS * (len(small.train) // config.train.batch_size)
-        self.nature, self.nature_still = natures_of(config, small)
+        self.nature, self.nature_still, found = natures_of(config, small)
         """Of the model, as it is and kept still."""
+        torch.save(found, folder / STATISTICS)
+
+    def count(self, name: str) -> int:
+        """How many claims of ``variants.<name>`` there are, if all can be tried."""
+        plan = planned(self.config, name, self.machine, self.prepared)
+        changes = {each.changes for each in configuration.asked(plan.applied)}
+        return len(plan.left_out) + 3 * ("rounding" in changes) + ("nothing" in changes) + 2
 
     def claims(self, name: str) -> Iterator[Claim]:
-        """Those of ``variants.<name>``. What its reference cannot be trained for promises nothing, and says so."""
+        """Those of ``variants.<name>``. What cannot be tried here is not promised, and says so."""
         plan = planned(self.config, name, self.machine, self.prepared)
         for technique, reason in plan.left_out.items():
-            yield Claim(name, f"{technique} is left out", note=reason)
-        try:
-            (first,) = self._observe(plan, [Task("run")])
-            (again,) = self._observe(plan, [Task("run")], repeat=1)
-        except WorkerError as error:
-            yield Claim(name, "the variant trains", holds=False, note=str(error))
-            return
+            yield Claim(name, f"{technique} is left out", note=reason, undecided=UNTRIED)
         entries = configuration.asked(plan.applied)
+        try:
+            (first,), (again,) = (self._observe(plan, [Task("run")], repeat) for repeat in (0, 1))
+        except WorkerError as error:
+            yield _failed(name, "the variant trains", error)
+            return
+        if not_finite := first.not_finite or again.not_finite:
+            yield Claim(name, "the variant trains", note=not_finite, undecided=UNTRIED)
+            yield from self._against_one_device(plan, entries)
+            return
         yield from self._against_one_device(plan, entries)
         yield from self._without(plan, entries, first)
         yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
@@ -180,65 +224,85 @@ class Verifier:
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
         """Gradients, losses and weights against a single device's in float32, with what changes statistics left in."""
         close = [each for each in entries if each.changes != "statistics"]
-        if not close or all(each.changes == "nothing" for each in entries):
+        if all(each.changes != "rounding" for each in close):
             return  # bit-identity says more
         gradients, losses, weights = (
             f"{what}: a single device's"
-            for what in ("gradients of a step", f"losses of {self.steps} steps", f"weights after {self.steps} steps")
+            for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
         )
         expected = self._single(plan, close)
         if expected.plan is None:
-            yield Claim(plan.name, gradients, note=expected.why_not)
+            yield Claim(plan.name, gradients, note=expected.why_not, undecided=UNTRIED)
             return
         still = not self.nature.still
-        notes = [STILL] if still else []
-        promised = True
-        others = [each.name for each in entries if each.changes == "statistics"]
-        if others:
-            promised, notes = False, [*notes, f"{' and '.join(others)}: only statistical"]
+        statistical = [each.name for each in entries if each.changes == "statistics"]
+        loose = [f"{' and '.join(statistical)}: only statistical"] if statistical else []
         if not self.nature_still.still:
-            promised, notes = False, [*notes, f"only statistical: the model {said(self.nature_still)} also then"]
-        note = "; ".join(notes)
-        bound = gradient_bound(max(each.roundoff for each in close))
+            loose.append(f"only statistical: the model {said(self.nature_still)} also then")
+        roundoff = max(each.roundoff for each in close)
+        against = _Against(
+            expected.plan,
+            0.0 if loose else roundoff / 2 if roundoff > FLOAT32 else KERNEL_ROUNDOFFS * FLOAT32,
+            max(2, plan.data_processes * plan.micro_batches),
+            "; ".join([STILL] * still + loose),
+        )
         plain = self.config.train.model_copy(update=PLAIN_SGD)
-        why_no_step = next(filter(None, (each.why_not_with(plain) for each in entries)), None)
-        tasks = [Task("run", still)] if why_no_step else [Task("run", still), Task("step", still)]
-        try:
-            ours = self._observe(plan, tasks)
-        except WorkerError as error:
-            refused = f"variants.{plan.name}." in str(error)  # the model that is kept still has no BatchNorm, say
-            yield Claim(plan.name, gradients, holds=None if refused else False, note=str(error))
-            return
-        try:
-            theirs = self._observe(expected.plan, tasks)
-        except WorkerError as error:
-            yield Claim(plan.name, gradients, note=f"{_NO_REFERENCE}: {error}")
-            return
-        if why_no_step:
-            yield Claim(plan.name, gradients, note=f"no step of plain SGD to see them by: {why_no_step}")
-        elif ours[1].left_out:
-            yield Claim(plan.name, gradients, note="the first step was left out: its scaled gradients overflowed")
+        if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
+            note = f"no step of plain SGD to see them by: {why_no_step}"
+            yield Claim(plan.name, gradients, note=note, undecided=UNTRIED)
         else:
-            difference = tensor_difference(ours[1].file, theirs[1].file)
-            yield _held(plan.name, gradients, difference, bound, promised, "relative", note)
-        apart = {
-            losses: curve_difference(ours[0].losses, theirs[0].losses),
-            weights: tensor_difference(ours[0].file, theirs[0].file),
-        }
+            (claim,) = self._compared(plan, against, [Task("step", still)], {gradients: way_difference})
+            yield claim
+            if claim.undecided == UNTOLD:
+                note = "rounding hides a fault already in the gradients of a step"
+                yield from (
+                    Claim(plan.name, each.format(self.steps), note=note, undecided=UNTOLD) for each in (losses, weights)
+                )
+            if claim.undecided in (UNTOLD, UNTRIED):
+                return
+        runs = [Task("run", still, **changes) for changes in (RUNS[:1] if loose else RUNS)]
+        distances = {weights: way_difference, losses: loss_difference}
+        yield from reversed(self._compared(plan, against, runs, distances))
+
+    def _compared(
+        self, plan: Plan, against: _Against, tasks: Sequence[Task], distances: Mapping[str, Distance]
+    ) -> list[Claim]:
+        """A claim for each distance, by the first of ``tasks`` of which a bound of the first one says something.
+
+        In a claim's text {} stands for the number of steps.
+        """
+        for task in tasks:
+            spoilt = [replace(task, noise=against.noise, draw=draw) for draw in range(DRAWS)]
+            spoilt = [*spoilt, replace(task, forgets=against.parts)] if against.noise else []
+            names = [claim.format(task.steps or self.steps) for claim in distances]
+            try:
+                theirs, *others = self._observe(against.plan, [task, *spoilt])
+            except WorkerError as error:
+                return [Claim(plan.name, names[0], note=f"{_NO_REFERENCE}: {error}", undecided=UNTRIED)]
+            judged = [
+                _judged(Claim(plan.name, name, unit="relative"), [apart(each, theirs) for each in others])
+                for name, apart in zip(names, distances.values(), strict=True)
+            ]
+            if judged[0].undecided != UNTOLD:
+                break
+        slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
+        note = "; ".join(filter(None, [against.note, slower]))
+        if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
+            note = theirs.not_finite or "a single device's are not finite"
+            return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
         try:
-            (noisy,) = self._observe(expected.plan, [Task("run", still, bound)])
+            (ours,) = self._observe(plan, [task])
         except WorkerError as error:
-            why_no_bound = f"no bound: an error of {bound:.1e} in its gradients ends the single device's own training"
-            for claim, difference in apart.items():
-                yield Claim(plan.name, claim, difference, unit="relative", note=f"{why_no_bound}: {error}")
-            return
-        carried = {
-            losses: bound + NOISE_DRAWS * curve_difference(noisy.losses, theirs[0].losses),
-            # Weights are float32, whatever a step computes in: to what errors carry, only their own rounding is added.
-            weights: gradient_bound(FLOAT32) + NOISE_DRAWS * tensor_difference(noisy.file, theirs[0].file),
-        }
-        for claim, difference in apart.items():
-            yield _held(plan.name, claim, difference, carried[claim], promised, "relative", note)
+            return [_failed(plan.name, names[0], error)]
+        if ours.left_out:
+            note = "a step was left out: its scaled gradients overflowed"
+            return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
+        note = "; ".join(filter(None, [note, ours.not_finite]))
+        measured = [apart(ours, theirs) for apart in distances.values()]
+        return [
+            replace(claim, measured=value, note=note, holds=None if claim.undecided else value <= (claim.bound or 0.0))
+            for claim, value in zip(judged, measured, strict=True)
+        ]
 
     def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
         """What changes nothing, against the same variant without it: the same weights, as they are trained."""
@@ -248,12 +312,12 @@ class Verifier:
         claim = f"weights after {self.steps} steps: those without {', '.join(each.name for each in exact)}"
         reduced = self._reduced(plan, configuration.without(plan.applied, exact), keep_options=True)
         if reduced.plan is None:
-            yield Claim(plan.name, claim, note=reduced.why_not)
+            yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
             return
         try:
             (other,) = self._observe(reduced.plan, [Task("run")])
         except WorkerError as error:
-            yield Claim(plan.name, claim, note=f"{_NO_REFERENCE}: {error}")
+            yield Claim(plan.name, claim, note=f"{_NO_REFERENCE}: {error}", undecided=UNTRIED)
             return
         yield self._bit_by_bit(plan, entries, claim, first, other)
 
@@ -262,8 +326,11 @@ class Verifier:
         loose = [each.name for each in entries if not each.repeats] + [first.unsteady] * bool(first.unsteady)
         if not self.config.train.deterministic:
             loose.append("train.deterministic: false")
-        note = f"not promised: {' and '.join(loose)}" if loose else ""
-        return _held(plan.name, claim, differing_values(other.file, first.file), 0, not loose, "values", note)
+        difference = differing_values(other.file, first.file)
+        if loose:
+            note = f"not promised: {' and '.join(loose)}"
+            return Claim(plan.name, claim, difference, unit="values", note=note, undecided=UNPROMISED)
+        return Claim(plan.name, claim, difference, 0, difference == 0, "values")
 
     def _single(self, plan: Plan, close: Sequence[Entry]) -> _Expected:
         return self._reduced(plan, configuration.without(plan.applied, close), keep_options=False)
@@ -312,13 +379,14 @@ class Verifier:
         return json.dumps(values, sort_keys=True)
 
 
-def natures_of(config: Config, dataset: Dataset) -> tuple[Nature, Nature]:
-    """The job's model as it is, and kept still. Raises ModelError."""
-    images = first_images(dataset)
+def natures_of(config: Config, dataset: Dataset) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
+    """The job's model as it is, and kept still, and the statistics that it takes for that. Raises ModelError."""
+    batches = first_images(dataset, STATISTICS_BATCHES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seeds[0])
         model = models.of_job(config.train, dataset.shape, len(dataset.classes))
-        return nature(model, images), nature(keep_still(model, images), images)
+        as_it_is, found = nature(model, batches[0]), statistics(model, batches)
+        return as_it_is, nature(keep_still(model, found), batches[0]), found
 
 
 def said(found: Nature) -> str:
@@ -327,7 +395,19 @@ def said(found: Nature) -> str:
     return " and ".join(parts) or "draws nothing at random and sees each sample by itself"
 
 
-def _held(variant: str, claim: str, measured: float, bound: float, promised: bool, unit: str, note: str) -> Claim:
-    if not promised:
-        return Claim(variant, claim, measured, None, None, unit, note)
-    return Claim(variant, claim, measured, bound, measured <= bound, unit, note)
+def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
+    """With the bound that follows from how far noise, and last a fault, take the reference. None: not promised."""
+    if not spoilt:
+        return replace(claim, undecided=UNPROMISED)
+    *noisy, fault = spoilt
+    bound = LEAST + FACTOR * max(noisy)
+    told = math.isfinite(bound) and CLEAR * bound <= fault
+    return replace(claim, bound=bound, fault=fault, undecided="" if told else UNTOLD)
+
+
+def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
+    """What the pipeline itself refuses, and what there is no memory for, was not tried; any other error is a fault."""
+    text = str(error)
+    if "Traceback (most recent call last)" in text and "OutOfMemoryError" not in text:
+        return Claim(variant, claim, holds=False, note=text)
+    return Claim(variant, claim, note=text, undecided=UNTRIED)

@@ -7,6 +7,7 @@ out differs from one that is not, and means to. What it must not differ in shows
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -45,32 +46,50 @@ def nature(model: nn.Module, images: torch.Tensor) -> Nature:
     return Nature(draws=False, mixes=bool((whole - parts).abs().max() > _MIXED * whole.abs().max()))
 
 
-def keep_still(model: nn.Module, images: torch.Tensor) -> nn.Module:
-    """The model, changed in place: dropout off, BatchNorm with fixed statistics, those of ``images`` at its start.
-
-    The names in its state dict stay. What draws or mixes in other ways stays as it is: ``nature`` tells.
-    """
+def quieten(model: nn.Module) -> nn.Module:
+    """The model, changed in place: dropout off."""
     for module in model.modules():
         drops = "drop" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth"
         for key, value in vars(module).items():
             if isinstance(value, float) and ("dropout" in key or (drops and key == "p")):
                 setattr(module, key, 0.0)
-    norms = {
+    return model
+
+
+def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What BatchNorm's running statistics come to, by their names in the state dict: the mean of those of ``batches``.
+
+    A norm that keeps the ones it begins with (mean 0, variance 1) would not normalise, and a deep net would diverge.
+    The random state stays as it is, the model does not.
+    """
+    norms = _norms(model)
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for images in batches if norms else ():
+            model.train()(images)
+    return {f"{name}.{key}": value.clone() for name, norm in norms.items() for key, value in norm.named_buffers()}
+
+
+def keep_still(model: nn.Module, found: dict[str, torch.Tensor]) -> nn.Module:
+    """The model, changed in place: dropout off, and BatchNorm fixed to the ``statistics`` that were found.
+
+    The names in its state dict stay. What draws or mixes in other ways stays as it is: ``nature`` tells.
+    """
+    norms = _norms(quieten(model))
+    model.load_state_dict(found, strict=False)
+    for name, norm in norms.items():
+        model.set_submodule(name, FixedNorm(norm))
+    return model
+
+
+def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats
+        if name and isinstance(module, _BatchNorm) and module.track_running_stats
     }
-    momenta = {name: norm.momentum for name, norm in norms.items()}
-    for norm in norms.values():
-        norm.momentum = 1.0  # the running statistics become this batch's
-    if norms:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model.train()(images)
-    for name, norm in norms.items():
-        norm.momentum = momenta[name]
-        if name:
-            model.set_submodule(name, FixedNorm(norm))
-    return model
 
 
 class FixedNorm(nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from pipeline.config import Config, Plan
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import forked
+from pipeline.losses import DeviceLosses, NonFiniteLoss
 from pipeline.training import Training
 from pipeline.verification.natures import keep_still
 
@@ -28,7 +30,11 @@ EPOCHS, EPOCH_STEPS = 2, 10
 TEST_SAMPLES = 2000
 """At most so many, and a prime number of them, so that no number of processes divides it."""
 TRIED_SAMPLES = 32
-"""On which a model's nature is tried, and whose statistics a BatchNorm that is kept still takes."""
+"""On which a model's nature is tried."""
+STATISTICS_BATCHES = 4
+"""Of so many samples each: from them come the statistics of a BatchNorm that is kept still."""
+STATISTICS = "statistics.pt"
+"""In the folder of the trainings' files, for a model that is kept still: the same for all of them."""
 TIE = 2.0**-16
 """Two logits that are so close, relative to the largest of the sample, can change places by rounding."""
 
@@ -57,7 +63,17 @@ class Task:
     still: bool = False
     """Whether the model is kept still; see ``natures``."""
     noise: float = 0.0
-    """For a single device: the norm, relative to its own, of an error added to each gradient before each update."""
+    """For a single device: by how much each initial parameter, and each value that a layer returns, is off; relative,
+    root mean square. As rounding does, forwards and, through the same products, backwards; see Parker, "Monte Carlo
+    Arithmetic", UCLA CSD-970002, 1997."""
+    draw: int = 0
+    """Which of the noises."""
+    forgets: int = 0
+    """For a single device: the gradient lacks the last one of so many parts of each batch. 0: it lacks nothing."""
+    rate: float = 1.0
+    """Of a run: the learning rate, relative to the job's."""
+    steps: int = 0
+    """After which a run ends; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +81,15 @@ class Observed:
     """What was seen of a training, the same on every rank."""
 
     file: Path
-    """Of a step: the gradients. Of a run: the state dict. By name, on the CPU."""
+    """The state dict after it, by name, on the CPU."""
     losses: tuple[float, ...] = ()
-    """Of each step."""
+    """Of each step of a run."""
+    not_finite: str = ""
+    """Why it ended early, with no state worth keeping."""
+    left_out: bool = False
+    """A step was not taken, because its scaled gradients overflowed."""
+    unsteady: str = ""
+    """Why the same seed need not give the same weights, where ``train.deterministic`` cannot be had."""
     correct: float = 0.0
     """The sum of the samples' scores by the evaluation of all ranks after the last step; and how many it counted."""
     count: int = 0
@@ -76,10 +98,11 @@ class Observed:
     expected_count: int = 0
     ties: int = 0
     """Test samples whose two largest logits are closer than rounding."""
-    unsteady: str = ""
-    """Why the same seed need not give the same weights, where ``train.deterministic`` cannot be had."""
-    left_out: bool = False
-    """The step was not taken, because its scaled gradients overflowed."""
+
+    @property
+    def way(self) -> Path:
+        """How far each tensor has come, float64, by name: after a step, the gradient times ``-RATE``."""
+        return self.file.with_suffix(".way")
 
 
 @contextmanager
@@ -101,27 +124,46 @@ def _observing(config: Config, plan: Plan, prepared: Path) -> Generator[Any, Any
 
 def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
     """Train as ``task`` says, on this rank of the variant's world."""
-    config, world = assembly.config, assembly.world
+    config = assembly.config
     dataset = miniature(assembly.dataset, config.train.batch_size)
-    config = config.with_train(**_shrunk(task))
-    change = partial(keep_still, images=first_images(dataset)) if task.still else _as_it_is
-    small = replace(assembly, config=config, dataset=dataset)
-    with small.training(config.train.seeds[0], change_model=change) as training:
-        if task.noise:
-            _disturb(training, task.noise)
+    small = replace(assembly, config=config.with_train(**_shrunk(task, config.train.learning_rate)), dataset=dataset)
+    with small.training(config.train.seeds[0], change_model=_change(task, file.parent)) as training:
+        _spoil(training, task)
+        # Read by all ranks together, so all of them hear of a loss that is not finite, and none waits for another.
+        training.losses = training.take_step.losses = DeviceLosses(training.world)
+        before, scales = _copied(training), _loss_scales(training)
+        losses: tuple[float, ...] = ()
+        not_finite = ""
         if task.what == "step":
-            return _one_step(training, file)
-        losses = tuple(row.train_loss for row in training.run() if row)
-        state = _copied(training.model_state.read())
+            training.take_step(training.batches.epoch(0))  # no more: at RATE there may be nothing left to evaluate
+        else:
+            try:
+                losses = tuple(row.train_loss for row in islice(training.run(), task.steps or None) if row)
+            except NonFiniteLoss as error:
+                not_finite = str(error)
+        after = _copied(training)
+        left_out = any(now < then for then, now in zip(scales, _loss_scales(training), strict=True))
+        seen = Observed(file, losses, not_finite, left_out, training.plan.decided.get(DETERMINISTIC, ""))
+        if training.world.is_main:
+            torch.save(after, file)
+            moved = {
+                key: after[key].double() - value.double() for key, value in before.items() if value.is_floating_point()
+            }
+            torch.save({} if not_finite else moved, seen.way)
         score = training.score
-        assert score is not None  # the last epoch ends with an evaluation
-        alone = (0.0, 0, 0)
-        if world.is_main:
-            torch.save(state, file)
-            alone = _scored_alone(training, state, _built(config, dataset, change))
-        correct, count, ties = world.broadcast(alone)
-        unsteady = training.plan.decided.get(DETERMINISTIC, "")
-        return Observed(file, losses, score.correct, score.count, correct, count, ties, unsteady)
+        if score is None or not_finite or task.still or task.steps:
+            return seen
+        alone = _scored_alone(training, after) if training.world.is_main else (0.0, 0, 0)
+        correct, count, ties = training.world.broadcast(alone)
+        return replace(
+            seen, correct=score.correct, count=score.count, expected_correct=correct, expected_count=count, ties=ties
+        )
+
+
+def _change(task: Task, folder: Path) -> Callable[[nn.Module], nn.Module]:
+    if not task.still:
+        return lambda model: model
+    return partial(keep_still, found=torch.load(folder / STATISTICS, weights_only=True))
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:
@@ -135,39 +177,29 @@ def miniature(dataset: Dataset, batch_size: int) -> Dataset:
     return replace(dataset, train=first(dataset.train, max(1, steps) * batch_size), test=first(dataset.test, tested))
 
 
-def first_images(dataset: Dataset) -> Tensor:
-    """A few training images as the model sees them, on the CPU."""
-    batches = evaluation_batches(
+def first_images(dataset: Dataset, batches: int = 1) -> list[Tensor]:
+    """Some batches of training images as the model sees them, on the CPU."""
+    found = evaluation_batches(
         dataset.train, dataset, rank=0, world_size=1, batch_size=TRIED_SAMPLES, device=torch.device("cpu")
     )
-    return next(batches)[0]
+    return [images for images, _ in islice(found, batches)]
 
 
-def _shrunk(task: Task) -> dict[str, Any]:
+def _shrunk(task: Task, learning_rate: float) -> dict[str, Any]:
     """What the miniature has under ``train`` instead of the job's."""
     changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
-    return changes | (PLAIN_SGD if task.what == "step" else {})
-
-
-def _one_step(training: Training, file: Path) -> Observed:
-    """The gradients, from the weights before and after: so it is the same for every technique, whoever held them."""
-    before = {name: value.double() for name, value in _copied(training.model_state.read()).items()}
-    scales = _loss_scales(training)
-    training.take_step(training.batches.epoch(0))  # no more: at RATE there may be nothing left to evaluate
-    after = _copied(training.model_state.read())
-    if training.world.is_main:
-        changes = {name: (value - after[name].double()) / RATE for name, value in before.items()}
-        torch.save(changes, file)
-    return Observed(file, left_out=any(now < then for then, now in zip(scales, _loss_scales(training), strict=True)))
+    return changes | (PLAIN_SGD if task.what == "step" else {"learning_rate": task.rate * learning_rate})
 
 
 def _loss_scales(training: Training) -> list[float]:
     return [state["scale"] for state in (each.state() for each in training.techniques) if "scale" in state]
 
 
-def _scored_alone(training: Training, state: dict[str, Tensor], model: nn.Module) -> tuple[float, int, int]:
+def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, int, int]:
     """Score, count and ties over the test set, image by image from the raw pixels, with nothing shared out."""
     dataset, device = training.dataset, training.world.device
+    with torch.random.fork_rng(devices=[]):
+        model = models.of_job(training.train, dataset.shape, len(dataset.classes))
     model.load_state_dict(state)
     classifier = models.Classifier(model, dataset.mean, dataset.std).to(device).eval()
     correct, count, ties = 0.0, 0, 0
@@ -184,36 +216,37 @@ def _scored_alone(training: Training, state: dict[str, Tensor], model: nn.Module
     return correct, count, ties
 
 
-def _built(config: Config, dataset: Dataset, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        return change(models.of_job(config.train, dataset.shape, len(dataset.classes)))
+def _spoil(training: Training, task: Task) -> None:
+    """Let it be off by ``task.noise``, and forget a part as ``task.forgets`` says."""
+    step, forward = training.take_step, training.take_step.forward
+
+    def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            # A function of the value: rounding too leaves equal what is equal, and so, of max pooling, the place.
+            return output * (1 + 2**0.5 * task.noise * (output.detach().float() * 2.0 ** (20 + task.draw)).cos())
+        return output
+
+    def forgetful(images: Tensor, labels: Tensor) -> Tensor:
+        kept = len(images) * (task.forgets - 1) // task.forgets
+        loss = forward(images, labels)
+        part = forward(images[:kept], labels[:kept]) * (kept / len(images))
+        return part + (loss - part).detach()  # nothing is forgotten in the loss that is shown
+
+    if task.noise:
+        torch.manual_seed(task.draw)
+        for module in training.model.modules():
+            if not any(module.children()):
+                module.register_forward_hook(off)
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.mul_(1 + task.noise * torch.randn_like(parameter))
+    if task.forgets:
+        step.forward = forgetful
 
 
-def _disturb(training: Training, noise: float) -> None:
-    """Before each update, add to each gradient an error of ``noise`` times its norm.
-
-    Its direction is drawn once: rounding can err to the same side in every step, and so go farther than by chance.
-    """
-    generator = torch.Generator().manual_seed(0)
-    parameters = list(training.model.parameters())
-    errors = [torch.randn(each.shape, generator=generator).to(each.device) for each in parameters]
-    update = training.take_step.update
-
-    def disturbed() -> None:
-        for parameter, error in zip(parameters, errors, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.add_(error * (noise * parameter.grad.norm() / error.norm()))
-        update()
-
-    training.take_step.update = disturbed
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Tensor]:
+def _copied(training: Training) -> dict[str, Tensor]:
+    state = training.model_state.read()
     return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _as_it_is(model: nn.Module) -> nn.Module:
-    return model
 
 
 def _is_prime(number: int) -> bool:

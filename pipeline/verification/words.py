@@ -7,6 +7,7 @@ import json
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ _HOLDS = {True: "yes", False: "NO", None: "-"}
 
 def heading(width: int) -> str:
     """Of the table whose first column, the variants' names, takes ``width`` characters."""
-    return _line(width, "variant", "claim", "measured", "bound", "holds")
+    return _line(width, "variant", "claim", "measured", "bound", "fault", "holds")
 
 
 def lines(claim: Claim, width: int) -> Iterator[str]:
@@ -26,7 +27,7 @@ def lines(claim: Claim, width: int) -> Iterator[str]:
     first, *rest = textwrap.wrap(claim.claim, CLAIM_WIDTH)
     yield _line(
         width, claim.variant, first, number(claim.measured, claim.unit), number(claim.bound, claim.unit),
-        _HOLDS[claim.holds],
+        number(claim.fault, claim.unit), claim.undecided or _HOLDS[claim.holds],
     )  # fmt: skip
     yield from (f"{'':{width}}  {text}" for text in rest)
     for paragraph in _without_traceback(claim.note):
@@ -36,9 +37,15 @@ def lines(claim: Claim, width: int) -> Iterator[str]:
 def summary(claims: Sequence[Claim], seconds: float) -> str:
     """The table's last line."""
     held, broken = (sum(claim.holds is answer for claim in claims) for answer in (True, False))
-    rest = len(claims) - held - broken
-    text = f"{held} of {held + broken} claims hold" + (f"; {rest} more promise nothing here" if rest else "")
-    return f"{text}. {seconds:.0f} s"
+    rest = Counter(claim.undecided for claim in claims if claim.undecided)
+    more = "".join(f"; {count} {why}" for why, count in rest.items())
+    return f"{held} of {held + broken} claims hold{more}. {seconds:.0f} s"
+
+
+def progress(done: int, total: int, seconds: float) -> str:
+    """A line after each claim. Fewer than ``total`` may come: of what cannot be tried there is one."""
+    left = max(0, total - done) * seconds / done
+    return f"verify: {done} of {total} claims, {seconds:.0f} s; about {left:.0f} s more"
 
 
 def number(value: float | None, unit: str) -> str:
@@ -71,5 +78,5 @@ def _without_traceback(note: str) -> list[str]:
     return [*found[:first], *filter(None, [before]), *found[last + 1 :]]
 
 
-def _line(width: int, variant: str, claim: str, measured: str, bound: str, holds: str) -> str:
-    return f"{variant:{width}}  {claim:{CLAIM_WIDTH}}  {measured:>9}  {bound:>9}  {holds}".rstrip()
+def _line(width: int, variant: str, claim: str, measured: str, bound: str, fault: str, holds: str) -> str:
+    return f"{variant:{width}}  {claim:{CLAIM_WIDTH}}  {measured:>9}  {bound:>9}  {fault:>9}  {holds}".rstrip()
