@@ -48,8 +48,8 @@ FACTOR = 2.0
 """How many times as far as this noise may such rounding carry a training."""
 CLEAR = 2.0
 """A bound says something if a fault that is planted in the reference goes so many times as far, or farther."""
-RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3})
-"""Of a ``Task``, tried in turn: all steps at the job's learning rate, then few at a smaller one. From step to step a
+RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
+"""Of a ``Task``, tried in turn: all steps at the job's learning rate, then few at smaller ones. From step to step a
 training carries errors farther, some beyond all bounds."""
 SMALL_TENSOR = 0.1
 """Of a gradient that nearly cancels, only rounding is left: differences count relative to this share of the root mean
