@@ -23,11 +23,11 @@ from torchvision.datasets import FashionMNIST
 from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
 from benchmarks.pairs import ratio
-from pipeline.config import Augment, parse
 from pipeline.data.augmentation import draw_epoch
 from pipeline.data.batches import TrainBatches
 from pipeline.data.packing import prepare
 from pipeline.data.prepared import Dataset, read
+from pipeline.params import Augment, parse
 
 SAMPLES = 60_000
 BATCH_SIZE = 64

@@ -32,13 +32,13 @@ let_threads_sleep()  # as `python -m pipeline` does
 
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
-from pipeline import config, environment, results
-from pipeline.benchmark import Rounds, Server, measure, turns_on
-from pipeline.config import Compare, Config, Gate
+from pipeline import environment, files, params
+from pipeline.benchmark.rounds import Rounds, Server, measure, turns_on
+from pipeline.comparison.verdicts import Spent
 from pipeline.gate.decision import Judged, judge, noises
-from pipeline.gate.measuring import arms_of, steps_of
+from pipeline.gate.side_by_side import arms_of, steps_of
+from pipeline.params import Compare, Config, Gate
 from pipeline.results import Arm, Window
-from pipeline.verdicts import Spent
 
 SLOWDOWN_FRACTION = 0.10
 """So much longer does a step of the planted side take."""
@@ -71,12 +71,12 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
     In parts of ``part_minutes``, each with new servers, as every gate starts new ones. Speeds and peaks by arm, one a
     round, None where they were refused. An interruption keeps the complete rounds.
     """
-    params = config.load(ROOT / config.PARAMS_FILE)
+    config = params.load(ROOT / params.PARAMS_FILE)
     ended = time.monotonic() + 60 * minutes
     parts: list[Rounds] = []
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
-        checkouts = {side: _checkout(Path(folder, side), params) for side in ("base", "head", "slow")}
+        checkouts = {side: _checkout(Path(folder, side), config) for side in ("base", "head", "slow")}
         plant(checkouts["slow"])
         for checkout in checkouts.values():
             checkout.use(packed)
@@ -85,14 +85,14 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
             with ExitStack() as stack:
                 servers = {side: stack.enter_context(Server(each.path)) for side, each in checkouts.items()}
                 sides = {side: (server, server.describe()) for side, server in servers.items()}
-                arms = arms_of(names or list(params.variants), params.compare.baseline, sides)
-                steps, _ = steps_of(arms, params.bench.window_seconds)
-                turns = turns_on(sides["base"][1]["device"], params.bench)
+                arms = arms_of(names or list(config.variants), config.compare.baseline, sides)
+                steps, _ = steps_of(arms, config.bench.window_seconds)
+                turns = turns_on(sides["base"][1]["device"], config.bench)
                 parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps, turns=turns))
     counts = [len(part.arms[0].samples) for part in parts]
     samples = {arm.name: [sample for part in parts for sample in _of(part, arm.name)] for arm in parts[0].arms}
     refused = sum(bool(sample.refusals) for each in samples.values() for sample in each)
-    gates_share = 1 - len(names or params.variants) / len(samples)  # a gate has no third side
+    gates_share = 1 - len(names or config.variants) / len(samples)  # a gate has no third side
     return {
         "environment": environment.fingerprint(),
         "measured_on": time.strftime("%Y-%m-%d"),
@@ -141,7 +141,7 @@ def error_rates(recorded: Mapping[str, Any], trials: int = 1000, minutes: float 
 
 def full(trials: int) -> dict[str, Any]:
     """Complete gates: ``trials`` of a comment, and as many of the planted slowdown, in turns."""
-    params = config.load(ROOT / config.PARAMS_FILE)
+    config = params.load(ROOT / params.PARAMS_FILE)
     outcomes: dict[str, list[dict[str, Any]]] = {"equal": [], "slower": []}
     with tempfile.TemporaryDirectory() as folder:
         raw, _ = fashion_mnist(Path(folder))
@@ -149,7 +149,7 @@ def full(trials: int) -> dict[str, Any]:
             "fetch": {"dataset": "fashion_mnist", "mirror": str(raw)},
             "gate": {"accuracy": False},
         }
-        checkout = _checkout(Path(folder, "checkout"), params, **sections)
+        checkout = _checkout(Path(folder, "checkout"), config, **sections)
         checkout.commit()
         training = checkout.path / "pipeline" / "training.py"
         plain = training.read_text(encoding="utf-8")
@@ -172,9 +172,9 @@ def plant(checkout: Checkout) -> None:
         file.write(PLANTED)
 
 
-def _checkout(path: Path, params: Config, **sections: dict[str, Any]) -> Checkout:
+def _checkout(path: Path, config: Config, **sections: dict[str, Any]) -> Checkout:
     """A copy of the project with the shipped params.yaml, but for ``sections``."""
-    return Checkout(path, **{**params.model_dump(mode="json"), **sections})
+    return Checkout(path, **{**config.model_dump(mode="json"), **sections})
 
 
 def _gate(checkout: Checkout) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def main() -> None:
     whole.add_argument("--trials", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.command == "pool":
-        results.write_text(
+        files.write_text(
             arguments.file, json.dumps(pool(arguments.minutes, arguments.variants)).replace('], "', '],\n"') + "\n"
         )
     elif arguments.command == "rates":

@@ -29,9 +29,10 @@ from typing import Any
 import yaml
 
 from benchmarks.pairs import ROOT
-from pipeline import config, environment, results
-from pipeline.config import Config, ConfigError, Machine, Variant, redacted
+from pipeline import environment, files, params, plans
 from pipeline.environment.variables import RECORDED
+from pipeline.errors import ConfigError, redacted
+from pipeline.params import Config, Machine, Variant
 
 KINDS = ("parallelism", "precision", "compile", "cuda_graph", "activation_checkpointing", "activation_offload")
 """Keys of a variant: one variant is run for each, and one for each value of the first two."""
@@ -98,14 +99,14 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
     """For each of KINDS the first ready-made variant that the machine can run and that leaves not just that out."""
-    params, plain = config.parse(dict(values)), Variant()
+    config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()
     for path in sorted(sets):
         for name, asked in yaml.safe_load(path.read_text(encoding="utf-8")).items():
-            alone = params.model_copy(update={"variants": {name: Variant.model_validate(asked)}})
+            alone = config.model_copy(update={"variants": {name: Variant.model_validate(asked)}})
             try:
-                applied = config.plan(alone, name, machine).applied
+                applied = plans.plan(alone, name, machine).applied
             except ConfigError:  # it cannot run here
                 continue
             values_of_it = {key: getattr(applied, key) for key in KINDS if getattr(applied, key) != getattr(plain, key)}
@@ -131,7 +132,7 @@ def copied(path: Path) -> None:
 def done(step: Step, folder: Path) -> Outcome:
     """Run a step in ``folder``, apart from a tracker that people work with. What it started ends with it."""
     if step.params is not None:
-        (folder / config.PARAMS_FILE).write_text(yaml.safe_dump(dict(step.params), sort_keys=False), encoding="utf-8")
+        (folder / params.PARAMS_FILE).write_text(yaml.safe_dump(dict(step.params), sort_keys=False), encoding="utf-8")
     started = time.perf_counter()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml says `python`
@@ -200,18 +201,18 @@ def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = Fa
     for step in steps:
         outcomes.append(done(step, folder))
         print(outcomes[-1], flush=True)
-        results.write_text(report, page(outcomes, folder / "reports" / "comparison.md", rehearse))
+        files.write_text(report, page(outcomes, folder / "reports" / "comparison.md", rehearse))
     failed = sum(outcome.failed is not None for outcome in outcomes)
     print(f"{failed} of {len(outcomes)} steps do not hold; for a bug report: {report}")
     return min(failed, MOST)
 
 
-def settings(params: Config, rehearse: bool) -> dict[str, Any]:
+def settings(config: Config, rehearse: bool) -> dict[str, Any]:
     """params.yaml for the copy: on the GPU or not at all, and with raw files that are here already.
 
     To rehearse: little, with data that no network brings.
     """
-    values: dict[str, Any] = params.model_dump(mode="json")
+    values: dict[str, Any] = config.model_dump(mode="json")
     fetch = values["fetch"]
     if rehearse:
         fetch |= {"dataset": "digits", "mirror": None}
@@ -243,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    values = settings(config.load(ROOT / config.PARAMS_FILE), parsed.rehearse)
+    values = settings(params.load(ROOT / params.PARAMS_FILE), parsed.rehearse)
     variants = variants_of_each_kind(values, machine, (ROOT / "variants").glob("*.yaml"))
     with tempfile.TemporaryDirectory() as folder:
         copied(Path(folder))

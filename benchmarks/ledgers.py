@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import environment, ledger
-from pipeline.assembly import assembled
-from pipeline.config import Config, Plan, parse, plan
+from pipeline import environment
 from pipeline.data import file_sha256
 from pipeline.data.prepared import DESCRIPTION, Description, read
 from pipeline.distributed import forked
+from pipeline.params import Config, parse
+from pipeline.plans import Plan, plan
+from pipeline.profiling import ledger
 from pipeline.results import Ledger
+from pipeline.training.assembly import assembled
 
 WARM_STEPS, MEASURED_STEPS = 2, 2
 SAMPLES = 1024
@@ -72,7 +74,7 @@ def predictions() -> dict[str, Any]:
                 }
             )
             how = plan(config, "tried", machine)
-            arguments, preload = (config, how, data[shape]), ("pipeline.assembly", "torch._dynamo")
+            arguments, preload = (config, how, data[shape]), ("pipeline.training.assembly", "torch._dynamo")
             with forked(_measure, arguments, how.processes, preload=preload) as ask:
                 measured = max(ask(None), key=lambda rank: rank.peak_bytes)
             with forked(_predict, arguments, 1, preload=preload) as ask:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline import environment, results
+from pipeline import environment, files
 
 FIGURES = Path(__file__).parent / "figures"
 
@@ -50,5 +50,5 @@ def keep(
         "environments": {digest: known[digest] for digest in sorted(used)},
         section: figures,
     }
-    results.write_text(path, json.dumps(content, indent=1) + "\n")
+    files.write_text(path, json.dumps(content, indent=1) + "\n")
     return path, content

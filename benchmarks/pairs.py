@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from pipeline import stats
-from pipeline.config import parse
+from pipeline.comparison import stats
+from pipeline.params import parse
 
 ROOT = Path(__file__).parent.parent
 

@@ -22,8 +22,9 @@ let_threads_sleep()  # as `python -m pipeline` does
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
-from pipeline import config, environment, results, verdicts
-from pipeline.comparison import spent_by
+from pipeline import environment, files, params, results
+from pipeline.comparison import verdicts
+from pipeline.comparison.compare import spent_by
 from pipeline.report import formats
 
 SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
@@ -39,25 +40,25 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
 
     None if nothing of the set can run here.
     """
-    params = config.load(ROOT / config.PARAMS_FILE)
-    values = params.model_dump(mode="json")
+    config = params.load(ROOT / params.PARAMS_FILE)
+    values = config.model_dump(mode="json")
     values["train"] |= SECTIONS.get(name, {})
     values["bench"] |= {"max_minutes": LONG_ENOUGH, "max_rounds": rounds}
-    values["variants"] = {params.compare.baseline: {}}
+    values["variants"] = {config.compare.baseline: {}}
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
         checkout = Checkout(Path(folder, "checkout"), **values)
         checkout.use(packed)
         shutil.copytree(ROOT / "variants", checkout.path / "variants")
         checkout.stage("variants", name, "--add")
-        if len(config.load(checkout.path / config.PARAMS_FILE).variants) == 1:
+        if len(params.load(checkout.path / params.PARAMS_FILE).variants) == 1:
             return None
         checkout.stage("bench")
         bench = results.read_bench(checkout.path / results.BENCH_FILE)
     reference, again = bench.arm("variant", bench.baseline), bench.arm("again", bench.baseline)
     assert reference is not None
     assert again is not None
-    margins, most = params.compare.margins, params.compare.max_spread
+    margins, most = config.compare.margins, config.compare.max_spread
     quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
     noises = [verdicts.noise(reference, again, quantity, most, spent_by(bench)) for quantity, _ in quantities]
     return {
@@ -139,7 +140,7 @@ def main() -> None:
             print(f"{name}: nothing of it can run here", flush=True)
             continue
         path, figures = machines.keep(arguments.figures, "ready-made-", "sets", name, found)
-        results.write_text(path.with_suffix(".md"), page(figures))
+        files.write_text(path.with_suffix(".md"), page(figures))
         print(f"{name}: {found['rounds']} rounds in {found['seconds']} s", flush=True)
 
 

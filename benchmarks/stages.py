@@ -19,15 +19,16 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.pairs import ROOT, Checkout, ratio
-from pipeline import config, environment, optimizers, results
-from pipeline.config import Train, parse, plan
+from pipeline import environment, params, results
 from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World
-from pipeline.heap import keep_freed_memory
-from pipeline.models import build
-from pipeline.sampling import SystemSampler
-from pipeline.training import Training
+from pipeline.measurement.malloc import keep_freed_memory
+from pipeline.measurement.sampling import SystemSampler
+from pipeline.models import build, optimizers
+from pipeline.params import Train, parse
+from pipeline.plans import plan
+from pipeline.training.loop import Training
 
 BASELINE: dict[str, Any] = {"baseline": {}}
 
@@ -238,9 +239,9 @@ def default_job() -> dict[str, Any]:
     """What `make repro` does after the installation, whole and once, over ten minutes. Lower is better."""
     with tempfile.TemporaryDirectory() as folder:
         raw, _ = fashion_mnist(Path(folder))
-        params = config.load(ROOT / config.PARAMS_FILE).model_dump(mode="json")
-        params["fetch"]["mirror"] = str(raw)  # the network's speed is nobody's merit
-        checkout = Checkout(Path(folder, "checkout"), **params)
+        config = params.load(ROOT / params.PARAMS_FILE).model_dump(mode="json")
+        config["fetch"]["mirror"] = str(raw)  # the network's speed is nobody's merit
+        checkout = Checkout(Path(folder, "checkout"), **config)
         checkout.commit()
         seconds = checkout.run("dvc", "repro")
     return {"target_ratio": 1.0, "lower_is_better": True, "median_ratio": seconds / 600, "seconds": seconds}

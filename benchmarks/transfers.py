@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 
 from pipeline import environment
-from pipeline.config import PipelineError
 from pipeline.distributed import World, forked, world
+from pipeline.errors import PipelineError
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 """Bytes: the smallest is latency, the largest bandwidth."""

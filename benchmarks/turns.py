@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
-from pipeline import config
-from pipeline.benchmark import Asked, Server, measure, steps_of
+from pipeline import params
+from pipeline.benchmark.rounds import Asked, Server, measure, steps_of
 
 
 def noise(rounds: int = 10) -> dict[str, Any]:
@@ -20,23 +20,23 @@ def noise(rounds: int = 10) -> dict[str, Any]:
     Rounds of all variants of the default job, of both kinds in turns, so that both meet the same machine.
     ``samples_per_second``: kind -> arm -> one value a round, None where it was refused.
     """
-    params = config.load(ROOT / config.PARAMS_FILE)
-    found: dict[int, dict[str, list[float | None]]] = {1: {}, params.bench.turns: {}}
+    config = params.load(ROOT / params.PARAMS_FILE)
+    found: dict[int, dict[str, list[float | None]]] = {1: {}, config.bench.turns: {}}
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
-        checkout = Checkout(Path(folder, "checkout"), **params.model_dump(mode="json"))
+        checkout = Checkout(Path(folder, "checkout"), **config.model_dump(mode="json"))
         checkout.use(packed)
         with Server(checkout.path) as server:
-            variants, baseline = server.describe()["variants"], params.compare.baseline
+            variants, baseline = server.describe()["variants"], config.compare.baseline
             arms = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
             arms.append(Asked("again", "again", baseline, None, server, variants[baseline]))
-            steps, _ = steps_of(arms[-1], params.bench.window_seconds)
+            steps, _ = steps_of(arms[-1], config.bench.window_seconds)
             for turns in list(found) * rounds:
                 for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:
                     found[turns].setdefault(arm.name, []).append(arm.samples[0].samples_per_second)
     deviations = {turns: _deviation(values["again"], values[baseline]) for turns, values in found.items()}
     return {
-        "median_ratio": deviations[params.bench.turns] / deviations[1],
+        "median_ratio": deviations[config.bench.turns] / deviations[1],
         "target_ratio": 0.5,
         "lower_is_better": True,
         "deviations": deviations,

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        from pipeline.config import PipelineError, redacted
+        from pipeline.errors import PipelineError, redacted
     except ModuleNotFoundError as error:
         print(
             f"error: {sys.executable} has no {error.name}: run `make repro`, which installs into .venv, and "
@@ -128,116 +128,118 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _environment(_: argparse.Namespace) -> None:
-    from pipeline import config, environment
+    from pipeline import environment, params, plans
     from pipeline.environment import stages
 
-    params = config.load()
-    config.check_names(params.train)
-    plans = config.plans(params, environment.machine())
-    written = environment.write(relied_on=config.relied_on(params), described=stages.described(params, plans))
+    config = params.load()
+    params.check_names(config.train)
+    made = plans.plans(config, environment.machine())
+    written = environment.write(relied_on=plans.relied_on(config), described=stages.described(config, made))
     print(f"environment {written[:12]}")
-    for name, plan in plans.items():
+    for name, plan in made.items():
         for technique, reason in plan.left_out.items():
             print(f"variants.{name}: {technique} is left out: {reason}")
 
 
 def _fetch(_: argparse.Namespace) -> None:
-    from pipeline import config
+    from pipeline import params
     from pipeline.data import sources
 
-    sources.fetch(config.load().fetch, RAW)
+    sources.fetch(params.load().fetch, RAW)
 
 
 def _prepare(_: argparse.Namespace) -> None:
-    from pipeline import config
+    from pipeline import params
     from pipeline.data import packing
 
-    packing.prepare(config.load(), RAW, PREPARED)
+    packing.prepare(params.load(), RAW, PREPARED)
 
 
 def _train(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment, interpreter
+    from pipeline import environment, interpreter, params
 
-    params, machine = config.load(), environment.machine()  # a mistake shows before torch is imported
+    config, machine = params.load(), environment.machine()  # a mistake shows before torch is imported
     with interpreter.importing():
-        from pipeline import job
+        from pipeline.training import job
 
-    job.run(params, parsed.variant, machine, PREPARED)
+    job.run(config, parsed.variant, machine, PREPARED)
 
 
 def _bench(_: argparse.Namespace) -> None:
-    from pipeline import benchmark, config, environment
+    from pipeline import environment, params
+    from pipeline.benchmark import rounds
 
-    benchmark.run(config.load(), environment.machine())
+    rounds.run(params.load(), environment.machine())
 
 
 def _arms(_: argparse.Namespace) -> None:
-    from pipeline import config, environment, interpreter
+    from pipeline import environment, interpreter, params
 
-    params, machine = config.load(), environment.machine()
+    config, machine = params.load(), environment.machine()
     with interpreter.importing():
-        from pipeline import arm
+        from pipeline.benchmark import arm
 
-    arm.serve(params, machine, PREPARED)
+    arm.serve(config, machine, PREPARED)
 
 
 def _profile(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment, interpreter
+    from pipeline import environment, interpreter, params
 
-    params, machine = config.load(), environment.machine()
+    config, machine = params.load(), environment.machine()
     with interpreter.importing():
-        from pipeline import profiling
+        from pipeline.profiling import steps
 
-    profiling.run(params, parsed.variant, machine, PREPARED)
+    steps.run(config, parsed.variant, machine, PREPARED)
 
 
 def _infer(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment, interpreter
+    from pipeline import environment, interpreter, params
 
-    params, machine = config.load(), environment.machine()
+    config, machine = params.load(), environment.machine()
     with interpreter.importing():
-        from pipeline import inference
+        from pipeline.tools import inference
 
-    inference.run(params, parsed.variant, machine, PREPARED)
+    inference.run(config, parsed.variant, machine, PREPARED)
 
 
 def _compare(_: argparse.Namespace) -> None:
-    from pipeline import comparison, config, environment, report, results
+    from pipeline import environment, params, report, results
+    from pipeline.comparison import compare
 
-    params = config.load()
-    measured, histories = comparison.read_all(params)
-    compared = comparison.compare(measured, histories, results.read_bench(), params.compare, environment.read())
+    config = params.load()
+    measured, histories = compare.read_all(config)
+    compared = compare.compare(measured, histories, results.read_bench(), config.compare, environment.read())
     report.write(compared, histories)
     print(f"report: {report.REPORTS / 'comparison.html'}")
 
 
 def _publish(_: argparse.Namespace) -> None:
-    from pipeline import config, tracking
+    from pipeline import params, tracking
 
-    tracking.publish(config.load())
+    tracking.publish(params.load())
 
 
 def _gate(parsed: argparse.Namespace) -> int:
-    from pipeline import config, gate
+    from pipeline import gate, params
 
-    return gate.run(config.load(), parsed.against)
+    return gate.run(params.load(), parsed.against)
 
 
 def _promote(_: argparse.Namespace) -> None:
-    from pipeline import config, environment, tracking
+    from pipeline import environment, params, tracking
 
-    tracking.promote(config.load(), environment.checked_out())
+    tracking.promote(params.load(), environment.checked_out())
 
 
 def _predict_memory(parsed: argparse.Namespace) -> None:
-    from pipeline import config, environment, interpreter
+    from pipeline import environment, interpreter, params
 
-    params, machine = config.load(), environment.machine()
+    config, machine = params.load(), environment.machine()
     with interpreter.importing():
-        from pipeline import ledger
+        from pipeline.profiling import ledger
 
     ledger.show(
-        params,
+        config,
         machine,
         parsed.variants,
         PREPARED,
@@ -248,29 +250,30 @@ def _predict_memory(parsed: argparse.Namespace) -> None:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from pipeline import config, environment, interpreter
+    from pipeline import environment, interpreter, params
 
-    params, machine = config.load(), environment.machine()
+    config, machine = params.load(), environment.machine()
     with interpreter.importing():
-        from pipeline import verification
+        from pipeline.tools import verification
 
-    return verification.run(params, machine, parsed.variants, PREPARED, as_json=parsed.json)
+    return verification.run(config, machine, parsed.variants, PREPARED, as_json=parsed.json)
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from pipeline import doctor
+    from pipeline.tools import doctor
 
     return doctor.run(as_json=parsed.json)
 
 
 def _follow(parsed: argparse.Namespace) -> None:
-    from pipeline import config, tracking
+    from pipeline import params, tracking
 
-    tracking.follow(config.load(), parsed.variant)
+    tracking.follow(params.load(), parsed.variant)
 
 
 def _techniques(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, listing
+    from pipeline import environment
+    from pipeline.tools import listing
 
     if parsed.markdown:
         print(listing.markdown(), end="")
@@ -279,16 +282,17 @@ def _techniques(parsed: argparse.Namespace) -> None:
 
 
 def _variants(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, variant_sets
+    from pipeline import environment
+    from pipeline.tools import variant_sets
 
     variant_sets.show(environment.machine(), parsed.set, add=parsed.add)
 
 
 def _schema(parsed: argparse.Namespace) -> None:
-    from pipeline import config, results
+    from pipeline import errors, files, params
 
-    text = config.schema()
+    text = params.schema()
     if not parsed.check:
-        results.write_text(config.SCHEMA_FILE, text)
-    elif not config.SCHEMA_FILE.exists() or config.SCHEMA_FILE.read_text(encoding="utf-8") != text:
-        raise config.ConfigError(f"{config.SCHEMA_FILE} is out of step: run `python -m pipeline schema`.")
+        files.write_text(params.SCHEMA_FILE, text)
+    elif not params.SCHEMA_FILE.exists() or params.SCHEMA_FILE.read_text(encoding="utf-8") != text:
+        raise errors.ConfigError(f"{params.SCHEMA_FILE} is out of step: run `python -m pipeline schema`.")

@@ -17,7 +17,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.config import Config, PipelineError, Seed, Train, VariantName
+from pipeline.errors import PipelineError
+from pipeline.files import write_text
+from pipeline.params import Config, Seed, Train, VariantName
 
 RESULTS = Path("results")
 MODELS = Path("models")
@@ -397,14 +399,6 @@ def _read(path: Path, model: type[R], again: str) -> R:
 def write(result: Result, path: Path) -> None:
     """Write ``path`` whole or not at all."""
     write_text(path, result.to_json())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write ``path`` whole or not at all: an interruption leaves the old content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def read_history(path: Path) -> list[HistoryRow]:

@@ -17,8 +17,8 @@ import yaml
 from hypothesis import settings
 
 from pipeline import environment
-from pipeline.config import parse
 from pipeline.data.prepared import Dataset
+from pipeline.params import parse
 
 ROOT = Path(__file__).parent.parent
 

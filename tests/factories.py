@@ -8,9 +8,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.comparison import Comparison, compare
-from pipeline.config import Bench as BenchSettings
-from pipeline.config import Compare, Config, Train, Variant, parse, techniques
+from pipeline.comparison.compare import Comparison, compare
+from pipeline.params import Bench as BenchSettings
+from pipeline.params import Compare, Config, Train, Variant, parse, techniques
 from pipeline.results import Arm, Bench, Dataset, Flops, HistoryRow, Ledger, Ledgers, Result, Run, Window, summarise
 
 ENVIRONMENT: dict[str, Any] = {

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config import Plan, Variant
 from pipeline.distributed import ALONE as ALONE
+from pipeline.params import Variant
+from pipeline.plans import Plan
 
 
 def make_plan(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import catalogue, outside
+from pipeline.params import catalogue, outside
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_technique"
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.checkpoints import state_sha256
-from pipeline.config import Config, Machine, Train, Variant, plan
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World, own_part
+from pipeline.params import Config, Machine, Train, Variant
+from pipeline.plans import plan
 from pipeline.techniques.parts import Layout
-from pipeline.training import Training
+from pipeline.training.checkpoints import state_sha256
+from pipeline.training.loop import Training
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)

@@ -16,7 +16,7 @@ def run_ranks(
     ``function`` must be importable (a module's own), its arguments and values picklable. Raises WorkerError with the
     traceback of a rank that failed.
     """
-    preload = ["pipeline.training", "torch._dynamo"]
+    preload = ["pipeline.training.loop", "torch._dynamo"]
     with forked(_joined, (function, arguments, device), size, preload=preload) as ask:
         return ask(None)
 

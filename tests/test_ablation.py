@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.ablation import Share, shares
-from pipeline.config import Margins
+from pipeline.comparison.ablation import Share, shares
+from pipeline.comparison.verdicts import Accuracy, Noise, accuracy
+from pipeline.params import Margins
 from pipeline.results import Bench
-from pipeline.verdicts import Accuracy, Noise, accuracy
 from tests.factories import make_arm, make_bench, make_result, make_results
 
 CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_untrusted=None)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import job, profiling
-from pipeline.assembly import planned
-from pipeline.config import Config, ConfigError, Machine, parse
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Machine, parse
+from pipeline.profiling import steps
+from pipeline.training import job
+from pipeline.training.assembly import planned
 from tests.conftest import ROOT
 from tests.workspaces import PREPARED, furnish
 
@@ -94,7 +96,7 @@ def test_a_model_that_no_processes_hold_together_is_refused() -> None:
         planned(config, "tried", gpus(8), PREPARED)
 
 
-@pytest.mark.parametrize("start", [job.run, profiling.run])
+@pytest.mark.parametrize("start", [job.run, steps.run])
 def test_it_is_known_before_a_process_starts(
     start: Callable[[Config, str, Machine, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

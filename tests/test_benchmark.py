@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import benchmark, environment
-from pipeline.arm import _allowed_wait
-from pipeline.benchmark import Asked, BenchError, Server, fewest_rounds, measure, outlook, steps_of, turns_on
-from pipeline.config import Bench, Machine, Variant, parse
+from pipeline import environment
+from pipeline.benchmark import rounds
+from pipeline.benchmark.arm import _allowed_wait
+from pipeline.benchmark.rounds import Asked, BenchError, Server, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.comparison.stats import FEWEST_PAIRS
+from pipeline.params import Bench, Machine, Variant, parse
 from pipeline.results import Window, read_bench
-from pipeline.stats import FEWEST_PAIRS
 from tests.conftest import ROOT
 from tests.factories import JOB, make_window
 from tests.workspaces import furnish
@@ -127,7 +128,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
     monkeypatch.setattr(server, "open", takes(10, server.open))
     monkeypatch.setattr(server, "turn", takes(1, server.turn))
-    monkeypatch.setattr("pipeline.benchmark.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pipeline.benchmark.rounds.time.monotonic", lambda: now[0])
     return server
 
 
@@ -189,7 +190,7 @@ def test_what_is_about_to_be_measured_is_said(
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    monkeypatch.setattr("pipeline.benchmark.time.time", lambda: 12 * 3600.0)
+    monkeypatch.setattr("pipeline.benchmark.rounds.time.time", lambda: 12 * 3600.0)
     seconds, max_rounds, fewest = limits
     told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
     assert told == f"5 arms of 23 steps, a round takes about 40 s: {said} UTC"
@@ -273,7 +274,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
-    benchmark.run(parse(PARAMS), CPU_ONLY)
+    rounds.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
     line = rf"bench: 8 arms of {bench.steps} steps, a round takes about \d+ s: 2 round\(s\) .*, until about \d\d:\d\d "
     assert re.match(line, capsys.readouterr().out)
@@ -308,7 +309,7 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
 def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:
     tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
     config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})
-    found, without = benchmark._ablation(config, CPU_ONLY, FakeServer())
+    found, without = rounds._ablation(config, CPU_ONLY, FakeServer())
     assert [(each.role, each.technique) for each in found] == [
         (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
     ]
@@ -322,7 +323,7 @@ def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     params = PARAMS | {"train": PARAMS["train"] | {"model": "broken:net"}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     with pytest.raises(BenchError, match=r"(?s)baseline.*planted"):
-        benchmark.run(parse(params), CPU_ONLY)
+        rounds.run(parse(params), CPU_ONLY)
     assert not Path("bench.json").exists()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import checkpoints
+from pipeline.training import checkpoints
 
 
 def test_a_checkpoint_of_the_same_job_comes_back(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from pipeline import cli, environment
-from pipeline.comparison import ComparisonError
-from pipeline.config import ConfigError, Machine, PipelineError
+from pipeline.comparison.compare import ComparisonError
 from pipeline.data import DataError
 from pipeline.distributed import WorkerError
-from pipeline.losses import NonFiniteLoss
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.models import ModelError
+from pipeline.params import Machine
+from pipeline.training.losses import NonFiniteLoss
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,7 +154,7 @@ def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) ->
 def test_every_expected_error_ends_with_two(
     error: PipelineError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeline.config.load", raising(error))
+    monkeypatch.setattr("pipeline.params.load", raising(error))
     assert cli.main(["publish"]) == 2
     assert capsys.readouterr().err == "error: it broke\n"
 
@@ -164,7 +165,7 @@ def test_what_the_stages_raise_for_people_is_expected(error: type[Exception]) ->
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.config.load", raising(ZeroDivisionError("a bug")))
+    monkeypatch.setattr("pipeline.params.load", raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(["fetch"])
 

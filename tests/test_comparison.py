@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline import results
-from pipeline.comparison import (
+from pipeline.comparison.compare import (
     Compared,
     Comparison,
     ComparisonError,
@@ -19,8 +19,8 @@ from pipeline.comparison import (
     techniques,
     time_to_target,
 )
-from pipeline.config import Compare
 from pipeline.environment import hash_of
+from pipeline.params import Compare
 from pipeline.results import Bench, HistoryRow, Result
 from tests.factories import (
     ENVIRONMENT,

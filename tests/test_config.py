@@ -12,8 +12,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import config
-from pipeline.config import Config, ConfigError, Machine, PipelineError, Variant, load, parse, plan, plans, redacted
+from pipeline import params
+from pipeline.errors import ConfigError, PipelineError, redacted
+from pipeline.params import Config, Machine, Variant, load, parse
+from pipeline.plans import plan, plans
 
 ROOT = Path(__file__).parent.parent
 SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
@@ -359,12 +361,12 @@ def test_plans_list_every_variant_that_cannot_run() -> None:
 
 
 def test_the_schema_file_is_in_step() -> None:
-    written = (ROOT / config.SCHEMA_FILE).read_text(encoding="utf-8")
-    assert written == config.schema(), "run `python -m pipeline schema`"
+    written = (ROOT / params.SCHEMA_FILE).read_text(encoding="utf-8")
+    assert written == params.schema(), "run `python -m pipeline schema`"
 
 
 def test_the_schema_takes_the_shipped_params_and_refuses_mistakes() -> None:
-    checked = jsonschema.Draft202012Validator(json.loads(config.schema()))
+    checked = jsonschema.Draft202012Validator(json.loads(params.schema()))
     checked.check_schema(checked.schema)
     checked.validate(SHIPPED)
     for key, value in [("trian", {}), ("train.epochs", "3"), ("variants.ddp.x", 1), ("variants.A b", {})]:
@@ -373,7 +375,7 @@ def test_the_schema_takes_the_shipped_params_and_refuses_mistakes() -> None:
 
 def test_params_yaml_names_its_schema() -> None:
     first = (ROOT / "params.yaml").read_text(encoding="utf-8").splitlines()[0]
-    assert first == f"# yaml-language-server: $schema={config.SCHEMA_FILE}"
+    assert first == f"# yaml-language-server: $schema={params.SCHEMA_FILE}"
 
 
 # Junk

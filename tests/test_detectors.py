@@ -16,7 +16,7 @@ import pynvml
 import pytest
 import torch
 
-from pipeline.detectors import (
+from pipeline.measurement.detectors import (
     Detector,
     Refusal,
     cpu,
@@ -28,10 +28,10 @@ from pipeline.detectors import (
     of_steps,
     processes,
 )
-from pipeline.detectors.compiler import Recompilation
-from pipeline.detectors.cpu import CpuThrottling, ForeignLoad
-from pipeline.detectors.gpu import GpuThrottling, SharedGpu
-from pipeline.measurement import Clock, Memory
+from pipeline.measurement.detectors.compiler import Recompilation
+from pipeline.measurement.detectors.cpu import CpuThrottling, ForeignLoad
+from pipeline.measurement.detectors.gpu import GpuThrottling, SharedGpu
+from pipeline.measurement.windows import Clock, Memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -622,7 +622,7 @@ def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": retries})
     for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-    monkeypatch.setattr("pipeline.measurement.driver_bytes", lambda _: None)
+    monkeypatch.setattr("pipeline.measurement.windows.driver_bytes", lambda _: None)
     memory = Memory(GPU)
     memory.open()
     memory.close(measured=True)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.assembly import Assembly, assembled
-from pipeline.config import Config, Machine, PipelineError, Plan, parse, plan
 from pipeline.data.prepared import Dataset, read
 from pipeline.distributed import World
+from pipeline.errors import PipelineError
+from pipeline.params import Config, Machine, parse
+from pipeline.plans import Plan, plan
+from pipeline.training.assembly import Assembly, assembled
 from tests.nets import ALONE, conv_net
 from tests.ranks import run_ranks
 

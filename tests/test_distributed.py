@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.config import PipelineError
 from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, world
+from pipeline.errors import PipelineError
 from tests.ranks import run_ranks
 
 
@@ -166,7 +166,7 @@ def test_a_failing_rank_is_reported() -> None:
 
 
 KEPT: list[int] = []
-PRELOAD = ("pipeline.training",)
+PRELOAD = ("pipeline.training.loop",)
 
 
 def _note(value: int) -> Generator[Any, Any, None]:

@@ -16,8 +16,8 @@ import yaml
 from dvc.cli.parser import get_main_parser
 
 from pipeline.cli import _parser
-from pipeline.config import parse
-from pipeline.config.loading import read
+from pipeline.params import parse
+from pipeline.params.loading import read
 from tests.imports import tree
 from tests.pages import DOCS, PAGES, ROOT, blocks, commands
 

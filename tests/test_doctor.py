@@ -20,13 +20,16 @@ import psutil
 import pynvml
 import pytest
 
-from pipeline import cli, doctor, environment, tracking
-from pipeline.config import ConfigError, Machine, parse, plans
-from pipeline.doctor import checkout, gpus, params, probes, resources, words
-from pipeline.doctor.findings import Finding
-from pipeline.doctor.gpus import Driver, Gpu
-from pipeline.doctor.params import Job
-from pipeline.doctor.probes import Answer
+from pipeline import cli, environment, tracking
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plans
+from pipeline.tools import doctor
+from pipeline.tools.doctor import checkout, gpus, params, printed, probes, resources
+from pipeline.tools.doctor.findings import Finding
+from pipeline.tools.doctor.gpus import Driver, Gpu
+from pipeline.tools.doctor.params import Job
+from pipeline.tools.doctor.probes import Answer
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -997,12 +1000,12 @@ def test_help_says_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lines_fit_the_terminal_and_keep_commands_whole() -> None:
     command = "git config --global --add safe.directory /a/very/long/path/" + "x" * 90
     findings = [Finding("git", "problem", "word " * 60, command), Finding("shared memory", "ok", "fine")]
-    written = words.lines(findings, 80, colour=False)
+    written = printed.lines(findings, 80, colour=False)
     assert max(len(line) for line in written if "x" * 90 not in line) <= 80
     assert any(line.endswith("/a/very/long/path/" + "x" * 90) for line in written)
     assert [line.index("fine") for line in written if "fine" in line] == [written[0].index("word")], "aligned"
     assert written[-1] == "1 problem(s), 0 warning(s)"
-    coloured = words.lines(findings, 80, colour=True)
+    coloured = printed.lines(findings, 80, colour=True)
     assert coloured[0].startswith("\x1b[1;31mPROBLEM\x1b[0m  git")
 
 

@@ -18,8 +18,10 @@ import pynvml
 import pytest
 
 from pipeline import environment
-from pipeline.config import COMPILER, ConfigError, PipelineError, parse, plan
 from pipeline.environment import cpus, cuda, fingerprint, hash_of, machine, read, software, variables, write
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.params import COMPILER, parse
+from pipeline.plans import plan
 from tests.factories import PLANTED, SECRETS
 
 ROOT = Path(__file__).parent.parent

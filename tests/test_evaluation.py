@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World
-from pipeline.evaluation import Mould, Score, evaluate
-from pipeline.objectives import ObjectiveError
+from pipeline.models.loss_and_metric import ObjectiveError
+from pipeline.training.evaluation import Mould, Score, evaluate
 from tests.nets import ALONE, batch, conv_net
 from tests.ranks import run_ranks
 

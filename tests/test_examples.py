@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from pipeline.config import Machine, asked, load, plans
+from pipeline.params import Machine, asked, load
+from pipeline.plans import plans
 from pipeline.techniques.activation_checkpointing import blocks as repeated
 from tests.conftest import ROOT, Clone
 from tests.outside import write_example_metadata

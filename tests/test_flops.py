@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import flops
-from pipeline.config import Machine, Plan, parse, plan
+from pipeline.params import Machine, parse
+from pipeline.plans import Plan, plan
+from pipeline.profiling import flops
 from pipeline.results import Flops
 from pipeline.techniques.activation_checkpointing import blocks
 

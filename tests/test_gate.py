@@ -18,14 +18,16 @@ import pytest
 import yaml
 
 from pipeline import environment, gate
-from pipeline.benchmark import Asked, Rounds
-from pipeline.config import Config, ConfigError, Margins, Variant, parse, plans
+from pipeline.benchmark.rounds import Asked, Rounds
+from pipeline.comparison.verdicts import Accuracy, Spent, accuracy
 from pipeline.environment import checked_out, code, stages
-from pipeline.gate import copies, measuring, recording
+from pipeline.errors import ConfigError
+from pipeline.gate import copies, recording, side_by_side
 from pipeline.gate.copies import check_arms, commit_of
 from pipeline.gate.decision import GateError, Judged, judge, noises
+from pipeline.params import Config, Margins, Variant, parse
+from pipeline.plans import plans
 from pipeline.results import Arm
-from pipeline.verdicts import Accuracy, Spent, accuracy
 from tests.conftest import Clone
 from tests.factories import (
     ENVIRONMENT,
@@ -806,12 +808,12 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
         )
         return Rounds(arms=made, steps=steps, turns=turns, seconds=299.0, interrupted=sides.interrupted)
 
-    monkeypatch.setattr(measuring, "commit_of", lambda _: "a" * 40)
-    monkeypatch.setattr(measuring, "checked_out", lambda: "b" * 40 + "+")
-    monkeypatch.setattr(measuring, "check_arms", lambda *_: None)
-    monkeypatch.setattr(measuring, "check_imports", lambda *_: None)
+    monkeypatch.setattr(side_by_side, "commit_of", lambda _: "a" * 40)
+    monkeypatch.setattr(side_by_side, "checked_out", lambda: "b" * 40 + "+")
+    monkeypatch.setattr(side_by_side, "check_arms", lambda *_: None)
+    monkeypatch.setattr(side_by_side, "check_imports", lambda *_: None)
     for name, value in (("Server", Server), ("copies", two), ("dvc", dvc), ("measure", measure)):
-        monkeypatch.setattr(measuring, name, value)
+        monkeypatch.setattr(side_by_side, name, value)
     return sides
 
 
@@ -1003,9 +1005,9 @@ def test_accuracies_by_different_metrics_are_refused(pretended: Pretended) -> No
 @pytest.mark.usefixtures("pretended")
 def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
     for side in ("base", "head"):
-        (tmp_path / side / "pipeline" / "detectors").mkdir(parents=True)
-        for name in ("training.py", "measurement.py", "detectors/cpu.py"):
-            (tmp_path / side / "pipeline" / name).write_text(side if name == "training.py" else "", encoding="utf-8")
+        (tmp_path / side / "pipeline" / "measurement" / "detectors").mkdir(parents=True)
+        for name in ("plans.py", "measurement/windows.py", "measurement/detectors/cpu.py"):
+            (tmp_path / side / "pipeline" / name).write_text(side if name == "plans.py" else "", encoding="utf-8")
 
     def told() -> list[str]:
         assert gate.run(configured(), "main") == 0
@@ -1013,10 +1015,10 @@ def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
         return [remark for remark in remarks if "by different code" in remark]
 
     assert told() == []
-    (tmp_path / "head" / "pipeline" / "measurement.py").write_text("bytes = 1000", encoding="utf-8")
-    (tmp_path / "base" / "pipeline" / "detectors" / "gone.py").touch()
+    (tmp_path / "head" / "pipeline" / "measurement" / "windows.py").write_text("bytes = 1000", encoding="utf-8")
+    (tmp_path / "base" / "pipeline" / "measurement" / "detectors" / "gone.py").touch()
     [said] = told()
-    assert said.endswith("the ruler's: pipeline/detectors/gone.py, pipeline/measurement.py.")
+    assert said.endswith("the ruler's: pipeline/measurement/detectors/gone.py, pipeline/measurement/windows.py.")
 
 
 def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
@@ -1030,7 +1032,7 @@ def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
 def test_the_rulers_are_there() -> None:
     """Of one that was moved, nobody would be told that it changed."""
     package = Path(gate.__file__).parent.parent
-    assert all(list(package.glob(ruler)) for ruler in measuring.RULERS)
+    assert all(list(package.glob(ruler)) for ruler in side_by_side.RULERS)
 
 
 def test_other_data_are_refused(pretended: Pretended) -> None:
@@ -1127,7 +1129,7 @@ def test_a_comment_passes(earnest: Clone) -> None:
     output, baseline = against_head(earnest, 0)
     assert "with uncommitted changes; side by side, 7 rounds" in output
     assert (baseline["accuracy"]["decision"], baseline["accuracy"]["mean_fraction"]) == ("same", 0.0)
-    assert earnest.run("git", "status", "--short") == before == " M pipeline/training.py\n"
+    assert earnest.run("git", "status", "--short") == before == " M pipeline/training/loop.py\n"
     assert not (earnest.path / "results").exists(), "what was trained is in DVC's cache"
     training.write_text(plain, encoding="utf-8")
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 import yaml
 
-from pipeline import environment, job, results
-from pipeline.config import parse
+from pipeline import environment, results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.losses import NonFiniteLoss
-from pipeline.measurement import Clock, Memory
+from pipeline.measurement.windows import Clock, Memory
+from pipeline.params import parse
 from pipeline.results import Result
+from pipeline.training import job
+from pipeline.training.losses import NonFiniteLoss
 from tests import test_job
 from tests.nets import conv_net
 from tests.test_training import _BreaksAt, make_training

@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks import gpu_check, transfers
 from benchmarks.gpu_check import Step
-from pipeline import config, environment
-from pipeline.config import Machine, PipelineError
+from pipeline import environment, params
+from pipeline.errors import PipelineError
+from pipeline.params import Machine
 from tests.conftest import ROOT
 
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -87,7 +88,7 @@ def test_without_a_gpu_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ],
 )
 def test_a_variant_of_each_kind_that_the_machine_can_run(machine: Machine, expected: set[str]) -> None:
-    values = gpu_check.settings(config.load(ROOT / "params.yaml"), rehearse=False)
+    values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=False)
     assert set(gpu_check.variants_of_each_kind(values, machine, (ROOT / "variants").glob("*.yaml"))) == expected
 
 
@@ -117,7 +118,7 @@ def test_transfers_between_two_processes() -> None:
 @pytest.mark.slow
 def test_a_rehearsal_holds(tmp_path: Path) -> None:
     """The sequence as it is, in a copy of the checkout, but for the tests, and with one variant."""
-    values = gpu_check.settings(config.load(ROOT / "params.yaml"), rehearse=True)
+    values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=True)
     steps = gpu_check.steps_of(values, {"ddp": {"parallelism": "ddp"}}, rehearse=True)
     work, report = tmp_path / "work", tmp_path / "report.md"
     gpu_check.copied(work)

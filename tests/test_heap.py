@@ -13,7 +13,7 @@ RESIDENT_AFTER_FREEING_24_MIB = """
 import sys
 import psutil
 import torch
-from pipeline import heap
+from pipeline.measurement import malloc as heap
 if sys.argv[1] != "as it is":
     getattr(heap, f"{sys.argv[1]}_freed_memory")()
 before = psutil.Process().memory_info().rss

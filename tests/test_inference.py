@@ -15,15 +15,18 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from pipeline import environment, inference, job, results
-from pipeline.checkpoints import state_sha256
-from pipeline.config import Config, Machine, PipelineError, parse
+from pipeline import environment, results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE
-from pipeline.inference import forms, measuring
-from pipeline.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
-from pipeline.inference.records import Form
+from pipeline.errors import PipelineError
 from pipeline.models import Classifier
+from pipeline.params import Config, Machine, parse
+from pipeline.tools import inference
+from pipeline.tools.inference import forms, timing
+from pipeline.tools.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
+from pipeline.tools.inference.inference_file import Form
+from pipeline.training import job
+from pipeline.training.checkpoints import state_sha256
 from tests.nets import conv_net
 from tests.workspaces import PREPARED, furnish
 
@@ -262,7 +265,7 @@ class _Clockwork:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clockwork:
     clock = _Clockwork()
-    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     return clock
 
 
@@ -280,27 +283,27 @@ def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
 
     images = torch.zeros(8, 1)
     called = {"slow": form("slow", 1 / 64), "fast": form("fast", 1 / 128)}
-    found = measuring.in_rounds(called, images, [1, 8], rounds=6, seconds=0.5, synchronise=lambda: None)
+    found = timing.in_rounds(called, images, [1, 8], rounds=6, seconds=0.5, synchronise=lambda: None)
     assert order[:4] == ["slow", "fast", "slow", "fast"]
     assert order.count("slow") >= 9
-    latency = measuring.latency_of(found["slow"])
+    latency = timing.latency_of(found["slow"])
     assert latency.p50_ms == 15.625
     assert latency.calls == 6 * 32
     assert latency.p99_ms == 15.625
-    few = measuring.latency_of(measuring.Slices(latencies=[[0.02] * 50]))
+    few = timing.latency_of(timing.Slices(latencies=[[0.02] * 50]))
     assert few.p99_ms is None, "of 50 calls the slowest hundredth is none"
-    quiet = measuring.noise_of(found["slow"], found["slow"], 0.15, "cpu")
+    quiet = timing.noise_of(found["slow"], found["slow"], 0.15, "cpu")
     assert [each.refused for each in quiet.values()] == [None, None]
-    single, batch = measuring.throughput_of(found["fast"], found["slow"], quiet)
+    single, batch = timing.throughput_of(found["fast"], found["slow"], quiet)
     assert (single.batch_size, batch.batch_size) == (1, 8)
     assert batch.samples_per_second == 128
     assert batch.ratio == pytest.approx(2)
     assert batch.ratio_high == pytest.approx(2)
-    noisy = measuring.Slices(rates={size: [100.0, 140.0, 70.0, 130.0, 90.0, 60.0] for size in (1, 8)})
-    loud = measuring.noise_of(noisy, measuring.Slices(rates={size: [100.0] * 6 for size in (1, 8)}), 0.15, "cpu")
+    noisy = timing.Slices(rates={size: [100.0, 140.0, 70.0, 130.0, 90.0, 60.0] for size in (1, 8)})
+    loud = timing.noise_of(noisy, timing.Slices(rates={size: [100.0] * 6 for size in (1, 8)}), 0.15, "cpu")
     assert loud[8].refused
     assert "a spread of" in loud[8].refused
-    assert measuring.throughput_of(found["fast"], found["slow"], loud)[1].ratio is None, "refused, not reported"
+    assert timing.throughput_of(found["fast"], found["slow"], loud)[1].ratio is None, "refused, not reported"
 
 
 # The stage.

@@ -20,12 +20,16 @@ import pytest
 import torch
 import yaml
 
-from pipeline import arm, environment, job, models, results
-from pipeline.checkpoints import checkpoint_file, state_sha256
-from pipeline.config import Config, Machine, PipelineError, Variant, load, parse, plan
+from pipeline import environment, models, results
+from pipeline.benchmark import arm
 from pipeline.distributed import Interruption, World
+from pipeline.errors import PipelineError
 from pipeline.interpreter import age_seconds
+from pipeline.params import Config, Machine, Variant, load, parse
+from pipeline.plans import plan
 from pipeline.results import Result
+from pipeline.training import job
+from pipeline.training.checkpoints import checkpoint_file, state_sha256
 from tests.conftest import Terminal
 from tests.workspaces import PREPARED, furnish
 
@@ -329,7 +333,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
 @pytest.mark.slow
 def test_memory_holds_no_imports(workspace: Path) -> None:  # noqa: ARG001
     script = (
-        "import sys; from tests.test_job import *; from pipeline.measurement import Memory\n"
+        "import sys; from tests.test_job import *; from pipeline.measurement.windows import Memory\n"
         "noted = []; note = Memory.note_imports\n"
         "Memory.note_imports = lambda: (note(), noted.append(len(sys.modules)))\n"
         "train('baseline', seeds=[0], epochs=1)\n"

@@ -11,17 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import environment, ledger, models
-from pipeline.config import Config, ConfigError, Machine, Plan, parse, plan
+from pipeline import environment, models
 from pipeline.data import DataError
 from pipeline.data.batches import TrainBatches
 from pipeline.data.packing import prepare
 from pipeline.data.prepared import Dataset, Split
 from pipeline.data.sources import fetch
 from pipeline.distributed import World
-from pipeline.ledger.tape import Tape
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Machine, parse
+from pipeline.plans import Plan, plan
+from pipeline.profiling import ledger
+from pipeline.profiling.ledger.allocation_trace import Tape
 from pipeline.results import Ledger
-from pipeline.training import Training
+from pipeline.training.loop import Training
 from tests.nets import ALONE
 from tests.ranks import run_ranks
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import listing
-from pipeline.config import CATALOGUE, ConfigError, Machine, exclusions
+from pipeline.errors import ConfigError
+from pipeline.params import CATALOGUE, Machine, exclusions
+from pipeline.tools import listing
 from tests.conftest import ROOT
 
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)

@@ -15,7 +15,7 @@ import torch
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE
-from pipeline.measurement import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
+from pipeline.measurement.windows import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
 from tests import test_gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

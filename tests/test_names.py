@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline import cli, models
-from pipeline.config import OWN_MODELS, ConfigError, Train, check_names, torchvision_models
+from pipeline.errors import ConfigError
+from pipeline.params import OWN_MODELS, Train, check_names, torchvision_models
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,7 +98,7 @@ def test_every_wrong_name_is_named() -> None:
 
 
 def test_without_torchvision_its_names_are_left_to_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.config.names.torchvision_models", list)
+    monkeypatch.setattr("pipeline.params.names.torchvision_models", list)
     check_names(Train(model="resent18"))
 
 
@@ -114,7 +115,7 @@ def test_the_first_stage_refuses_a_misspelt_model(
 
 def test_no_torch_is_loaded_for_it() -> None:
     program = (
-        "import sys; from pipeline.config import Train, check_names; check_names(Train(model='resnet18', "
+        "import sys; from pipeline.params import Train, check_names; check_names(Train(model='resnet18', "
         "loss='torch.nn:CrossEntropyLoss')); print(*{'torch', 'torchvision'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

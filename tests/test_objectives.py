@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline import objectives
-from pipeline.config import ConfigError, Train, parse
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.evaluation import Score, evaluate
-from pipeline.objectives import ObjectiveError
+from pipeline.errors import ConfigError
+from pipeline.models import loss_and_metric
+from pipeline.models.loss_and_metric import ObjectiveError
+from pipeline.params import Train, parse
+from pipeline.training.evaluation import Score, evaluate
 from tests.nets import ALONE, batch, conv_net
 from tests.ranks import run_ranks
 from tests.test_training import make_training, rows_of
@@ -86,7 +87,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_job_s_own_is_cross_entropy_and_accuracy() -> None:
-    objective = objectives.of_job(Train(label_smoothing=0.1), 10, CPU)
+    objective = loss_and_metric.of_job(Train(label_smoothing=0.1), 10, CPU)
     images, labels = batch()
     logits = conv_net()(images)
     assert torch.equal(objective.loss(logits, labels), F.cross_entropy(logits, labels, label_smoothing=0.1))
@@ -107,8 +108,8 @@ def test_a_loss_of_one_s_own_trains_and_is_the_test_loss_too(digits: Dataset) ->
 
 def test_options_reach_the_loss_and_buffers_its_device() -> None:
     train = Train(loss="own_code:Weighted")
-    objectives.check(train, 10)
-    loss = objectives.of_job(train, 10, torch.device("meta")).loss
+    loss_and_metric.check(train, 10)
+    loss = loss_and_metric.of_job(train, 10, torch.device("meta")).loss
     assert loss.weights.device.type == "meta"  # type: ignore[attr-defined]
 
 
@@ -131,7 +132,7 @@ def test_options_reach_the_loss_and_buffers_its_device() -> None:
 )
 def test_what_is_wrong_with_a_loss_is_said(name: str, message: str) -> None:
     with pytest.raises(ObjectiveError, match=message):
-        objectives.check(Train(loss=name), 10)
+        loss_and_metric.check(Train(loss=name), 10)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +150,11 @@ def test_what_is_wrong_with_a_loss_is_said(name: str, message: str) -> None:
 )
 def test_what_is_wrong_with_a_metric_is_said(name: str, message: str) -> None:
     with pytest.raises(ObjectiveError, match=message):
-        objectives.check(Train(metric=name), 10)
+        loss_and_metric.check(Train(metric=name), 10)
 
 
 def _evaluate(joined: World, dataset: Dataset, metric: str, batch_size: int) -> Score:
-    objective = objectives.of_job(Train(metric=metric), 10, CPU)
+    objective = loss_and_metric.of_job(Train(metric=metric), 10, CPU)
     return evaluate(conv_net(), dataset, joined, batch_size, objective)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import optimizers
-from pipeline.config import Train
+from pipeline.models import optimizers
+from pipeline.params import Train
 from tests.nets import batch, conv_net
 
 

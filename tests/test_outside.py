@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import config, environment
-from pipeline.config import Config, ConfigError, Variant, outside, parse
+from pipeline import environment, params, plans
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.doctor import params as doctor
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Variant, outside, parse
 from pipeline.techniques import chosen, of_plan
+from pipeline.tools.doctor import params as doctor
 from tests.nets import ALONE, make_plan
 from tests.outside import EXAMPLE, forget, put_on_path, write_example_metadata, write_metadata
 from tests.ranks import run_ranks
@@ -50,12 +51,12 @@ def complaint(**variant: Any) -> str:
 
 
 def test_it_is_planned_and_listed_like_a_built_in_one(clipping: Path) -> None:  # noqa: ARG001
-    plan = config.plan(of(**CLIPPED), "tried", PLAIN_CPU)
-    assert [each.name for each in config.asked(plan.applied)] == ["gradient_clipping"]
-    assert [each.name for each in config.entries()] == [*(each.name for each in config.CATALOGUE), "gradient_clipping"]
-    assert config.entry("gradient_clipping").searched_for[0] == "clip_grad_norm_"
-    assert config.techniques(plan.applied) == {"gradient_clipping": ("extra",)}
-    assert config.without(plan.applied, [config.entry("gradient_clipping")]) == Variant()
+    plan = plans.plan(of(**CLIPPED), "tried", PLAIN_CPU)
+    assert [each.name for each in params.asked(plan.applied)] == ["gradient_clipping"]
+    assert [each.name for each in params.entries()] == [*(each.name for each in params.CATALOGUE), "gradient_clipping"]
+    assert params.entry("gradient_clipping").searched_for[0] == "clip_grad_norm_"
+    assert params.techniques(plan.applied) == {"gradient_clipping": ("extra",)}
+    assert params.without(plan.applied, [params.entry("gradient_clipping")]) == Variant()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_where_none_is_installed() -> None:
 
 def _change(joined: World, dataset: Dataset, max_norm: float) -> float:
     """The norm of the weights' change by one step of plain SGD at the rate 1."""
-    from pipeline.config import Train
+    from pipeline.params import Train
 
     train = Train(batch_size=32, momentum=0.0, weight_decay=0.0, learning_rate=1.0, warmup_fraction=0.0, epochs=1)
     training = make_training(dataset, joined, train=train, extra={"gradient_clipping": {"max_norm": max_norm}})
@@ -137,7 +138,7 @@ def test_planning_loads_no_torch_and_its_variant_alone_depends_on_its_version_an
 BROKEN = """
 from dataclasses import replace
 
-from pipeline.config import Entry
+from pipeline.params import Entry
 from pipeline.techniques import Technique
 
 def entry(name, changes="nothing", setting=None):
@@ -226,7 +227,7 @@ def test_one_that_goes_with_a_parallelism_is_left_out_with_it_and_no_other(
     with pytest.MonkeyPatch.context() as patch:
         put_on_path(patch, tmp_path)
         asked = of(parallelism="ddp", processes=1, extra={"one": {}, "shared": {}})
-        made = config.plan(asked, "tried", PLAIN_CPU)
+        made = plans.plan(asked, "tried", PLAIN_CPU)
     assert list(made.left_out) == ["ddp", "shared"]
     assert made.applied.extra == {"one": {}}
     forget()

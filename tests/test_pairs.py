@@ -14,10 +14,12 @@ import pytest
 import torch
 import yaml
 
-from pipeline.config import CATALOGUE, Config, ConfigError, Entry, Machine, Plan, entry, exclusions, parse, plan
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World
 from pipeline.environment import machine
+from pipeline.errors import ConfigError
+from pipeline.params import CATALOGUE, Config, Entry, Machine, entry, exclusions, parse
+from pipeline.plans import Plan, plan
 from tests.ranks import run_ranks
 
 JOB = {"model": "small_cnn", "batch_size": 32, "epochs": 1, "seeds": [0], "warmup_steps": 4, "without_native": "run"}
@@ -183,9 +185,9 @@ def _applied(made: Plan) -> frozenset[str]:
 
 def _train(world: World, tries: dict[int, tuple[Config, Plan]], dataset: Dataset) -> dict[int, str]:
     """Train each a few steps and evaluate it; what went wrong with which."""
-    from pipeline.assembly import Assembly
     from pipeline.data.batches import Placement
     from pipeline.techniques import of_plan
+    from pipeline.training.assembly import Assembly
 
     torch.compile = functools.partial(_without_kernels, torch.compile)  # this process is nobody else's
     failures = {}

@@ -17,12 +17,15 @@ import psutil
 import pytest
 import yaml
 
-from pipeline import job, profiling, results
-from pipeline.benchmark import Server
-from pipeline.config import Config, Machine, parse, plan
+from pipeline import results
+from pipeline.benchmark.rounds import Server
 from pipeline.distributed import forked, launch, world
 from pipeline.distributed.worlds import STORE
-from pipeline.verification.observing import Task, observer
+from pipeline.params import Config, Machine, parse
+from pipeline.plans import plan
+from pipeline.profiling import steps
+from pipeline.tools.verification.observing import Task, observer
+from pipeline.training import job
 from tests.workspaces import PREPARED, furnish
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +85,7 @@ def _train(config: Config) -> None:
 
 
 def _profile(config: Config) -> None:
-    profiling.run(config, "ddp", CPU_ONLY, PREPARED)
+    steps.run(config, "ddp", CPU_ONLY, PREPARED)
 
 
 def _measure_as_bench_and_gate_do(_: Config) -> None:
@@ -133,7 +136,7 @@ LO = next(name for name, each in psutil.net_if_addrs().items() if "127.0.0.1" in
 def test_ranks_of_one_host_meet_on_loopback_unless_the_user_says_where(
     variables: dict[str, str], inside: tuple[str | None, ...], after: tuple[str | None, ...]
 ) -> None:
-    with forked(_joined_with, (variables,), 2, preload=["pipeline.training"]) as ask:
+    with forked(_joined_with, (variables,), 2, preload=["pipeline.training.loop"]) as ask:
         assert ask(None) == [(inside, after)] * 2
 
 
@@ -143,7 +146,7 @@ def _where_they_meet() -> Generator[Path, Any, None]:
 
 
 def test_the_file_by_which_ranks_meet_is_nobody_elses_and_goes_with_them() -> None:
-    with forked(_where_they_meet, (), 2, preload=["pipeline.training"]) as ask:
+    with forked(_where_they_meet, (), 2, preload=["pipeline.training.loop"]) as ask:
         [file, same] = ask(None)
         assert file == same
         assert file.exists()
@@ -168,7 +171,7 @@ def _wait() -> None:
 
 
 MEASURE = f"""
-from pipeline.benchmark import Server
+from pipeline.benchmark.rounds import Server
 with Server() as server:
     server.open("ddp", {DDP}, 10**7)
     print("open", flush=True)

@@ -16,15 +16,17 @@ import pytest
 import torch
 import yaml
 
-from pipeline import environment, profiling, results
-from pipeline.config import Config, Machine, PipelineError, Train, parse
+from pipeline import environment, results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.profiling import trace
-from pipeline.profiling.findings import RULES, Facts, findings
-from pipeline.profiling.intervals import difference, intersection, length, partition, union
-from pipeline.profiling.records import StepTimes
-from pipeline.profiling.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, PARTS, STEP, Event, Trace
+from pipeline.errors import PipelineError
+from pipeline.params import Config, Machine, Train, parse
+from pipeline.profiling import steps
+from pipeline.profiling.steps import trace
+from pipeline.profiling.steps.findings import RULES, Facts, findings
+from pipeline.profiling.steps.intervals import difference, intersection, length, partition, union
+from pipeline.profiling.steps.profile_file import StepTimes
+from pipeline.profiling.steps.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, PARTS, STEP, Event, Trace
 from tests.conftest import ROOT
 from tests.nets import conv_net
 from tests.ranks import run_ranks
@@ -298,7 +300,7 @@ class _SlowBatches:
 def profiled(dataset: Dataset, file: Path, joined: World, wait: float = 0.0, **applied: Any) -> Trace:
     training = make_training(dataset, joined, train=TRAIN, model=conv_net(norm=True), **applied)
     training.batches = _SlowBatches(training.batches, wait)  # type: ignore[assignment]
-    found, plain, under = profiling.window(training, 5, file)
+    found, plain, under = steps.window(training, 5, file)
     assert min(plain, under) > 0
     return found
 
@@ -410,21 +412,21 @@ def test_a_profile_under_weak_scaling_trains_long_enough_for_its_warm_up(workspa
     values = workspace.model_dump(mode="json")
     values["train"]["warmup_steps"] = 400  # an epoch has half as many steps as that of a single device
     values["variants"]["weak"] = {"parallelism": "ddp", "scaling": "weak"}
-    profiling.run(parse(values), "weak", CPU_ONLY, PREPARED)
+    steps.run(parse(values), "weak", CPU_ONLY, PREPARED)
     profile = json.loads((results.profile_directory("weak") / "profile.json").read_text())
     assert (profile["steps"], profile["batch_size"]) == (4, 64)
 
 
 def test_an_unknown_variant_is_refused(workspace: Config) -> None:
     with pytest.raises(PipelineError, match=r"variants\.dpd: no such variant"):
-        profiling.run(workspace, "dpd", CPU_ONLY, PREPARED)
+        steps.run(workspace, "dpd", CPU_ONLY, PREPARED)
 
 
 @pytest.mark.gpu("the kernels in a trace")
 def test_on_a_gpu_the_kernels_are_told_apart_and_the_memory_is_shown(
     workspace: Config,
 ) -> None:
-    profiling.run(workspace.with_train(device="cuda"), "baseline", environment.machine(), PREPARED)
+    steps.run(workspace.with_train(device="cuda"), "baseline", environment.machine(), PREPARED)
     directory = results.profile_directory("baseline")
     values = json.loads((directory / "profile.json").read_text())
     [rank] = values["ranks"]

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.detectors import Refusal
-from pipeline.measurement import Clock, Memory
-from pipeline.records import window_of
+from pipeline.measurement.detectors import Refusal
+from pipeline.measurement.windows import Clock, Memory
 from pipeline.results import Window
-from pipeline.training import Training
+from pipeline.training.loop import Training
+from pipeline.training.measured import window_of
 
 MIB = 2**20
 SPEEDS = ("samples_per_second", "step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")

@@ -8,11 +8,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from pipeline import checkpoints, results
-from pipeline.comparison import Compared, Comparison
-from pipeline.inference.records import Inference
-from pipeline.profiling.records import Profile
+from pipeline import results
+from pipeline.comparison.compare import Compared, Comparison
+from pipeline.profiling.steps.profile_file import Profile
 from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
+from pipeline.tools.inference.inference_file import Inference
+from pipeline.training import checkpoints
 from tests.factories import make_bench, make_history, make_params, make_result, make_run
 from tests.nets import conv_net
 

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 import torch
 
-from pipeline.sampling import SystemSampler
+from pipeline.measurement.sampling import SystemSampler
 
 
 def test_system_sampler_writes_samples_with_their_seed(tmp_path: Path) -> None:

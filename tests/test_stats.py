@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from pipeline.stats import (
+from pipeline.comparison.stats import (
     Decision,
     Equivalence,
     Interval,

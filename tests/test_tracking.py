@@ -31,15 +31,16 @@ from mlflow.data import get_source
 from mlflow.entities import Run as MlflowRun
 from mlflow.tracking import MlflowClient
 
-from pipeline import checkpoints, environment, models, report, results, tracking
-from pipeline.config import Config, parse
+from pipeline import environment, models, report, results, tracking
 from pipeline.environment import hash_of
+from pipeline.files import write_text
+from pipeline.params import Config, parse
 from pipeline.results import ResultError
 from pipeline.tracking import (
     comparisons,
-    following,
     glancing,
     labels,
+    live,
     logged_models,
     metrics,
     promoting,
@@ -50,6 +51,7 @@ from pipeline.tracking import (
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, RUN, Wanted
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
+from pipeline.training import checkpoints
 from tests.factories import (
     ENVIRONMENT,
     PLANTED,
@@ -109,15 +111,15 @@ def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: A
         for seed in SEEDS
         for n in range(4)
     ]
-    results.write_text(results.system_file(variant, root / "results"), "\n".join(lines) + "\n")
+    write_text(results.system_file(variant, root / "results"), "\n".join(lines) + "\n")
     results.write(make_result(variant, runs, **changes), results.result_file(variant, root / "results"))
 
 
 def write_report(root: Path, note: str = "# Compared") -> None:
-    results.write_text(root / "reports/comparison.md", note)
-    results.write_text(root / "reports/comparison.json", "{}")
-    results.write_text(root / "reports/comparison.html", "<h1>Compared</h1>")
-    results.write_text(root / "reports/metrics/ddp.json", '{"throughput_ratio": 1.5, "peak_memory_ratio": null}')
+    write_text(root / "reports/comparison.md", note)
+    write_text(root / "reports/comparison.json", "{}")
+    write_text(root / "reports/comparison.html", "<h1>Compared</h1>")
+    write_text(root / "reports/metrics/ddp.json", '{"throughput_ratio": 1.5, "peak_memory_ratio": null}')
 
 
 def write_comparison(root: Path, refused: int = 0) -> None:
@@ -127,9 +129,9 @@ def write_comparison(root: Path, refused: int = 0) -> None:
     bench = make_bench(measured, throughput={"ddp": 1.6}, refused={"ddp": dict.fromkeys(range(refused), reason)})
     comparison = make_comparison(measured, bench)
     write_report(root)
-    results.write_text(root / "reports/comparison.json", comparison.to_json())
+    write_text(root / "reports/comparison.json", comparison.to_json())
     for each in comparison.variants:
-        results.write_text(root / f"reports/metrics/{each.variant}.json", json.dumps(report.metrics(each)))
+        write_text(root / f"reports/metrics/{each.variant}.json", json.dumps(report.metrics(each)))
 
 
 def write_models(root: Path, sha256: str = "d" * 64) -> None:
@@ -209,13 +211,13 @@ def agrees(root: Path, config: Config) -> bool:
 def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keywords: Any) -> subprocess.Popen[str]:
     """``pipeline.tracking.<call>`` in a process of its own, as the command line would call it."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom pipeline import config, tracking\n"
-        "from pipeline.tracking import following\n"
-        "following.FIRST_PAUSE_SECONDS = 0.1\n"
+        "import sys\nfrom pathlib import Path\nfrom pipeline import params, tracking\n"
+        "from pipeline.tracking import live\n"
+        "live.FIRST_PAUSE_SECONDS = 0.1\n"
         # On a busy machine what yields would never run. One test looks at the yielding itself.
-        f"{'' if yielding else 'following._yield_to_training = lambda: None'}\n"
+        f"{'' if yielding else 'live._yield_to_training = lambda: None'}\n"
         f"values = {config_of().model_dump(mode='json')!r}\n"
-        f"done = tracking.{call}(config.parse(values), *{arguments!r}, root=Path({str(root)!r}))\n"
+        f"done = tracking.{call}(params.parse(values), *{arguments!r}, root=Path({str(root)!r}))\n"
         "sys.exit(done if isinstance(done, int) else done.failed)"
     )
     return subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, text=True, stderr=subprocess.PIPE, **keywords)
@@ -289,8 +291,8 @@ def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monk
     def write_profile(finding: str) -> None:
         ranks = [{"step_ms": 10.0, "input_ms": 4.0, "communication_hidden_ms": 1.0}, {"step_ms": 8.0, "input_ms": 2.0}]
         record = {"variant": "ddp", "ranks": ranks, "findings": [{"text": finding}, {"text": "And more."}]}
-        results.write_text(directory / "profile.json", json.dumps(record))
-        results.write_text(directory / "trace.json.gz", "a trace")
+        write_text(directory / "profile.json", json.dumps(record))
+        write_text(directory / "trace.json.gz", "a trace")
 
     write_profile("40% of the step waits for input.")
     measured = {
@@ -301,9 +303,9 @@ def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monk
     }
     forms: list[dict[str, Any]] = [{"name": "int8", "device_type": "cpu", "measured": measured}]
     forms.append({"name": "fp16", "device_type": "cpu", "measured": None})
-    results.write_text(root / "inference/ddp.json", json.dumps({"variant": "ddp", "forms": forms}))
-    results.write_text(root / "inference/ddp.md", "# Inference")
-    results.write_text(root / "profiles/memory/profile.json", "of a variant that is not listed")
+    write_text(root / "inference/ddp.json", json.dumps({"variant": "ddp", "forms": forms}))
+    write_text(root / "inference/ddp.md", "# Inference")
+    write_text(root / "profiles/memory/profile.json", "of a variant that is not listed")
 
     tracking.publish(config, root)
     parent, _ = family(root)
@@ -348,8 +350,8 @@ def test_publishing_again_changes_nothing_and_does_not_open_the_store(
 def test_nothing_new_is_found_out_without_importing_mlflow(root: Path) -> None:
     tracking.publish(config_of(), root)
     code = (
-        "import sys\nfrom pathlib import Path\nfrom pipeline import config, tracking\n"
-        f"done = tracking.publish(config.parse({config_of().model_dump(mode='json')!r}), Path({str(root)!r}))\n"
+        "import sys\nfrom pathlib import Path\nfrom pipeline import params, tracking\n"
+        f"done = tracking.publish(params.parse({config_of().model_dump(mode='json')!r}), Path({str(root)!r}))\n"
         "heavy = {'mlflow', 'sqlalchemy', 'torch', 'numpy', 'requests'} & set(sys.modules)\n"
         "sys.exit(f'{done} {heavy}' if heavy or done.children != 4 else 0)"
     )
@@ -748,7 +750,7 @@ def test_a_history_that_is_rewritten_is_mirrored_anew(root: Path) -> None:
 
 def test_rows_count_as_read_only_once_they_were_taken(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    tail = following._Tail(path)
+    tail = live._Tail(path)
     assert tail.read(final=False) == []
     path.write_text("a,b\n1,2\n3,")
     for _ in range(2):  # as after a failure
@@ -758,7 +760,7 @@ def test_rows_count_as_read_only_once_they_were_taken(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n3,4\n")
     assert tail.read(final=True) == [{"a": "3", "b": "4"}]
     path.write_text("a,b\n1,9\n3,4\n")
-    with pytest.raises(following.Rewritten):
+    with pytest.raises(live.Rewritten):
         tail.read(final=True)
 
 
@@ -1055,8 +1057,8 @@ COMMIT = "c" * 40
 def write_gate(root: Path, outcome: str = "passed", commit: str = COMMIT) -> None:
     head, base = {"commit": commit}, {"commit": "b" * 40}
     gate = {"outcome": outcome, "against": "main", "mode": "side by side", "head": head, "base": base}
-    results.write_text(root / "reports/gate.json", json.dumps(gate))
-    results.write_text(root / "reports/gate.md", "**Nothing got worse.**\n")
+    write_text(root / "reports/gate.json", json.dumps(gate))
+    write_text(root / "reports/gate.md", "**Nothing got worse.**\n")
 
 
 def compared(*variants: tuple[str, str | None, float, float]) -> dict[str, Any]:
@@ -1113,7 +1115,7 @@ def test_only_what_passed_the_gate_is_promoted(
     if outcome:
         write_gate(root, outcome, judged)
     elif outcome is not None:
-        results.write_text(root / "reports/gate.json", "{}")
+        write_text(root / "reports/gate.json", "{}")
     with pytest.raises(tracking.PromotionError, match=re.escape(says)):
         tracking.promote(config_of(), here, root)
     assert client_of(root).search_registered_models() == []
@@ -1255,18 +1257,18 @@ def test_the_links_of_dvc_are_followed(root: Path) -> None:
 
 def test_of_a_profile_only_its_own_files_are_logged(root: Path) -> None:
     for name in ("profile.json", "trace.json.gz", "id_rsa"):
-        results.write_text(root / "profiles/ddp" / name, "{}")
+        write_text(root / "profiles/ddp" / name, "{}")
     wanted = wanted_of(root, config_of(profile={"variants": ["ddp"]}))
     assert [file.name for file in wanted.profiles["ddp"]] == ["profile.json", "trace.json.gz"]
 
 
 def test_the_record_of_another_variant_is_refused(root: Path) -> None:
     profiled = config_of(profile={"variants": ["ddp"]})
-    results.write_text(root / "profiles/ddp/profile.json", json.dumps({"variant": "baseline", "findings": []}))
+    write_text(root / "profiles/ddp/profile.json", json.dumps({"variant": "baseline", "findings": []}))
     with pytest.raises(ResultError, match=r"profile\.json is not of variant 'ddp'"):
         tracking.publish(profiled, root)
-    results.write_text(root / "inference/ddp.json", json.dumps({"variant": "baseline", "forms": []}))
-    results.write_text(root / "inference/ddp.md", "")
+    write_text(root / "inference/ddp.json", json.dumps({"variant": "baseline", "forms": []}))
+    write_text(root / "inference/ddp.md", "")
     with pytest.raises(ResultError, match=r"inference/ddp\.json is not of variant 'ddp'"):
         tracking.publish(config_of(infer={"variants": ["ddp"]}), root)
 
@@ -1429,7 +1431,7 @@ def test_the_searches_of_the_docs_find_what_they_say(tmp_path: Path, empty_datab
     measured = [each.model_copy(update={"device": "AMD EPYC 7B13"}) for each in make_results()]
     for each in measured:
         results.write(each, results.result_file(each.variant, tmp_path / "results"))
-    results.write_text(tmp_path / "reports/comparison.json", make_comparison(measured).to_json())
+    write_text(tmp_path / "reports/comparison.json", make_comparison(measured).to_json())
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     tracking.publish(make_params(measured), tmp_path)
 

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.checkpoints import state_sha256
-from pipeline.config import Augment, Train
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
-from pipeline.detectors import Detector, Refusal
 from pipeline.distributed import WorkerError, World
-from pipeline.losses import DeviceLosses, NonFiniteLoss
-from pipeline.optimizers import learning_rate
+from pipeline.measurement.detectors import Detector, Refusal
+from pipeline.models.optimizers import learning_rate
+from pipeline.params import Augment, Train
 from pipeline.results import HistoryRow
-from pipeline.training import Training
+from pipeline.training.checkpoints import state_sha256
+from pipeline.training.loop import Training
+from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline import variant_sets
-from pipeline.config import CATALOGUE, ConfigError, Machine, Variant, asked, load, parse
+from pipeline.errors import ConfigError
+from pipeline.params import CATALOGUE, Machine, Variant, asked, load, parse
+from pipeline.tools import variant_sets
 from tests.conftest import ROOT
 
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from pipeline import stats, verdicts
-from pipeline.results import Arm
-from pipeline.verdicts import (
+from pipeline.comparison import stats, verdicts
+from pipeline.comparison.verdicts import (
     MEMORY,
     THROUGHPUT,
     Accuracy,
@@ -27,6 +26,7 @@ from pipeline.verdicts import (
     ratio_reasons,
     verdict,
 )
+from pipeline.results import Arm
 from tests.factories import make_arm, make_window
 
 TEN_IN_TEN_MINUTES = Spent("bench.max_minutes", 10, 600.0)

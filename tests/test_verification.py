@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline import cli, evaluation, verification
-from pipeline.assembly import Assembly
-from pipeline.config import Config, Machine, Variant, outside, parse
-from pipeline.config import plan as plan_of
+from pipeline import cli
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, read
 from pipeline.distributed import World
-from pipeline.verification import words
-from pipeline.verification.claims import (
+from pipeline.params import Config, Machine, Variant, outside, parse
+from pipeline.plans import plan as plan_of
+from pipeline.tools import verification
+from pipeline.tools.verification import words
+from pipeline.tools.verification.claims import (
     LEAST,
     UNPROMISED,
     UNTOLD,
@@ -35,8 +35,10 @@ from pipeline.verification.claims import (
     evaluated,
     tensor_difference,
 )
-from pipeline.verification.natures import Nature, keep_still, nature, statistics
-from pipeline.verification.observing import Observed, Task, miniature, observe
+from pipeline.tools.verification.natures import Nature, keep_still, nature, statistics
+from pipeline.tools.verification.observing import Observed, Task, miniature, observe
+from pipeline.training import evaluation
+from pipeline.training.assembly import Assembly
 from tests.nets import batch, conv_net
 from tests.outside import forget, put_on_path, write_metadata
 from tests.ranks import run_ranks
@@ -90,7 +92,7 @@ from dataclasses import replace
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from pipeline.config import Entry
+from pipeline.params import Entry
 from pipeline.techniques import Technique
 
 def entry(name, changes):

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import ConfigError, parse, plan
 from pipeline.environment import code, stages
+from pipeline.errors import ConfigError
+from pipeline.params import parse
+from pipeline.plans import plan
 from tests.conftest import Clone
 from tests.parallel import CPU
 
@@ -94,12 +96,16 @@ def test_nothing_is_due_when_nothing_changed(checkout: Clone) -> None:
 
 def test_what_no_number_depends_on_runs_nothing_again(checkout: Clone) -> None:
     for file, pattern, replacement in [
-        ("pipeline/training.py", r"\A", "# A remark.\n"),
-        ("pipeline/training.py", r'    """One optimizer update', '    """Exactly one optimizer update'),
-        ("pipeline/training.py", r"self\.steps \+= 1", "self.steps += (\n                    1\n                )"),
+        ("pipeline/training/loop.py", r"\A", "# A remark.\n"),
+        ("pipeline/training/step.py", r'    """One optimizer update', '    """Exactly one optimizer update'),
+        (
+            "pipeline/training/loop.py",
+            r"self\.steps \+= 1",
+            "self.steps += (\n                    1\n                )",
+        ),
         ("pipeline/techniques/channels_last.py", r"\A", '"""Another word."""\n'),
-        ("pipeline/config/catalogue/memory.py", r'does="', 'does="In short: '),
-        ("pipeline/config/planning.py", r"(?m)^def plan\(", "_UNUSED = 1\n\n\ndef plan("),
+        ("pipeline/params/catalogue/memory.py", r'does="', 'does="In short: '),
+        ("pipeline/plans.py", r"(?m)^def plan\(", "_UNUSED = 1\n\n\ndef plan("),
         ("pipeline/tracking/labels.py", r"\Z", "\n_UNUSED = 1\n"),
         ("layers.py", r"\A", "# A remark.\n"),
         ("params.yaml", r"(?m)^train:\n", "train:\n  warmup_steps: 10\n"),  # the default
@@ -114,7 +120,7 @@ def test_each_stage_runs_again_for_its_own_code_and_no_other(checkout: Clone) ->
         "pipeline/data/sources/places.py",
         "pipeline/data/packing.py",
         "pipeline/techniques/channels_last.py",
-        "pipeline/ledger/tape.py",
+        "pipeline/profiling/ledger/allocation_trace.py",
     ):
         edit(checkout.path / file, r"\Z", "\n_UNUSED = 1\n")
     assert due(checkout) == {"fetch", "prepare", "train@format", "bench"}
@@ -124,7 +130,7 @@ def test_each_stage_runs_again_for_its_own_code_and_no_other(checkout: Clone) ->
     ("file", "pattern", "replacement", "expected"),
     [
         ("layers.py", r"\Z", "\n_UNUSED = 1\n", MEASURED),  # which net.py imports
-        pytest.param("pipeline/training.py", r"\Z", "\n_UNUSED = 1\n", MEASURED, marks=pytest.mark.slow),
+        pytest.param("pipeline/training/loop.py", r"\Z", "\n_UNUSED = 1\n", MEASURED, marks=pytest.mark.slow),
         pytest.param("net.py", r"\Z", "\n_UNUSED = 1\n", MEASURED, marks=pytest.mark.slow),
         pytest.param(
             "params.yaml", r"window_seconds: 0\.01", "window_seconds: 0.025", {"bench"}, marks=pytest.mark.slow
@@ -150,7 +156,7 @@ def test_what_a_number_depends_on_runs_again_what_runs_it(
 def test_a_new_technique_runs_nothing_again_until_a_variant_asks_for_it(checkout: Clone) -> None:
     new = checkout.path / "new.py"
     new.write_text("VALUE = 1\n")
-    edit(checkout.path / "pipeline/config/catalogue/classes.py", r"CLASSES = \{", 'CLASSES = {"new": "new.New", ')
+    edit(checkout.path / "pipeline/params/catalogue/classes.py", r"CLASSES = \{", 'CLASSES = {"new": "new.New", ')
     (checkout.path / "pipeline/techniques/new.py").write_text("class New: ...\n")
     assert due(checkout) == set()
     values = yaml.safe_load((checkout.path / "params.yaml").read_text())
@@ -208,7 +214,7 @@ def test_the_digests_are_of_all_that_a_stage_and_its_processes_import(checkout: 
     checkout.edit({"infer.forms": ["eager"], "infer.rounds": 1})
     output = checkout.run("python", "-m", "pipeline", *stage.split(), PYTHONPROFILEIMPORTTIME="1")
     names = set(re.findall(r"\| +((?:pipeline|net|layers)\b[\w.]*)$", output, re.MULTILINE))
-    imported = {name for name in names if not f"{name}.".startswith(("pipeline.config.", "pipeline.environment."))}
+    imported = {name for name in names if not f"{name}.".startswith(tuple(f"{each}." for each in code.FOUND_AS_VALUES))}
     content = json.loads((checkout.path / "environment.json").read_text())
     digests = {**content["stages"][stage.split()[0]]["code"], **content["variants"]["format"]["code"]}
     if stage == "bench":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline import environment
-from pipeline.config import Config
 from pipeline.data import packing, sources
+from pipeline.params import Config
 
 RAW, PREPARED = Path("data/raw"), Path("data/prepared")
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import config, results
-from pipeline.config import Config, PipelineError, Train, Variant
+from pipeline import params, results
 from pipeline.environment import hash_of, optional_versions
+from pipeline.errors import PipelineError
+from pipeline.params import Config, Train, Variant
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
 
 
@@ -65,7 +66,7 @@ def check(
 
 def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of what a variant applies beyond single-device fp32, in the order of its fields."""
-    return tuple(config.techniques(Variant.model_validate(applied)))
+    return tuple(params.techniques(Variant.model_validate(applied)))
 
 
 def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:

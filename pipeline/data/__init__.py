@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pipeline.config import PipelineError
+from pipeline.errors import PipelineError
 
 IMAGE_LISTING = "files.csv"
 """What ``fetch`` writes for an image folder: path, size_bytes and sha256 of every image."""

@@ -17,10 +17,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.config import Augment, ConfigError
 from pipeline.data.augmentation import Draws, Normalise, crop, cutout_, draw_epoch, flip
 from pipeline.data.prepared import Dataset, Split
 from pipeline.data.reader import Reader
+from pipeline.errors import ConfigError
+from pipeline.params import Augment
 
 if TYPE_CHECKING:
     from pipeline.data.loader import WorkerBatches

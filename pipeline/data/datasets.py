@@ -25,8 +25,9 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from pipeline.config import Config, Synthetic, first_line
 from pipeline.data import IMAGE_LISTING, SYNTHETIC_DESCRIPTION, DataError, synthetic
+from pipeline.errors import first_line
+from pipeline.params import Config, Synthetic
 
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]

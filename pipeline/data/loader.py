@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torchvision.transforms import functional as F
 
-from pipeline.config import Augment
 from pipeline.data.prepared import Dataset
+from pipeline.params import Augment
 
 Draw = tuple[int, int, int, bool, int, int]
 """A sample's number; top and left of its crop; whether it is mirrored; row and column of its cutout."""

@@ -14,10 +14,10 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import Config
 from pipeline.data import DataError, file_sha256
 from pipeline.data.datasets import Chunk, decode
 from pipeline.data.prepared import DESCRIPTION, Description
+from pipeline.params import Config
 
 STATISTICS_CHUNK_BYTES = 16 << 20
 

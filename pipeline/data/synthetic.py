@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import Synthetic
+from pipeline.params import Synthetic
 
 TILE = 8
 """Side in pixels of what a texture repeats."""

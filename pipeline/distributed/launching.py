@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-from pipeline.config import PipelineError
 from pipeline.distributed.worlds import STORE, launched_size
+from pipeline.errors import PipelineError
 from pipeline.interpreter import end_with_parent
 
 T = TypeVar("T")

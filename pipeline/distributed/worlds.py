@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from pipeline.config import PipelineError
+from pipeline.errors import PipelineError
 
 T = TypeVar("T")
 

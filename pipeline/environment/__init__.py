@@ -19,11 +19,12 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import CATALOGUE, COMPILER, Machine, PipelineError, redacted
 from pipeline.environment import cpus, gpus, software, variables
 from pipeline.environment.cpus import control_groups, cores
 from pipeline.environment.gpus import visible
-from pipeline.results import write_text
+from pipeline.errors import PipelineError, redacted
+from pipeline.files import write_text
+from pipeline.params import CATALOGUE, COMPILER, Machine
 
 __all__ = [
     "ENVIRONMENT_FILE",

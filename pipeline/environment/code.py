@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import TECHNIQUE_CLASSES, ConfigError, Plan, Train, asked, outside
+from pipeline.errors import ConfigError
+from pipeline.params import TECHNIQUE_CLASSES, Train, asked, outside
+from pipeline.plans import Plan
 
 PACKAGE = Path(__file__).parent.parent
 
-FOUND_AS_VALUES = ("pipeline.config", "pipeline.environment", "pipeline.cli")
+FOUND_AS_VALUES = ("pipeline.errors", "pipeline.params", "pipeline.plans", "pipeline.environment", "pipeline.cli")
 """What enters no digest, nor what it imports, because what it finds enters as values: plans, settings of stages and the
 environment's hash. The texts that describe techniques are among them."""
 

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from pipeline.config import COMPILER
+from pipeline.params import COMPILER
 
 
 def torch_build() -> dict[str, str | None]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.config import Config, Plan, Train
 from pipeline.environment import code
+from pipeline.params import Config, Train
+from pipeline.plans import Plan
 
 
 def described(config: Config, plans: Mapping[str, Plan]) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from pipeline.config import Config, PipelineError
+from pipeline.errors import PipelineError
+from pipeline.files import write_text
 from pipeline.gate.copies import commit_of
 from pipeline.gate.decision import EXIT_CODES, GateError
-from pipeline.gate.measuring import measured
+from pipeline.gate.markdown import markdown
 from pipeline.gate.recording import recorded
-from pipeline.gate.words import markdown
-from pipeline.results import REPORTS, write_text
+from pipeline.gate.side_by_side import measured
+from pipeline.params import Config
+from pipeline.results import REPORTS
 
 __all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "run"]
 

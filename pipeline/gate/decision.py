@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from pipeline import stats, verdicts
-from pipeline.config import Margins, PipelineError
+from pipeline.comparison import stats, verdicts
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Spent
+from pipeline.errors import PipelineError
+from pipeline.params import Margins
 from pipeline.results import Arm, Record, Window
-from pipeline.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Spent
 
 Outcome = Literal["passed", "worse", "untrusted"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import environment
-from pipeline.comparison import Comparison, spent_by
-from pipeline.config import Config, plans
+from pipeline.comparison.compare import Comparison, spent_by
+from pipeline.comparison.verdicts import Noise
 from pipeline.environment import checked_out, hash_of, optional_versions, stages
 from pipeline.gate.copies import output
 from pipeline.gate.decision import (
@@ -27,8 +27,9 @@ from pipeline.gate.decision import (
     unshared,
 )
 from pipeline.gate.settings import STRICTER, judging, looser, told
+from pipeline.params import Config
+from pipeline.plans import plans
 from pipeline.results import REPORTS
-from pipeline.verdicts import Noise
 
 COMPARISON_FILE = REPORTS / "comparison.json"
 STAGES = ("fetch", "prepare", "train", "bench")

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import PARAMS_FILE, Config, parse
-from pipeline.config.loading import read
 from pipeline.gate.decision import GateError, differing
+from pipeline.params import PARAMS_FILE, Config, parse
+from pipeline.params.loading import read
 
 
 def _more_rounds(base: int | None, head: int | None) -> int | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.comparison import Comparison
+from pipeline.comparison.compare import Comparison
+from pipeline.files import write_text
 from pipeline.report.data import accuracy_csv, loss_csv, metrics, ratios_csv
 from pipeline.report.markdown import markdown
 from pipeline.report.page import html
 from pipeline.report.pictures import Histories
-from pipeline.results import REPORTS, write_text
+from pipeline.results import REPORTS
 
 __all__ = ["REPORTS", "accuracy_csv", "html", "loss_csv", "markdown", "metrics", "ratios_csv", "write"]
 

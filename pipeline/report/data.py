@@ -6,9 +6,9 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from pipeline.comparison import Compared, Comparison
+from pipeline.comparison.compare import Compared, Comparison
+from pipeline.comparison.verdicts import Noise, Ratio
 from pipeline.report.pictures import Histories
-from pipeline.verdicts import Noise, Ratio
 
 
 def metrics(each: Compared) -> dict[str, float | int | str | None]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.verdicts import Accuracy, Noise, Ratio
+from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
 
 MINUS, TIMES, DASH, JOINED = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 DOT = "\N{MIDDLE DOT}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pipeline.comparison import Compared, Comparison
-from pipeline.report import formats, words
+from pipeline.comparison.compare import Compared, Comparison
+from pipeline.report import formats, sentences
 from pipeline.report.tables import Column, share_headings, share_rows, tables
 
 LIMIT = 65_536
@@ -17,14 +17,16 @@ CUT = "\n*Cut short: comparison.html has all of it.*\n"
 def markdown(comparison: Comparison) -> str:
     """One comment. What does not fit into it is left out from the end, a whole block at a time."""
     headline, *others = tables(comparison)
-    title = f"### {escaped(words.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
-    job = escaped(f"{', '.join(words.job(comparison))}; commit {words.measured_at(comparison.bench)}.")
+    title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
+    job = escaped(f"{', '.join(sentences.job(comparison))}; commit {sentences.measured_at(comparison.bench)}.")
     blocks = [
         "\n".join([title, "", *_banner(comparison), *_answers(comparison)]),
         "\n".join(_table(comparison, headline.columns)),
-        _folded("What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in words.basis(comparison))]),
+        _folded(
+            "What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in sentences.basis(comparison))]
+        ),
     ]
-    known = [f"- **{escaped(name)}**: {escaped(text)}" for name, text in words.notes(comparison)]
+    known = [f"- **{escaped(name)}**: {escaped(text)}" for name, text in sentences.notes(comparison)]
     if comparison.shares:
         blocks.append(_folded("Each technique's own share", _shares(comparison)))
     if known:
@@ -42,17 +44,19 @@ def markdown(comparison: Comparison) -> str:
 
 
 def _banner(comparison: Comparison) -> list[str]:
-    return [line for text in words.banner(comparison) for line in (f"> **{escaped(text)}**", "")]
+    return [line for text in sentences.banner(comparison) for line in (f"> **{escaped(text)}**", "")]
 
 
 def _answers(comparison: Comparison) -> list[str]:
     baseline, *others = comparison.variants
     lines = []
     for each in others:
-        said = escaped(words.sentence(each))
+        said = escaped(sentences.sentence(each))
         lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}: {said}")
-        lines += [f"  - {escaped(reason)}" for reason in [*words.reasons(each, comparison), *words.left_out(each)]]
-    return [*lines, f"- **{escaped(baseline.variant)}**: {escaped(words.sentence(baseline))}"]
+        lines += [
+            f"  - {escaped(reason)}" for reason in [*sentences.reasons(each, comparison), *sentences.left_out(each)]
+        ]
+    return [*lines, f"- **{escaped(baseline.variant)}**: {escaped(sentences.sentence(baseline))}"]
 
 
 def _verdict(verdict: str | None) -> str:
@@ -67,7 +71,7 @@ def _table(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
 
 def _name(each: Compared) -> str:
     verdict = f" {formats.DOT} {each.verdict}" if each.verdict else ""
-    return f"**{escaped(each.variant)}**{verdict}<br>{escaped(words.techniques(each))}"
+    return f"**{escaped(each.variant)}**{verdict}<br>{escaped(sentences.techniques(each))}"
 
 
 def _cell(column: Column, each: Compared) -> str:
@@ -84,7 +88,7 @@ def _shares(comparison: Comparison) -> list[str]:
         ]
         for variant, technique, verdict, cells in share_rows(comparison)
     ]
-    notes = [f"- {escaped(text)}" for text in words.share_notes(comparison)]
+    notes = [f"- {escaped(text)}" for text in sentences.share_notes(comparison)]
     return [*_drawn(share_headings(), rows), *(["", *notes] if notes else [])]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from pipeline.comparison import Comparison
+from pipeline.comparison.compare import Comparison
 from pipeline.environment import optional_versions
-from pipeline.report import formats, pictures, tables, words
+from pipeline.report import formats, pictures, sentences, tables
 from pipeline.report.pictures import Histories
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -32,22 +32,22 @@ def html(comparison: Comparison, histories: Histories) -> str:
     return page.render(
         comparison=comparison,
         formats=formats,
-        words=words,
-        title=words.title(comparison),
+        words=sentences,
+        title=sentences.title(comparison),
         count=formats.count(len(comparison.variants), "variant"),
-        job=words.job(comparison),
-        banner=words.banner(comparison),
-        baseline={"each": baseline, "sentence": words.sentence(baseline)},
+        job=sentences.job(comparison),
+        banner=sentences.banner(comparison),
+        baseline={"each": baseline, "sentence": sentences.sentence(baseline)},
         answers=[
             {
                 "each": each,
-                "sentence": words.sentence(each),
-                "reasons": words.reasons(each, comparison),
-                "notes": words.left_out(each),
+                "sentence": sentences.sentence(each),
+                "reasons": sentences.reasons(each, comparison),
+                "notes": sentences.left_out(each),
             }
             for each in others
         ],
-        basis=words.basis(comparison),
+        basis=sentences.basis(comparison),
         tables=tables.tables(comparison),
         hues={each.variant: f"v{index % HUES}" for index, each in enumerate(comparison.variants)},
         dashes={each.variant: f"d{index % DASHES}" for index, each in enumerate(comparison.variants)},
@@ -58,11 +58,11 @@ def html(comparison: Comparison, histories: Histories) -> str:
         share_forests=pictures.share_forests(comparison),
         share_headings=tables.share_headings(),
         share_rows=tables.share_rows(comparison),
-        share_notes=words.share_notes(comparison),
+        share_notes=sentences.share_notes(comparison),
         strips=pictures.strips(comparison),
         samples=_samples(comparison),
         ledger_rows=tables.ledger_rows(comparison),
-        notes=words.notes(comparison),
+        notes=sentences.notes(comparison),
         run_rows={each.variant: tables.run_rows(each) for each in comparison.variants},
         facts=(
             ("The job", formats.flat(comparison.train)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pipeline.comparison import Compared, Comparison
-from pipeline.report import formats, words
+from pipeline.comparison.compare import Compared, Comparison
+from pipeline.report import formats, sentences
 from pipeline.report.formats import DASH, UNKNOWN
 
 
@@ -39,7 +39,7 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def _headline(comparison: Comparison) -> tuple[Column, ...]:
-    target = words.target(comparison)
+    target = sentences.target(comparison)
 
     def throughput(each: Compared) -> Cell:
         value = formats.number(each.samples_per_second, "samples/s")
@@ -78,9 +78,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Test accuracy",
-            f"{words.metric(comparison)} over all test samples after the last epoch, mean over seeds. The difference "
-            "is taken seed by seed, in percentage points, with the interval that lies inside the margins exactly if "
-            "two one-sided tests at 95% show that it does not matter.",
+            f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
+            "difference is taken seed by seed, in percentage points, with the interval that lies inside the margins "
+            "exactly if two one-sided tests at 95% show that it does not matter.",
             accuracy,
         ),
         Column(
@@ -225,7 +225,7 @@ def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[s
                         formats.ratio_lines(share.stacked_throughput),
                         formats.ratio_lines(share.added_memory),
                         formats.ratio_lines(share.stacked_memory),
-                        () if share.verdict is None else words.share_accuracy(share),
+                        () if share.verdict is None else sentences.share_accuracy(share),
                     ),
                     strict=True,
                 )
@@ -239,7 +239,7 @@ def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
     """By variant: measured and predicted, each with its parts and its peak in words."""
     return {
         each.variant: [
-            [kind, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in (*words.LEDGER_PARTS, "peak"))]
+            [kind, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in (*sentences.LEDGER_PARTS, "peak"))]
             for kind, ledger in (("measured", each.ledgers.measured), ("predicted", each.ledgers.predicted))
             if ledger
         ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 
-from pipeline.config import TECHNIQUE_CLASSES, ConfigError, Plan, entry, outside
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.params import TECHNIQUE_CLASSES, entry, outside
+from pipeline.plans import Plan
 from pipeline.techniques.base import (
     Accumulate,
     Backward,

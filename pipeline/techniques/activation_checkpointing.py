@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from pipeline.config import ConfigError
+from pipeline.errors import ConfigError
 from pipeline.techniques.base import Technique
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

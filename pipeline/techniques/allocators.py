@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Plan
 from pipeline.distributed import World
+from pipeline.plans import Plan
 from pipeline.techniques.base import Technique
 
 

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from pipeline.config import Plan, WhyNotHeldBy, entry
 from pipeline.data.batches import Placement
 from pipeline.distributed import World
-from pipeline.optimizers import OptimizerChoice
+from pipeline.models.optimizers import OptimizerChoice
+from pipeline.params import entry
+from pipeline.plans import Plan, WhyNotHeldBy
 
 MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """Images float32 [b, C, H, W] and labels int64 [b], on the device."""
@@ -59,7 +60,7 @@ class Technique:
     """One change that a variant applies; this base changes nothing."""
 
     name: ClassVar[str]
-    """That of its entry in ``pipeline.config.CATALOGUE``."""
+    """That of its entry in ``pipeline.params.CATALOGUE``."""
     shards_model: ClassVar[bool] = False
     """Whether what a rank holds is not yet the model: a part of it, or one of several to average. ``wrap_model_state``
     reads the whole, which is evaluated."""
@@ -70,7 +71,7 @@ class Technique:
     recomputes: ClassVar[bool] = False
     """Whether a step then takes more floating-point operations."""
     foreseen: ClassVar[bool] = True
-    """Whether a rehearsal on tensors without values shows the memory it takes (``pipeline.ledger``)."""
+    """Whether a rehearsal on tensors without values shows the memory it takes (``pipeline.profiling.ledger``)."""
     placement: ClassVar[Placement | None] = None
     """Where it reads the data set from; None: as ``train.placement`` says."""
 

@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config import ConfigError, first_line
+from pipeline.errors import ConfigError, first_line
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 from pipeline.techniques.precision import DTYPES
 

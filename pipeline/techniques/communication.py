@@ -14,8 +14,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config import ConfigError, Plan
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.plans import Plan
 from pipeline.techniques.base import Step, Stored, Technique
 
 RANK = 2

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config import PipelineError, Plan
 from pipeline.distributed import World
+from pipeline.errors import PipelineError
+from pipeline.plans import Plan
 from pipeline.techniques.base import Backward, Forward, Technique
 
 CACHE = Path(".cache/inductor")

@@ -8,8 +8,10 @@ from itertools import islice
 
 import torch
 
-from pipeline.config import GRAPH_WARMUP_STEPS, PipelineError, Plan, first_line
 from pipeline.distributed import World
+from pipeline.errors import PipelineError, first_line
+from pipeline.params import GRAPH_WARMUP_STEPS
+from pipeline.plans import Plan
 from pipeline.techniques.base import MicroBatches, Step, Technique, Update
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config import ConfigError, Plan
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.plans import Plan
 from pipeline.techniques.base import Accumulate, Forward, HoldSync, Losses, Technique
 
 _NO_BROADCAST = (

@@ -16,9 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config import ConfigError, Plan
 from pipeline.distributed import own_part
-from pipeline.optimizers import OptimizerChoice
+from pipeline.errors import ConfigError
+from pipeline.models.optimizers import OptimizerChoice
+from pipeline.plans import Plan
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.base import HoldSync, Stored, Technique
 from pipeline.techniques.parts import whole_model, whole_optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.config import Plan
+from pipeline.plans import Plan
 from pipeline.techniques.base import Forward, Technique
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipeline.config import ConfigError
-from pipeline.optimizers import OptimizerChoice
+from pipeline.errors import ConfigError
+from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques.base import Technique
 
 LEAST_VALUES = 4096

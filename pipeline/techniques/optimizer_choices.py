@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from pipeline.optimizers import OptimizerChoice
+from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques.base import Technique, ZeroGrad
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Plan
 from pipeline.distributed import World
+from pipeline.plans import Plan
 from pipeline.techniques.base import Backward, Forward, Technique, Update
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.config import ConfigError
+from pipeline.errors import ConfigError
 from pipeline.techniques.base import Technique
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pipeline.config import ConfigError, WhyNotHeldBy
+from pipeline.errors import ConfigError
+from pipeline.plans import WhyNotHeldBy
 from pipeline.techniques.base import HoldSync, Stored
 from pipeline.techniques.ddp import Replicated, replicated
 from pipeline.techniques.parts import Layout, whole_model, whole_optimizer, without_random_warning

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from pipeline.config import ConfigError
-from pipeline.optimizers import OptimizerChoice
+from pipeline.errors import ConfigError
+from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques.base import Stored, Update
 from pipeline.techniques.ddp import DDP
 

@@ -6,7 +6,7 @@ Neither raises what MLflow raises: that costs one warning. ``promote`` names the
 """
 
 from pipeline.tracking.checkup import Health, health
-from pipeline.tracking.following import follow
+from pipeline.tracking.live import follow
 from pipeline.tracking.promoting import PromotionError, promote
 from pipeline.tracking.publishing import Published, publish
 

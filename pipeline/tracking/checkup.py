@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.config import redacted
+from pipeline.errors import redacted
 from pipeline.tracking import glancing, stores
 
 

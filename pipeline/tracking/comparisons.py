@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import results
-from pipeline.config import Config, Train
 from pipeline.environment import ENVIRONMENT_FILE
+from pipeline.params import Config, Train
 from pipeline.results import Result, Run
 
 LAYOUT = 2
@@ -23,7 +23,7 @@ PREPARED = Path("data/prepared")
 PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
 """The files of a profile. Others that lie there are not logged."""
 
-COMPARISON = "pipeline.comparison"
+COMPARISON = "pipeline.comparison.compare"
 """Tag of a comparison's parent run and of its children: the key of the comparison."""
 RUN = "pipeline.run"
 """Tag of a child: the key of the run. The parent has none."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import results
-from pipeline.config import Config
 from pipeline.environment import ENVIRONMENT_FILE, hash_of
+from pipeline.params import Config
 from pipeline.results import Result
 from pipeline.tracking.comparisons import RUN, Child, Wanted
 from pipeline.tracking.metrics import allowed

@@ -20,11 +20,12 @@ from mlflow.entities.logged_model_status import LoggedModelStatus
 from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
-from pipeline import checkpoints, models, results
-from pipeline.config import first_line
+from pipeline import models, results
+from pipeline.errors import first_line
 from pipeline.tracking import labels
 from pipeline.tracking.comparisons import PREPARED, Child
 from pipeline.tracking.stores import Store
+from pipeline.training import checkpoints
 
 EXAMPLES = 2
 """Images in the input example. More than one, or the exported program would accept batches of one alone."""

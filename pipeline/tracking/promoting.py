@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import Config, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.interpreter import importing
+from pipeline.params import Config
 from pipeline.results import REPORTS
 from pipeline.tracking import comparisons, labels, stores, views
 from pipeline.tracking.comparisons import COMPARISON, PREPARED, RUN, Child, Wanted

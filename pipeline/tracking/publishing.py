@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.interpreter import importing
+from pipeline.params import Config
 from pipeline.tracking import comparisons, glancing, labels, metrics, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
 from pipeline.tracking.labels import VERDICT

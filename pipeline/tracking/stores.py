@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import redacted
+from pipeline.errors import redacted
 from pipeline.interpreter import importing
 from pipeline.results import ResultError
 from pipeline.tracking.comparisons import COMPARISON, LIVE

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision.transforms import functional as reference
 
-from pipeline.config import Augment, ConfigError
 from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
 from pipeline.data.batches import TrainBatches, choose_placement, evaluation_batches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.data.reader import READ_AHEAD, Reader
+from pipeline.errors import ConfigError
+from pipeline.params import Augment
 
 CPU = torch.device("cpu")
 EVERYTHING = Augment(crop_padding=2, flip=True, cutout=3)

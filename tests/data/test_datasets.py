@@ -20,10 +20,10 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import MNIST, ImageFolder
 from torchvision.transforms import Compose, Resize
 
-from pipeline.config import Config, parse
 from pipeline.data import IMAGE_LISTING, DataError, datasets
 from pipeline.data.datasets import Chunk, decode, held_out, read_idx
 from pipeline.data.sources import fetch
+from pipeline.params import Config, parse
 from tests.conftest import Terminal
 
 RANDOM = np.random.default_rng(0)

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from pipeline.config import parse
 from pipeline.data import loader, packing, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
+from pipeline.params import parse
 from tests.data.test_batches import EVERYTHING, make
 
 ROOT = Path(__file__).parent.parent.parent

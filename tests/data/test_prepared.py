@@ -15,12 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.config import Config, parse
 from pipeline.data import DataError, packing
 from pipeline.data.datasets import decode
 from pipeline.data.packing import pixel_statistics, prepare
 from pipeline.data.prepared import read, verify
 from pipeline.data.sources import fetch
+from pipeline.params import Config, parse
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ["dataset.json", "test_images.npy", "test_labels.npy", "train_images.npy", "train_labels.npy"]

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from pipeline.config import Fetch
 from pipeline.data import DataError
 from pipeline.data.sources import fetch, listings, local, places, store
 from pipeline.data.sources.listings import Listing
 from pipeline.data.sources.places import Archive, DebianPackage, GzippedFiles, Source, WebArchive
 from pipeline.data.sources.store import RawFile
+from pipeline.params import Fetch
 from tests.conftest import Terminal
 
 CONTENTS = {"images": np.random.default_rng(0).bytes(300_000), "labels": b"0123456789" * 100}

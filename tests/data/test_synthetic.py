@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import job, results
-from pipeline.config import Config, ConfigError, Machine, parse
+from pipeline import results
 from pipeline.data import SYNTHETIC_DESCRIPTION, DataError, prepared, synthetic
 from pipeline.data.datasets import decode
 from pipeline.data.sources import fetch
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Machine, parse
+from pipeline.training import job
 from tests.workspaces import PREPARED, RAW, furnish
 
 SMALL = {"train": 20, "test": 6, "shape": [3, 9, 11], "classes": 4}

@@ -13,10 +13,12 @@ import pytest
 import torch
 import yaml
 
-from pipeline import job, results, variant_sets
-from pipeline.config import Config, Machine, load, parse
+from pipeline import results
+from pipeline.params import Config, Machine, load, parse
 from pipeline.results import Result
-from pipeline.training import TrainingStep
+from pipeline.tools import variant_sets
+from pipeline.training import job
+from pipeline.training.step import TrainingStep
 from tests.as_if_cuda import Traffic, played
 from tests.conftest import ROOT
 from tests.workspaces import PREPARED, furnish

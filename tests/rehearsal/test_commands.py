@@ -10,10 +10,13 @@ from typing import Any
 import pynvml
 import pytest
 
-from pipeline import environment, inference, ledger, profiling, results
-from pipeline.arm import PRELOAD, Measured, _measure
-from pipeline.config import Config, plan
+from pipeline import environment, results
+from pipeline.benchmark.arm import PRELOAD, Measured, _measure
 from pipeline.distributed import forked
+from pipeline.params import Config
+from pipeline.plans import plan
+from pipeline.profiling import ledger, steps
+from pipeline.tools import inference
 from tests.as_if_cuda import NAME, Gpus, as_if_cuda
 from tests.rehearsal.jobs import READY_MADE, SETS, furnished, job_of, result_of, train
 from tests.workspaces import PREPARED
@@ -100,7 +103,7 @@ def test_a_trained_model_is_measured_in_the_forms_that_can_be_made() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_two_ranks_are_profiled() -> None:
     config = configure(ddp=SETS["ddp"]["ddp"])
-    profiling.run(config, "ddp", environment.machine(), PREPARED)
+    steps.run(config, "ddp", environment.machine(), PREPARED)
     found = json.loads((results.profile_directory("ddp") / "profile.json").read_text(encoding="utf-8"))
     assert (found["device"], found["backend"], len(found["ranks"])) == (NAME, "nccl", 2)
     assert found["has_memory_snapshot"]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpu_check, transfers
 from benchmarks.gpu_check import Step
-from pipeline import config
+from pipeline import params
 from tests.as_if_cuda import NAME, as_if_cuda
 from tests.conftest import ROOT
 
@@ -43,7 +43,7 @@ def test_all_holds_on_two_gpus_but_what_cannot(tmp_path: Path, monkeypatch: pyte
     python.chmod(0o755)
     with as_if_cuda(2), monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
-        values = gpu_check.settings(config.load(ROOT / "params.yaml"), rehearse=True)
+        values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=True)
         planned = list(gpu_check.steps_of(values, {"fsdp": {"parallelism": "fsdp"}}, rehearse=True))
         steps = [replace(step, limit=3600) for step in planned if step.name not in ("GPU tests", "transfers")]
         steps.insert(-1, Step("variant unknown", (str(python), "-m", "pipeline", "train", "unknown"), 3600))

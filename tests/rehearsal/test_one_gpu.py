@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import environment
-from pipeline.config import CATALOGUE, ConfigError, asked, entry, parse, plan
+from pipeline.errors import ConfigError
+from pipeline.params import CATALOGUE, asked, entry, parse
+from pipeline.plans import plan
 from pipeline.results import Result
 from tests.as_if_cuda import NAME, as_if_cuda
 from tests.rehearsal.jobs import READY_MADE, SETS, STEPS, furnished, job_of, offered, result_of, train

@@ -7,7 +7,9 @@ from typing import Any, get_args
 
 import pytest
 
-from pipeline.config import ConfigError, Machine, Plan, Train, Variant, parse, plan
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, Train, Variant, parse
+from pipeline.plans import Plan, plan
 from tests.rehearsal.jobs import READY_MADE, SETS
 
 PARALLELISMS = get_args(Variant.model_fields["parallelism"].annotation)

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from pipeline import arm
+from pipeline.benchmark import arm
 from pipeline.environment import software
-from pipeline.verification import observing
+from pipeline.tools.verification import observing
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(

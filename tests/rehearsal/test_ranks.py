@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import environment
-from pipeline.config import Variant, entry
 from pipeline.distributed import forked
+from pipeline.params import Variant, entry
 from pipeline.results import Result
 from tests.as_if_cuda import NAME, as_if_cuda
 from tests.rehearsal.jobs import PARAMS, READY_MADE, SETS, Step, furnished, job_of, offered, on_rank, result_of
@@ -80,7 +80,7 @@ def _run(folder: Path, name: str, variant: str, ranks: int) -> tuple[Result, lis
     furnished(folder, **job_of(values) | {"batch_size": samples})
     config = offered(name, variant, machine)
     assert config is not None, f"{variant} is not offered"
-    preload = ["pipeline.training", "torch._dynamo", "tests.as_if_cuda"]
+    preload = ["pipeline.training.loop", "torch._dynamo", "tests.as_if_cuda"]
     with forked(on_rank, (config, variant, machine, folder), ranks, preload=preload) as ask:
         steps = ask(None)
     return result_of(config, variant), steps

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.report import pictures
 from pipeline.report.pictures import Scale
-from pipeline.report.words import LEDGER_PARTS
+from pipeline.report.sentences import LEDGER_PARTS
 from pipeline.results import HistoryRow
 from tests.factories import make_history, make_results
 from tests.report.conftest import REASON, Made, made, plain

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.comparison import Comparison, ComparisonError
-from pipeline.report import formats, words
+from pipeline.comparison.compare import Comparison, ComparisonError
+from pipeline.comparison.verdicts import Accuracy, Ratio
+from pipeline.report import formats, sentences
 from pipeline.report.tables import tables
-from pipeline.verdicts import Accuracy, Ratio
 from tests.factories import make_bench, make_results, make_run
 from tests.report.conftest import REASON, Made, made, plain
 
@@ -95,14 +95,14 @@ def test_too_few_pairs_have_no_interval() -> None:
 )  # fmt: skip
 def test_a_sentence_says_what_each_decision_rests_on(usual: Made, changes: dict[str, Any], said: str) -> None:
     values = {"throughput": ratio(), "memory": ratio(decision="worse"), "accuracy": accuracy()} | changes
-    assert said in plain(words.sentence(usual.comparison.variants[1].model_copy(update=values)))
+    assert said in plain(sentences.sentence(usual.comparison.variants[1].model_copy(update=values)))
 
 
 def test_the_baseline_is_the_reference(usual: Made, alone: Made) -> None:
-    assert plain(words.sentence(usual.comparison.variants[0])) == (
+    assert plain(sentences.sentence(usual.comparison.variants[0])) == (
         "The reference: 20,215 samples/s, 200 MiB of peak memory, 90.07% test accuracy (mean of 3 seeds)."
     )
-    assert "throughput unknown" in words.sentence(alone.comparison.variants[0])
+    assert "throughput unknown" in sentences.sentence(alone.comparison.variants[0])
 
 
 def test_on_a_gpu_the_tables_show_what_allocator_and_driver_held(usual: Made) -> None:
@@ -119,7 +119,7 @@ def test_on_a_gpu_the_tables_show_what_allocator_and_driver_held(usual: Made) ->
 
 
 def test_the_basis_names_rounds_margins_and_the_baseline_against_itself(usual: Made) -> None:
-    rounds, seeds, margins, calm = map(plain, words.basis(usual.comparison))
+    rounds, seeds, margins, calm = map(plain, sentences.basis(usual.comparison))
     assert rounds.startswith(
         "Speed and memory: 12 rounds; in each, every variant took 120 steps in a fresh process, in 10 turns between "
         "those of the others."
@@ -132,23 +132,23 @@ def test_the_basis_names_rounds_margins_and_the_baseline_against_itself(usual: M
 def test_a_noisy_machine_is_called_one(noisy: Made) -> None:
     why = noisy.comparison.noise_throughput.why_untrusted
     assert why
-    assert f"Untrusted {why}." in words.banner(noisy.comparison)
-    assert "A/A, baseline against itself: throughput untrusted [" in words.basis(noisy.comparison)[-1]
+    assert f"Untrusted {why}." in sentences.banner(noisy.comparison)
+    assert "A/A, baseline against itself: throughput untrusted [" in sentences.basis(noisy.comparison)[-1]
 
 
 def test_what_all_verdicts_suffer_from_is_said_once(noisy: Made, mixed: Made, usual: Made) -> None:
     why = noisy.comparison.noise_throughput.why_untrusted
     for each in noisy.comparison.variants[1:]:
         assert each.reasons[0] == why
-        assert words.reasons(each, noisy.comparison) == words.sentences(each.reasons[1:])
-    assert words.banner(mixed.comparison) == words.banner(usual.comparison) == []
+        assert sentences.reasons(each, noisy.comparison) == sentences.sentences(each.reasons[1:])
+    assert sentences.banner(mixed.comparison) == sentences.banner(usual.comparison) == []
     [untrusted] = [each for each in mixed.comparison.variants if each.variant == "untrusted"]
-    assert "8 of 12 rounds had to be refused" in words.reasons(untrusted, mixed.comparison)[0]
+    assert "8 of 12 rounds had to be refused" in sentences.reasons(untrusted, mixed.comparison)[0]
     stopped, _ = made(make_results(), rounds=4, interrupted=True, refused={})
-    assert words.banner(stopped)[0].startswith("Untrusted throughput and peak memory: the baseline was measured")
-    assert words.banner(stopped)[1] == "The bench was interrupted after 4 round(s): run `dvc repro bench`."
+    assert sentences.banner(stopped)[0].startswith("Untrusted throughput and peak memory: the baseline was measured")
+    assert sentences.banner(stopped)[1] == "The bench was interrupted after 4 round(s): run `dvc repro bench`."
     decided, _ = made(make_results(), interrupted=True)
-    assert words.banner(decided) == []
+    assert sentences.banner(decided) == []
 
 
 def test_notes_say_what_was_left_out_refused_and_resumed() -> None:
@@ -160,7 +160,7 @@ def test_notes_say_what_was_left_out_refused_and_resumed() -> None:
     )
     refused = {"ddp": {4: REASON, 6: REASON, 7: "the allocator retried"}}
     comparison, _ = made([baseline, ddp, memory.model_copy(update={"runs": runs})], refused=refused)
-    assert words.notes(comparison) == [
+    assert sentences.notes(comparison) == [
         ("memory", "Left out: bf16, as this CPU would emulate it."),
         ("memory", "Refused in training, seed 1, 2: the GPU throttled."),
         ("memory", "Refused in training, seed 2: something recompiled."),
@@ -179,7 +179,7 @@ def test_notes_say_what_a_variant_decided_and_that_weak_scaling_is_another_job()
     bench = make_bench(measured, refused={})
     arms = tuple(arm.model_copy(update=changed) if arm.variant == "ddp" else arm for arm in bench.arms)
     comparison, _ = made(measured, refused={}, arms=arms)
-    assert words.notes(comparison) == [
+    assert sentences.notes(comparison) == [
         ("ddp", "Decided by auto_micro_batch: 2 micro-batch(es) of 128 samples a process, as 256 did not fit."),
         (
             "ddp",
@@ -199,7 +199,7 @@ def test_notes_say_whose_memory_is_not_counted() -> None:
         arm.model_copy(update=changed) if arm.variant == "ddp" else arm for arm in make_bench(measured, refused={}).arms
     )
     comparison, _ = made(measured, refused={}, arms=arms)
-    (note,) = words.notes(comparison)
+    (note,) = sentences.notes(comparison)
     assert note == (
         "ddp",
         "Peak memory is the trainer's: that of the DataLoader's worker processes, if any, is in no figure.",
@@ -207,12 +207,12 @@ def test_notes_say_whose_memory_is_not_counted() -> None:
 
 
 def test_shares_that_disagree_or_are_missing_are_named(usual: Made) -> None:
-    notes = words.share_notes(usual.comparison)
+    notes = sentences.share_notes(usual.comparison)
     assert any(note.startswith("activation_checkpointing in memory: The effect on peak memory") for note in notes)
     assert "bf16 in memory was not measured: this CPU would emulate it." in notes
     assert notes[-1].startswith("A verdict beside an accuracy that is not trained alone is of throughput and peak")
     known = [each.model_copy(update={"verdict": None}) for each in usual.comparison.shares]
-    assert words.share_notes(usual.comparison.model_copy(update={"shares": tuple(known)})) == notes[:-1]
+    assert sentences.share_notes(usual.comparison.model_copy(update={"shares": tuple(known)})) == notes[:-1]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_shares_that_disagree_or_are_missing_are_named(usual: Made) -> None:
     [("0123456789abcdef", "0123456789ab"), ("0123456789abcdef+", "0123456789ab, with changes"), (None, "unknown")],
 )
 def test_the_commit_of_the_measurement(usual: Made, commit: str | None, said: str) -> None:
-    assert words.measured_at(usual.comparison.bench.model_copy(update={"commit": commit})) == said
+    assert sentences.measured_at(usual.comparison.bench.model_copy(update={"commit": commit})) == said
 
 
 def test_lists_of_devices_are_shown_key_by_key() -> None:
@@ -235,7 +235,7 @@ def test_lists_of_devices_are_shown_key_by_key() -> None:
 def test_a_loss_and_a_metric_of_the_user_s_own_are_named(usual: Made) -> None:
     train = usual.comparison.train | {"loss": "my_losses:focal", "metric": "my_scores:top_two"}
     own = usual.comparison.model_copy(update={"train": train})
-    assert {"loss my_losses:focal", "accuracy is the mean of my_scores:top_two"} <= set(words.job(own))
-    assert not any("accuracy" in part or "loss" in part for part in words.job(usual.comparison))
-    assert words.metric(own) == "Mean of my_scores:top_two, a score from 0 to 1 a sample,"
-    assert words.metric(usual.comparison) == "Correct"
+    assert {"loss my_losses:focal", "accuracy is the mean of my_scores:top_two"} <= set(sentences.job(own))
+    assert not any("accuracy" in part or "loss" in part for part in sentences.job(usual.comparison))
+    assert sentences.metric(own) == "Mean of my_scores:top_two, a score from 0 to 1 a sample,"
+    assert sentences.metric(usual.comparison) == "Correct"

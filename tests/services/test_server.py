@@ -24,7 +24,7 @@ import torch
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from pipeline import results
+from pipeline import files, results
 from pipeline.tracking import stores
 from pipeline.tracking.comparisons import LIVE, PARENT
 from tests.conftest import Clone
@@ -216,7 +216,7 @@ def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
     checkout.commit()
     head = {"commit": checkout.run("git", "rev-parse", "HEAD").strip()}
     gate = {"outcome": "passed", "against": "main", "mode": "recorded", "head": head, "base": head}
-    results.write_text(checkout.path / "reports/gate.json", json.dumps(gate))
+    files.write_text(checkout.path / "reports/gate.json", json.dumps(gate))
     promoted = checkout.run("python", "-m", "pipeline", "promote", MLFLOW_TRACKING_URI=services.uri)
     assert f"its champion: {services.uri}/#/models/{EXPERIMENT}" in promoted
     champion = client.get_model_version_by_alias(EXPERIMENT, "champion")

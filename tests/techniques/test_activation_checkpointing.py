@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config import ConfigError
+from pipeline.errors import ConfigError
 from pipeline.techniques.activation_checkpointing import (
     ActivationCheckpointing,
     SelectiveCheckpointing,

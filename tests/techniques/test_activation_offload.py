@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline import ledger
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
+from pipeline.profiling import ledger
 from pipeline.techniques.activation_offload import ActivationOffload
 from tests.nets import batch, conv_net, gradients, make_plan
 from tests.test_training import make_training, weights

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
 from pipeline.techniques import allocators
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from tests.nets import ALONE, make_plan
@@ -25,7 +27,7 @@ def test_memory_that_no_tensor_uses_goes_back_to_the_system() -> None:
     """In a process of its own: free pages between live ones, which free() alone does not give back."""
     program = f"""
 import torch
-from pipeline.heap import keep_freed_memory
+from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.techniques.allocators import ReleaseCache
 from tests.nets import ALONE, make_plan
 keep_freed_memory()

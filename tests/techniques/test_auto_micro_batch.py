@@ -12,14 +12,19 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
-from pipeline import benchmark, checkpoints, environment, job, results
-from pipeline.assembly import Assembly
-from pipeline.checkpoints import checkpoint_file
-from pipeline.config import Config, PipelineError, parse, plan, techniques
+from pipeline import environment, results
+from pipeline.benchmark import rounds
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.errors import PipelineError
+from pipeline.params import Config, parse, techniques
+from pipeline.plans import plan
 from pipeline.results import Result
-from pipeline.training import Training, is_out_of_memory
+from pipeline.training import checkpoints, job
+from pipeline.training.assembly import Assembly
+from pipeline.training.checkpoints import checkpoint_file
+from pipeline.training.failures import is_out_of_memory
+from pipeline.training.loop import Training
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.test_job import CPU_ONLY, PARAMS, workspace  # noqa: F401
@@ -226,7 +231,7 @@ def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatc
     config = configure({"most": 8}, {"gradient_accumulation": "auto"})
     Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with benchmark.Server() as server:
+    with rounds.Server() as server:
         answer = server.measure("tried", config.variants["tried"].model_dump(mode="json"), 5)
     assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
     assert answer["decided"] == {

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config import ConfigError
+from pipeline.errors import ConfigError
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.checkpointing_budget import CheckpointingBudget, Kept, measured
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan

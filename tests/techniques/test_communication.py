@@ -15,11 +15,11 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.evaluation import evaluate
-from pipeline.losses import DeviceLosses
 from pipeline.techniques import chosen, of_plan
 from pipeline.techniques.communication import LOCAL_STEPS, RANK
-from pipeline.training import Training
+from pipeline.training.evaluation import evaluate
+from pipeline.training.loop import Training
+from pipeline.training.losses import DeviceLosses
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights

@@ -20,15 +20,17 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
 from pipeline import environment
-from pipeline.config import TECHNIQUE_CLASSES, ConfigError, Machine, PipelineError, parse, plan
 from pipeline.data.prepared import Dataset
-from pipeline.detectors.compiler import Recompilation
 from pipeline.distributed import World
-from pipeline.ledger import measured
-from pipeline.losses import HostLosses
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.measurement.detectors.compiler import Recompilation
+from pipeline.params import TECHNIQUE_CLASSES, Machine, parse
+from pipeline.plans import plan
+from pipeline.profiling.ledger import measured
 from pipeline.techniques import chosen
 from pipeline.techniques.compile import Compile
-from pipeline.training import TrainingStep
+from pipeline.training.losses import HostLosses
+from pipeline.training.step import TrainingStep
 from tests.nets import ALONE, batch, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, rows_of

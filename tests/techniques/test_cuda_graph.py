@@ -5,15 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import GRAPH_WARMUP_STEPS, ConfigError, Machine, Train, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.ledger import measured
-from pipeline.losses import NonFiniteLoss
-from pipeline.measurement import graphs_bytes
+from pipeline.errors import ConfigError
+from pipeline.measurement.windows import graphs_bytes
+from pipeline.params import GRAPH_WARMUP_STEPS, Machine, Train, parse
+from pipeline.plans import plan
+from pipeline.profiling.ledger import measured
 from pipeline.techniques import chosen
 from pipeline.techniques.cuda_graph import CudaGraph
-from pipeline.training import Training
+from pipeline.training.loop import Training
+from pipeline.training.losses import NonFiniteLoss
 from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import TRAIN, make_training, rows_of, weights
 
@@ -146,7 +148,7 @@ def test_the_peak_holds_what_replays_work_in_and_the_ledger_is_unknown(digits: D
 
 @pytest.mark.gpu
 def test_a_model_that_asks_for_a_value_is_refused(digits: Dataset) -> None:
-    from pipeline.config import PipelineError
+    from pipeline.errors import PipelineError
     from tests.techniques.test_compile import _Breaks
 
     world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
 from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import make_training, rows_of

@@ -10,15 +10,17 @@ import psutil
 import pytest
 import yaml
 
-from pipeline import job, results
-from pipeline.checkpoints import checkpoint_file
-from pipeline.config import Augment, Machine, Train, parse, plan, techniques
+from pipeline import results
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.params import Augment, Machine, Train, parse, techniques
+from pipeline.plans import plan
 from pipeline.techniques import chosen
 from pipeline.techniques.data_loading import DataLoaderData
-from pipeline.training import Training
+from pipeline.training import job
+from pipeline.training.checkpoints import checkpoint_file
+from pipeline.training.loop import Training
 from tests import test_job
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
@@ -136,7 +138,7 @@ def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> N
 
 
 def test_the_workers_load_is_the_job_s_own(digits: Dataset) -> None:
-    from pipeline.detectors.processes import job_ticks
+    from pipeline.measurement.detectors.processes import job_ticks
 
     training = make(digits, ALONE, data_loading="dataloader")
     before = {child.pid for child in psutil.Process().children()}

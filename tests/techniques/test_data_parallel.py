@@ -12,11 +12,13 @@ import yaml
 from torch import nn
 
 from pipeline import environment
-from pipeline.config import ConfigError, Machine, Plan, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import Plan, plan
 from pipeline.techniques.data_parallel import DataParallel
-from pipeline.training import Training
+from pipeline.training.loop import Training
 from tests.nets import batch, conv_net, gradients, make_plan
 from tests.test_training import make_training
 

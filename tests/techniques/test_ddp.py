@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.config import ConfigError, Machine, Variant, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.losses import HostLosses
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, Variant, parse
+from pipeline.plans import plan
 from pipeline.techniques import chosen
-from pipeline.training import TrainingStep
+from pipeline.training.losses import HostLosses
+from pipeline.training.step import TrainingStep
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import make_training

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline import environment, optimizers
-from pipeline.config import ConfigError
+from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World
+from pipeline.errors import ConfigError
+from pipeline.models import optimizers
 from pipeline.results import Ledger
 from pipeline.techniques import chosen
 from tests.nets import batch, conv_net, make_plan
@@ -212,7 +213,7 @@ def test_an_overflow_leaves_out_a_step(digits: Dataset) -> None:
 
 
 def _measured(joined: World, dataset: Dataset, options: dict[str, Any]) -> tuple[Ledger, int]:
-    from pipeline import ledger
+    from pipeline.profiling import ledger
 
     training = make_training(dataset, joined, conv_net, **FSDP | options)
     training.advance(4)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.losses import HostLosses
 from pipeline.techniques import Technique, chosen
-from pipeline.training import TrainingStep
+from pipeline.training.losses import HostLosses
+from pipeline.training.step import TrainingStep
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan
 
 

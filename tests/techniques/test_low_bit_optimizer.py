@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import ledger
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
+from pipeline.profiling import ledger
 from pipeline.techniques import chosen, low_bit_optimizer
 from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import ledger
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
+from pipeline.profiling import ledger
 from tests.test_training import TRAIN, make_training, resumes_exactly, weights
 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import ConfigError, parse
 from pipeline.data.prepared import Dataset
-from pipeline.training import Training
+from pipeline.errors import ConfigError
+from pipeline.params import parse
+from pipeline.training.loop import Training
 from tests.nets import ALONE, conv_net
 from tests.test_training import TRAIN, _until_broken, make_training, weights
 

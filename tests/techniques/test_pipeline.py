@@ -12,16 +12,18 @@ import torch
 import yaml
 from torch import nn
 
-from pipeline import ledger
-from pipeline.config import CATALOGUE, ConfigError, Machine, Plan, Variant, parse, plan
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.losses import DeviceLosses, NonFiniteLoss
+from pipeline.errors import ConfigError
+from pipeline.params import CATALOGUE, Machine, Variant, parse
+from pipeline.plans import Plan, plan
+from pipeline.profiling import ledger
 from pipeline.results import Ledger
 from pipeline.techniques import chosen, cutting, of_plan
 from pipeline.techniques.cutting import Cut, bubble_fraction
-from pipeline.techniques.pipeline import Pipeline
-from pipeline.training import Training
+from pipeline.techniques.pipeline_parallel import Pipeline
+from pipeline.training.loop import Training
+from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.assembly import Assembly
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.training import Training
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
+from pipeline.training.assembly import Assembly
+from pipeline.training.loop import Training
 from tests.nets import ALONE, conv_net
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN

@@ -10,10 +10,11 @@ import pytest
 import torch
 import yaml
 
-from pipeline import job, models, results
-from pipeline.checkpoints import state_sha256
-from pipeline.config import Machine, parse
+from pipeline import models, results
+from pipeline.params import Machine, parse
 from pipeline.results import Result
+from pipeline.training import job
+from pipeline.training.checkpoints import state_sha256
 from tests.test_job import PARAMS, workspace  # noqa: F401
 from tests.workspaces import PREPARED
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Config, ConfigError, Machine, Plan, parse, plan, techniques
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Machine, parse, techniques
+from pipeline.plans import Plan, plan
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 SETS = Path(__file__).parent.parent.parent / "variants"

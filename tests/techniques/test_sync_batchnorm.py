@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
 from pipeline.techniques import chosen
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
 from tests.nets import ALONE, batch, conv_net, gradients, make_plan

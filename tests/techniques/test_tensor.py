@@ -8,9 +8,9 @@ from torch import nn
 from torchvision.models import VisionTransformer, convnext_tiny, resnet18, vgg11, vit_b_16
 
 from pipeline import models
-from pipeline.config import ConfigError
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
 from pipeline.techniques import chosen
 from pipeline.techniques.tensor import pairs
 from tests.nets import conv_net, make_plan
@@ -150,7 +150,7 @@ def test_ranks_of_one_model_draw_alike_and_their_parts_of_a_mask_differ(digits: 
 
 
 def _measured(joined: World, dataset: Dataset) -> tuple[int, int, int]:
-    from pipeline import ledger
+    from pipeline.profiling import ledger
 
     training = make_training(dataset, joined, headed_net, **TENSOR)
     training.advance(4)

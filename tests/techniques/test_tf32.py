@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pipeline.config import ConfigError, Machine, parse, plan
 from pipeline.data.prepared import Dataset
+from pipeline.errors import ConfigError
+from pipeline.params import Machine, parse
+from pipeline.plans import plan
 from pipeline.techniques.tf32 import TF32
 from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import make_training

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import optimizers
-from pipeline.config import ConfigError
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.optimizers import OptimizerChoice
+from pipeline.errors import ConfigError
+from pipeline.models import optimizers
+from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques import chosen
 from tests.nets import conv_net, make_plan
 from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveFloat
 
-from pipeline.config import Entry, Section
+from pipeline.params import Entry, Section
 
 
 class Options(Section):

@@ -10,12 +10,12 @@ import shutil
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pipeline.config import Fetch
 from pipeline.data import DataError
 from pipeline.data.sources.listings import LISTINGS, Listing
 from pipeline.data.sources.local import describe_synthetic, export_digits, list_images
 from pipeline.data.sources.places import Mirror
 from pipeline.data.sources.store import SourceError, Store, say
+from pipeline.params import Fetch
 
 
 def fetch(config: Fetch, directory: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config import Fetch, Synthetic
 from pipeline.data import IMAGE_LISTING, SYNTHETIC_DESCRIPTION, DataError, file_sha256
 from pipeline.data.sources.store import progress, say
+from pipeline.params import Fetch, Synthetic
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 

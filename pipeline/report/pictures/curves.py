@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeline.comparison import Compared, Comparison
-from pipeline.report import formats, words
+from pipeline.comparison.compare import Compared, Comparison
+from pipeline.report import formats, sentences
 from pipeline.report.pictures.scales import Scale, Tick, down, plain
 from pipeline.results import HistoryRow
 
@@ -62,7 +62,7 @@ def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
         "Test accuracy over training time", "training seconds, without evaluation", runs, y_scale,
         f"Line chart, one thin line a seed and a thick mean. {ends}.",
         lambda value, decimals: f"{100 * value:.{max(0, decimals - 2)}f}%",
-        Tick(down(y_scale, target), f"target {words.target(comparison)}"),
+        Tick(down(y_scale, target), f"target {sentences.target(comparison)}"),
     )  # fmt: skip
 
 

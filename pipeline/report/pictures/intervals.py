@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipeline.ablation import Share
-from pipeline.comparison import Comparison
-from pipeline.report import formats, words
+from pipeline.comparison.ablation import Share
+from pipeline.comparison.compare import Comparison
+from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
+from pipeline.report import formats, sentences
 from pipeline.report.formats import UNTRUSTED
 from pipeline.report.pictures.scales import Scale, Tick, padded, plain
-from pipeline.verdicts import Accuracy, Noise, Ratio
 
 
 class Whisker(NamedTuple):
@@ -110,7 +110,7 @@ def _of_ratio(ratio: Ratio | None, caption: str = "") -> _Estimate:
 
 def _of_noise(noise: Noise) -> _Estimate:
     look = UNTRUSTED if noise.why_untrusted else "noise"
-    return _Estimate("", words.noise_text(noise), noise.estimate, noise.low, noise.high, look)
+    return _Estimate("", sentences.noise_text(noise), noise.estimate, noise.low, noise.high, look)
 
 
 def _of_accuracy(accuracy: Accuracy) -> _Estimate:

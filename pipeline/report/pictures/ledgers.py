@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.comparison import Comparison
+from pipeline.comparison.compare import Comparison
 from pipeline.report import formats
 from pipeline.report.pictures.scales import Scale, Tick, plain
-from pipeline.report.words import LEDGER_PARTS
+from pipeline.report.sentences import LEDGER_PARTS
 from pipeline.results import Ledger
 
 

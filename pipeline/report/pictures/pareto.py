@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pipeline import stats
-from pipeline.comparison import Compared, Comparison
+from pipeline.comparison import stats
+from pipeline.comparison.compare import Compared, Comparison
+from pipeline.comparison.verdicts import Ratio
 from pipeline.report import formats
 from pipeline.report.formats import UNTRUSTED
 from pipeline.report.pictures.scales import Scale, Tick, down, padded, plain
-from pipeline.verdicts import Ratio
 
 
 class Point(NamedTuple):

@@ -1,0 +1,1 @@
+"""All variants side by side: rounds, and the processes that measure."""

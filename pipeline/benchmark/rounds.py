@@ -1,0 +1,371 @@
+"""Steady-state speed and memory of all variants, side by side: fresh processes, interleaved rounds, an A/A arm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from tqdm import tqdm
+
+from pipeline import environment, files
+from pipeline.errors import PipelineError
+from pipeline.params import Bench as BenchSettings
+from pipeline.params import Config, Machine, misplaced
+from pipeline.params import techniques as techniques_of
+from pipeline.plans import plan
+from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window
+
+CALIBRATION_STEPS = 20
+CALIBRATIONS = 5
+"""As often is the short sample taken that says how many steps to measure, while other load spoils it."""
+FEWEST_STEPS = 10
+FEWEST_ROUNDS = 6
+"""``stats.FEWEST_PAIRS``, which the bench does not import: it need not be measured anew when statistics change."""
+
+
+class BenchError(PipelineError):
+    """A variant could not be measured. The message says which, where and why."""
+
+
+class Server(AbstractContextManager["Server"]):
+    """A process that measures the variants of the checkout ``root`` with that checkout's own code."""
+
+    def __init__(self, root: Path = Path()) -> None:
+        self.root = root
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "arms"],
+            cwd=self.root,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def describe(self) -> dict[str, Any]:
+        """What params.yaml, the environment and the prepared data set are there."""
+        return self._ask(do="describe")
+
+    def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+        """Start a variant in a fresh process or world and warm it up, for ``steps`` steps in all."""
+        self._ask_of(name, do="open", values=values, steps=steps, ledgers=ledgers)
+
+    def turn(self, name: str, steps: int) -> None:
+        """``steps`` steps of an open arm."""
+        self._ask_of(name, do="turn", steps=steps)
+
+    def close(self, name: str) -> dict[str, Any]:
+        """End an open arm: ``arm.Measured`` as plain values."""
+        return self._ask_of(name, do="close")
+
+    def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
+        """The three of them: ``steps`` warm steps in one turn."""
+        self.open(name, values, steps, ledgers=ledgers)
+        self.turn(name, steps)
+        return self.close(name)
+
+    def _ask_of(self, name: str, **request: Any) -> dict[str, Any]:
+        try:
+            return self._ask(name=name, **request)
+        except BenchError as error:
+            raise BenchError(f"{name} cannot be measured: {error}") from None
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None
+        assert answers is not None
+        try:
+            questions.write(json.dumps(request) + "\n")
+            questions.flush()
+            line = answers.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = self._process.wait()
+            raise BenchError(
+                f"the process that measures {self.root.resolve()} ended ({status}); its words stand above."
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(answer["error"])
+        return answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One arm to measure: a variant's values, on the server that measures them."""
+
+    name: str
+    role: Literal["variant", "again", "with", "without"]
+    variant: str
+    technique: str | None
+    server: Server
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What interleaved rounds gave."""
+
+    arms: tuple[Arm, ...]
+    steps: int
+    """Of each sample."""
+    turns: int
+    seconds: float
+    interrupted: bool
+
+
+def measure(
+    arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int = 0
+) -> Rounds:
+    """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
+
+    And at least ``fewest`` in which no sample was refused, whatever ``seconds`` says; an arm whose samples always are
+    does not count, and twice as many rounds are enough. After ``max_rounds`` all ends.
+
+    With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
+    their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
+    all of them. The order is reversed every other round, so that a drift hits both arms of a pair alike. An
+    interruption (KeyboardInterrupt) keeps the rounds that are complete; it is raised again if there is none.
+    """
+    turns = min(turns, steps)  # no turn without a step
+    facts: dict[str, dict[str, Any]] = {}
+    rounds: list[dict[str, Window]] = []
+    started, longest, interrupted = time.monotonic(), 0.0, False
+    with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
+
+        def show(doing: str) -> None:
+            bar.total = round(max(seconds, fewest * longest))
+            bar.n = min(bar.total, round(time.monotonic() - started))
+            bar.set_postfix_str(f"round {len(rounds) + 1}, {doing}")
+
+        try:
+            while len(rounds) != max_rounds:
+                began = time.monotonic()
+                if rounds and began - started + longest > seconds and _enough(rounds, fewest):
+                    break
+                order = arms[:: 1 if len(rounds) % 2 == 0 else -1]
+                answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
+                for name, answer in answers.items():
+                    found = {key: answer[key] for key in Setup.model_fields}
+                    if facts.setdefault(name, found) != found:
+                        raise BenchError(
+                            f"{name} ran differently from round to round: {facts[name]}, then {found}. "
+                            "If the placement differs, set train.placement; else leave its code as it is."
+                        )
+                windows = {name: Window.model_validate(answer["window"]) for name, answer in answers.items()}
+                for name, window in windows.items():
+                    if window.measured_steps < steps and not window.refusals:
+                        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and says not why.")
+                rounds.append(windows)
+                longest = max(longest, time.monotonic() - began)
+        except KeyboardInterrupt:
+            if not rounds:
+                raise
+            interrupted = True
+    return Rounds(
+        arms=tuple(
+            Arm(
+                name=asked.name,
+                role=asked.role,
+                variant=asked.variant,
+                technique=asked.technique,
+                samples=tuple(complete[asked.name] for complete in rounds),
+                **facts[asked.name],
+            )
+            for asked in arms
+        ),
+        steps=steps,
+        turns=turns,
+        seconds=time.monotonic() - started,
+        interrupted=interrupted,
+    )
+
+
+def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
+    known = [name for name in rounds[0] if not all(each[name].refusals for each in rounds)]
+    standing = sum(not any(each[name].refusals for name in known) for each in rounds)
+    return standing >= fewest or len(rounds) >= 2 * fewest
+
+
+def _one_by_one(arms: Sequence[Asked], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    answers = {}
+    for asked in arms:
+        show(asked.name)
+        answers[asked.name] = asked.server.measure(asked.name, asked.values, steps)
+    return answers
+
+
+def _in_turns(arms: Sequence[Asked], steps: int, turns: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    for asked in arms:
+        show(f"starting {asked.name}")
+        asked.server.open(asked.name, asked.values, steps)
+    for turn in range(turns):
+        show(f"turn {turn + 1} of {turns}")
+        share = steps * (turn + 1) // turns - steps * turn // turns
+        first = turn % len(arms)  # each arm is first as often as last, and never runs twice in a row
+        for asked in [*arms[first:], *arms[:first]]:
+            asked.server.turn(asked.name, share)
+    return {asked.name: asked.server.close(asked.name) for asked in arms}
+
+
+_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
+
+
+class Tried(NamedTuple):
+    """A short sample of an arm, taken before the rounds."""
+
+    answer: dict[str, Any]
+    """As of ``Server.close``."""
+    opening_seconds: float
+    """Of its processes, from their start to the first measured step."""
+    step_seconds: float
+
+    def seconds(self, steps: int) -> float:
+        """About what it takes in a round."""
+        return self.opening_seconds + steps * self.step_seconds
+
+
+def tried(arm: Asked, *, ledgers: bool = False) -> Tried:
+    """``CALIBRATION_STEPS`` of ``arm``; what ``ledgers`` take is in none of its times."""
+    began = time.monotonic()
+    arm.server.open(arm.name, arm.values, CALIBRATION_STEPS, ledgers=ledgers)
+    opened = time.monotonic()
+    arm.server.turn(arm.name, CALIBRATION_STEPS)
+    ended = time.monotonic()
+    return Tried(arm.server.close(arm.name), opened - began, (ended - opened) / CALIBRATION_STEPS)
+
+
+def steps_of(arm: Asked, seconds: float) -> tuple[int, Tried]:
+    """As many steps as ``arm`` takes ``seconds`` for, by short samples of it; and the last of these."""
+    for _ in range(CALIBRATIONS):
+        sample = tried(arm)
+        window = Window.model_validate(sample.answer["window"])
+        if window.step_p50_ms:
+            return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))), sample
+    return CALIBRATION_STEPS, sample
+
+
+def fewest_rounds(settings: BenchSettings) -> int:
+    """Those that are measured whatever the time is."""
+    return 0 if settings.hard_limit else FEWEST_ROUNDS
+
+
+def outlook(arms: int, steps: int, round_seconds: float, *, seconds: float, max_rounds: int | None, fewest: int) -> str:
+    """What ``measure`` is about to do, and until when, in words. ``round_seconds``: about what a round takes."""
+    fitting = max(1, int(seconds / round_seconds))
+    rounds = max(fitting, fewest) if max_rounds is None else min(max(fitting, fewest), max_rounds)
+    ends = time.strftime("%H:%M %Z", time.localtime(time.time() + rounds * round_seconds))
+    remark = ""
+    if rounds < FEWEST_ROUNDS:
+        remark = f" (at least {FEWEST_ROUNDS} would be needed to decide anything)"
+    elif rounds > fitting:
+        remark = f" (the fewest that can decide anything; {seconds / 60:g} minutes give {fitting})"
+    counted = f"{arms} arms of {steps} steps, a round takes about {round_seconds:.0f} s: {rounds} round(s){remark}"
+    return f"{counted}, until about {ends}"
+
+
+def turns_on(device: str, settings: BenchSettings) -> int:
+    """In how many turns a sample is measured. On a GPU in one: an arm that waits would hold the GPU's memory."""
+    return settings.turns if device == "cpu" else 1
+
+
+def run(config: Config, machine: Machine) -> None:
+    """Measure all variants and write ``bench.json``.
+
+    Interrupted, it writes the rounds that are complete and raises KeyboardInterrupt. Raises PipelineError.
+    """
+    settings, baseline = config.bench, config.compare.baseline
+    seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
+    with Server() as server:
+        about = server.describe()
+        variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
+        asked = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
+        # Also the warm-up: from here on the files are in memory.
+        samples = {arm.name: tried(arm, ledgers=True) for arm in asked}
+        ledgers = _known(samples, "ledgers", Ledgers)
+        flops = _known(samples, "flops", Flops)
+        ablated, not_ablated = _ablation(config, machine, server)
+        again = Asked(f"{baseline} again", "again", baseline, None, server, variants[baseline])
+        arms = [*asked, *ablated, again]
+        steps, samples[baseline] = steps_of(again, settings.window_seconds)  # the first one also started the server
+        round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
+        said = outlook(len(arms), steps, round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+        print(f"bench: {said}", flush=True)
+        turns = turns_on(about["device"], settings)
+        rounds = measure(arms, seconds=seconds, max_rounds=max_rounds, steps=steps, turns=turns, fewest=fewest)
+    bench = Bench(
+        environment=about["environment"],
+        commit=environment.checked_out(),
+        config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
+        dataset=Dataset.model_validate(about["dataset"]),
+        baseline=baseline,
+        steps=rounds.steps,
+        turns=rounds.turns,
+        seconds=rounds.seconds,
+        interrupted=rounds.interrupted,
+        arms=rounds.arms,
+        ledgers=ledgers,
+        flops=flops,
+        not_ablated=not_ablated,
+    )
+    files.write_text(BENCH_FILE, bench.to_json())
+    print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s", flush=True)
+    if rounds.interrupted:
+        raise KeyboardInterrupt
+
+
+def _known(samples: Mapping[str, Tried], key: str, record: type[R]) -> dict[str, R]:
+    """By variant."""
+    found = {name: sample.answer[key] for name, sample in samples.items()}
+    return {name: record.model_validate(values) for name, values in found.items() if values is not None}
+
+
+def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[Asked], dict[str, dict[str, str]]]:
+    """The arms that show each technique's own share in the variants to ablate, and why some have none."""
+    arms: list[Asked] = []
+    without: dict[str, dict[str, str]] = {}
+    base = plan(config, config.compare.baseline, machine).applied
+    for name in config.bench.ablate:
+        ours = plan(config, name, machine)
+        asked, applied = techniques_of(ours.asked), techniques_of(ours.applied)
+        without[name] = {key: reason for key, reason in ours.left_out.items() if key in asked}
+        techniques = {
+            technique: keys
+            for technique, keys in applied.items()
+            if any(getattr(ours.applied, key) != getattr(base, key) for key in keys)
+        }
+        shared = applied.keys() - techniques.keys()
+        without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies it too")
+        if len(techniques) < 2:
+            without[name] |= dict.fromkeys(techniques, f"it is all that {name} changes: the variant itself shows it")
+            continue
+        for technique, keys in techniques.items():
+            added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})
+            if misplaced(added):
+                without[name][technique] = (
+                    f"it goes with the variant's parallelism, which {config.compare.baseline} lacks"
+                )
+                continue
+            reduced = ours.applied.model_copy(update={key: getattr(base, key) for key in keys})
+            alone, rest = f"{config.compare.baseline} with {technique} of {name}", f"{name} without {technique}"
+            arms += [
+                Asked(alone, "with", name, technique, server, added.model_dump(mode="json")),
+                Asked(rest, "without", name, technique, server, reduced.model_dump(mode="json")),
+            ]
+    return arms, without

@@ -1,0 +1,129 @@
+"""Each technique's own share in an ablated variant: added to the baseline alone, and left out of the whole stack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.comparison import verdicts
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Verdict
+from pipeline.params import Margins
+from pipeline.results import Arm, Bench, Record
+
+
+class Share(Record):
+    """What one technique of one ablated variant does, alone and beside the variant's others."""
+
+    variant: str
+    technique: str
+    added_throughput: Ratio | None = None
+    """The baseline with the technique over the baseline. None: not measured, as everywhere here."""
+    added_memory: Ratio | None = None
+    stacked_throughput: Ratio | None = None
+    """The variant over the variant without the technique."""
+    stacked_memory: Ratio | None = None
+    accuracy: Accuracy | None = None
+    """Of a trained variant that runs as the baseline with exactly this technique does; None if there is none."""
+    accuracy_from: str | None = None
+    """That variant's name."""
+    verdict: Verdict | None = None
+    """Of the technique alone, added to the baseline. Accuracy and memory count only where they are known."""
+    interaction: str | None = None
+    """Where added and stacked disagree, in a sentence a quantity."""
+    why_not: str | None = None
+    """Why nothing was measured; then everything above is None."""
+
+
+def shares(
+    bench: Bench, accuracies: Mapping[str, Accuracy], margins: Margins, noises: tuple[Noise, Noise]
+) -> tuple[Share, ...]:
+    """Every technique's share in every ablated variant, in the bench's order.
+
+    ``accuracies``: of the trained variants against the baseline, by name. ``noises``: A/A, of throughput and memory.
+    """
+    pairs = [(arm.variant, arm.technique or "") for arm in bench.arms if arm.role in ("with", "without")]
+    pairs += [(variant, technique) for variant, reasons in bench.not_ablated.items() for technique in reasons]
+    found = []
+    for variant, technique in dict.fromkeys(pairs):
+        why_not = bench.not_ablated.get(variant, {}).get(technique)
+        if why_not is not None:
+            found.append(Share(variant=variant, technique=technique, why_not=why_not))
+            continue
+        alone, base = bench.arm("with", variant, technique), bench.arm("variant", bench.baseline)
+        whole, reduced = bench.arm("variant", variant), bench.arm("without", variant, technique)
+        added, stacked = _ratios(alone, base, margins, *noises), _ratios(whole, reduced, margins, *noises)
+        trained = _trained(bench, alone, accuracies) if alone else None
+        accuracy = accuracies[trained] if trained else None
+        untold = verdicts.untold([arm for arm in (alone, base) if arm], MEMORY)
+        judged = (added[0], None if untold else added[1], accuracy)
+        found.append(
+            Share(
+                variant=variant,
+                technique=technique,
+                added_throughput=added[0],
+                added_memory=added[1],
+                stacked_throughput=stacked[0],
+                stacked_memory=stacked[1],
+                accuracy=accuracy,
+                accuracy_from=trained,
+                verdict=verdicts.verdict([each.decision for each in judged if each]) if alone else None,
+                interaction=_interaction(added, stacked),
+            )
+        )
+    return tuple(found)
+
+
+def _ratios(
+    arm: Arm | None, reference: Arm | None, margins: Margins, throughput: Noise, memory: Noise
+) -> tuple[Ratio | None, Ratio | None]:
+    if not (arm and reference):
+        return None, None
+    return (
+        verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, throughput),
+        verdicts.ratio(arm, reference, MEMORY, margins.memory, memory),
+    )
+
+
+def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:
+    """The trained variant that runs as ``arm`` does."""
+
+    def how(one: Arm) -> tuple[dict[str, Any], int]:  # "auto" processes, and the number it comes to, are the same
+        return {key: value for key, value in one.applied.items() if key != "processes"}, one.world_size
+
+    others = (bench.arm("variant", variant) for variant in accuracies)
+    return next((other.variant for other in others if other and how(other) == how(arm)), None)
+
+
+def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, ...]) -> str | None:
+    """Where the intervals of the two ratios do not overlap, and the ratios differ by more than the margin."""
+    sentences = []
+    for quantity, alone, beside in zip((THROUGHPUT, MEMORY), added, stacked, strict=True):
+        if alone is None or beside is None or "untrusted" in (alone.decision, beside.decision):
+            continue
+        one, other = _logarithms(alone), _logarithms(beside)
+        if one is None or other is None:
+            continue
+        overlap = one[0] <= other[2] and other[0] <= one[2]
+        if overlap or abs(one[1] - other[1]) <= math.log1p(alone.margin):
+            continue
+        if {alone.decision, beside.decision} == {"better", "worse"}:
+            how = "turns round"
+        else:
+            how = "is larger" if abs(other[1]) > abs(one[1]) else "is smaller"
+        sentences.append(
+            f"The effect on {quantity.noun} {how} beside the other techniques: {_shown(beside)}, against "
+            f"{_shown(alone)} alone."
+        )
+    return " ".join(sentences) or None
+
+
+def _logarithms(ratio: Ratio) -> tuple[float, float, float] | None:
+    """Low, estimate and high; None where the ratio is not bounded."""
+    if ratio.low is None or ratio.estimate is None or ratio.high is None:
+        return None
+    return math.log(ratio.low), math.log(ratio.estimate), math.log(ratio.high)
+
+
+def _shown(ratio: Ratio) -> str:
+    return f"{ratio.estimate:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"

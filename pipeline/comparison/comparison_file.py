@@ -1,0 +1,156 @@
+"""The content of ``reports/comparison.json``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pipeline.comparison.ablation import Share
+from pipeline.comparison.verdicts import Accuracy, Noise, Ratio, Verdict
+from pipeline.params import Margins, VariantName
+from pipeline.results import Bench, Dataset, Flops, Ledgers, Record, Run
+
+
+class SeedDifference(Record):
+    """One seed's test accuracy minus the baseline's of the same seed."""
+
+    seed: int
+    difference_fraction: float
+
+
+class AccuracyDifference(Record):
+    """Test accuracy minus the baseline's, paired by seed. Positive: more accurate than the baseline."""
+
+    seeds: tuple[SeedDifference, ...]
+    mean_fraction: float
+    spread_fraction: float | None
+    """Sample standard deviation of the per-seed differences; None for a single seed."""
+    min_fraction: float
+    max_fraction: float
+
+
+class SeedTarget(Record):
+    """When one seed's run reached the target."""
+
+    seed: int
+    train_seconds: float | None
+    """Training wall time, without evaluation, at the first evaluation at or above the target; None: not reached."""
+
+
+class TimeToTarget(Record):
+    """Training time until an evaluation shows the target accuracy."""
+
+    seeds: tuple[SeedTarget, ...]
+    reached_count: int
+    """How many seeds reached it."""
+    train_seconds: float | None
+    """Median over seeds. None unless every seed reached the target: the others have no time."""
+
+
+class Compared(Record):
+    """One variant beside the baseline. The baseline is one too: what compares it with itself is None."""
+
+    variant: VariantName
+    techniques: tuple[str, ...]
+    """What was in effect, by name."""
+    left_out: dict[str, str]
+    """Technique that was asked for -> why this machine left it out."""
+    decided: dict[str, str]
+    """Technique -> what it decided by itself on this machine, and why."""
+    batch_size: int
+    """Global, as it was trained; like the next, the job's unless scaling is weak."""
+    learning_rate: float
+    """The peak."""
+    micro_batches: int
+    backend: str | None
+    world_size: int
+    threads_per_process: int
+    placement: str
+
+    verdict: Verdict | None
+    """None for the baseline, like throughput, memory and accuracy."""
+    reasons: tuple[str, ...]
+    """Why something is untrusted or undecided, and about how many more pairs or seeds would decide."""
+    throughput: Ratio | None
+    memory: Ratio | None
+    accuracy: Accuracy | None
+    on_front: bool
+    """On the Pareto front of throughput, memory and accuracy; see ``compare``. False if one of them is not known."""
+
+    samples_per_second: float | None
+    """This and the next five: medians over the bench's samples, without those that were refused."""
+    step_p50_ms: float | None
+    step_p90_ms: float | None
+    step_p99_ms: float | None
+    input_wait_fraction: float | None
+    peak_memory_bytes: int | None
+    """The largest rank's."""
+    peak_reserved_bytes: int | None = None
+    """This and the next, on a GPU: medians of what its allocator and its driver held, of the rank with most."""
+    driver_memory_bytes: int | None = None
+    allocator_retries: int | None = None
+    """Of all samples; a sample with one is refused. None on a CPU."""
+    refused: int
+    """How many of the bench's samples of this variant were refused, in part or whole."""
+
+    ledgers: Ledgers | None
+    prediction_error_fraction: float | None
+    """The predicted ledger's peak over what the tensors of the measured one take, minus 1."""
+    flops: Flops | None
+    model_flops_per_second: float | None
+    utilisation_fraction: float | None
+    """model_flops_per_second over the devices' dense peak; None for an unknown device."""
+
+    test_accuracy_mean_fraction: float
+    test_accuracy_spread_fraction: float | None
+    test_correct_count: int | float
+    """Over all seeds."""
+    test_count: int
+    """Test samples evaluated, over all seeds."""
+    accuracy_difference: AccuracyDifference | None
+    """None for the baseline itself."""
+
+    training_samples_per_second: float | None
+    """Of the training runs: median over seeds."""
+    training_peak_memory_bytes: int | None
+    """Of the training runs: the largest rank's, largest over seeds."""
+    startup_seconds: float | None
+    """Cold times: of the first seed, the only one that starts cold."""
+    first_step_seconds: float | None
+    train_seconds: float
+    """Median over seeds."""
+    train_time_ratio: float | None
+    time_to_target: TimeToTarget
+    time_to_target_ratio: float | None
+    runs: tuple[Run, ...]
+
+
+class Comparison(Record):
+    """``reports/comparison.json``."""
+
+    schema_: Literal[1] = 1
+    baseline: VariantName
+    target_accuracy_fraction: float
+    margins: Margins
+    environment: dict[str, Any]
+    """The content of environment.json, its hash included."""
+    device: str
+    dataset: Dataset
+    train: dict[str, Any]
+    """The job that every variant trained, as ``train`` in params.yaml asked for it."""
+    parameter_count: int
+    seeds: tuple[int, ...]
+    noise_throughput: Noise
+    noise_memory: Noise
+    variants: tuple[Compared, ...]
+    """The baseline first, the others in the order of params.yaml."""
+    shares: tuple[Share, ...]
+    """Of the techniques of ablated variants, in the bench's order."""
+    bench: Bench
+    """Whole, raw samples included."""
+
+    def to_json(self) -> str:
+        values = self.model_dump(mode="json")
+        bench = values.pop("bench")
+        ordered = {"schema": values.pop("schema_"), **values, "bench": {"schema": bench.pop("schema_"), **bench}}
+        return json.dumps(ordered, indent=2, allow_nan=False) + "\n"

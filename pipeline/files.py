@@ -1,0 +1,13 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``path`` whole or not at all: an interruption leaves the old content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

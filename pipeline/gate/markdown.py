@@ -1,0 +1,105 @@
+"""What was decided, as Markdown for a pull request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.comparison import verdicts
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Spent
+from pipeline.gate.decision import HEAP_BYTES, Gated, Held, Side
+
+
+def markdown(gated: Gated) -> str:
+    """The outcome in the first line, the figures in a table, then what else to know."""
+    rows = [*gated.variants, *([gated.together] if gated.together else [])]
+    arm, margins = gated.base.arms[0], gated.margins
+    rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
+    took = "" if gated.seconds is None else f" in {gated.seconds:.0f} s"
+    least = any(row.memory and row.memory.margin > margins.memory for row in rows)
+    of_memory = f" (but at least {HEAP_BYTES // 2**20} MiB)" if least else ""
+    remarks = dict.fromkeys([*_open(gated, rows), *gated.hidden, *gated.remarks])
+    lines = [
+        f"**{_headline(gated, rows)}**",
+        "",
+        "| head against base | throughput | peak memory | test accuracy, points |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {row.variant} | {_ratio(row.throughput)} | {_ratio(row.memory)} | {_accuracy(row.accuracy)} |"
+            for row in rows
+        ),
+        "",
+        *(f"* {remark}" for remark in remarks),
+        f"* Base {_commit(gated.base)}, head {_commit(gated.head)}; {gated.mode}, {rounds} rounds{took}, {arm.device}.",
+        f"* The baseline against itself: throughput {_interval(gated.noise_throughput)}, peak memory "
+        f"{_interval(gated.noise_memory)}.",
+        "* Median ratios with 95% intervals; accuracy: mean difference over seeds, with the interval of two one-sided "
+        f"tests at 5%. Worse or better: all of it lies beyond the margin, {100 * margins.throughput:g}% of throughput, "
+        f"{100 * margins.memory:g}% of memory{of_memory}, {100 * margins.accuracy:g} percentage point(s) of accuracy.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _headline(gated: Gated, rows: Sequence[Held]) -> str:
+    if gated.outcome == "worse":
+        return f"Worse than the base: {_decided(rows, 'worse')}."
+    if gated.outcome == "untrusted":
+        return f"Not decided, because the measurement is not to be trusted: {_decided(rows, 'untrusted')}."
+    left = [f"{decision}: {found}" for decision in ("undecided", "untrusted") if (found := _decided(rows, decision))]
+    return f"Nothing was shown to be worse; {'; '.join(left)}." if left else "Nothing got worse."
+
+
+def _decided(rows: Sequence[Held], decision: str) -> str:
+    """What was decided so, such as "throughput (baseline, ddp), accuracy (ddp)"."""
+    columns: dict[str, list[tuple[str, Ratio | Accuracy | None]]] = {
+        "throughput": [(row.variant, row.throughput) for row in rows],
+        "peak memory": [(row.variant, row.memory) for row in rows],
+        "accuracy": [(row.variant, row.accuracy) for row in rows],
+    }
+    found = {
+        noun: [variant for variant, each in column if each and each.decision == decision]
+        for noun, column in columns.items()
+    }
+    return ", ".join(f"{noun} ({', '.join(variants)})" for noun, variants in found.items() if variants)
+
+
+def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
+    """Why something is undecided or untrusted."""
+    spent = Spent(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
+    everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
+    for row in rows:
+        reasons = [
+            *verdicts.ratio_reasons(row.throughput, THROUGHPUT, spent),
+            *(verdicts.ratio_reasons(row.memory, MEMORY, spent) if row.memory else []),
+            *(verdicts.accuracy_reasons(row.accuracy) if row.accuracy else []),
+        ]
+        for reason in reasons:
+            yield reason if reason in everybodys else f"{row.variant}: {reason}"
+
+
+def _commit(side: Side) -> str:
+    if side.commit is None:
+        return "(commit unknown)"
+    return f"`{side.commit[:12]}`" + (" with uncommitted changes" if side.commit.endswith("+") else "")
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    return "not known" if ratio is None else f"{_interval(ratio)} {_word(ratio.decision)}"
+
+
+def _accuracy(accuracy: Accuracy | None) -> str:
+    if accuracy is None:
+        return "not compared"
+    mean, low, high = accuracy.mean_fraction, accuracy.low_fraction, accuracy.high_fraction
+    interval = "" if low is None or high is None else f" ({100 * low:+.2f} to {100 * high:+.2f})"
+    return f"{100 * mean:+.2f}{interval} {_word(accuracy.decision)}"
+
+
+def _interval(found: Ratio | Noise) -> str:
+    if found.estimate is None:
+        return "not known"
+    bounds = "" if found.low is None or found.high is None else f" ({found.low:.3f} to {found.high:.3f})"
+    return f"{found.estimate:.3f}{bounds}"
+
+
+def _word(decision: str) -> str:
+    return f"**{decision}**" if decision == "worse" else decision

@@ -1,0 +1,202 @@
+"""A revision and this work tree, measured side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from pipeline import environment, results
+from pipeline.benchmark import rounds as benchmark
+from pipeline.benchmark.rounds import Asked, Rounds, Server, measure
+from pipeline.comparison import stats
+from pipeline.comparison.verdicts import Spent
+from pipeline.environment import ENVIRONMENT_FILE, checked_out
+from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
+from pipeline.gate.decision import (
+    Gated,
+    GateError,
+    Side,
+    accuracies,
+    accuracy_of,
+    check_seeds,
+    differing,
+    held_variants,
+    judge,
+    noises,
+    own_modules,
+    unshared,
+)
+from pipeline.gate.settings import ask, judging, told
+from pipeline.params import Config
+
+RULERS = (
+    "benchmark/arm.py",
+    "measurement/*.py",
+    "measurement/detectors/*.py",
+    "training/evaluation.py",
+    "training/measured.py",
+)
+"""Modules that make numbers of a training; each side is measured by its own."""
+
+
+def measured(config: Config, revision: str) -> Gated:
+    """Measure ``revision`` and this work tree in turns, each with its own code and params.yaml.
+
+    Raises GateError if there is nothing to measure, and KeyboardInterrupt before the first complete round.
+    """
+    commit, head_is = commit_of(revision), checked_out()
+    with copies(commit) as roots, ExitStack() as servers:
+        check_arms(roots[0], f"{revision} ({commit[:12]})")
+        rulers = _other_rulers(*roots)
+        dvc(roots[0], "repro", "environment", "prepare")
+        base = servers.enter_context(Server(roots[0]))
+        there = _described(base, revision)
+        asked = judging(config, there, revision)
+        ask(roots[1], asked, config)
+        dvc(roots[1], "repro", "environment", "prepare")
+        head = servers.enter_context(Server(roots[1]))
+        here = _described(head, "this work tree")
+        if problems := differing(there["dataset"], here["dataset"], "dataset"):
+            raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
+        names = held_variants(there["variants"], here["variants"], revision)
+        own = {module for each in (there, here) for module in own_modules(each["train"])}
+        for root in roots:
+            check_imports(root, ["pipeline", *sorted(own)])
+        trained: list[dict[str, dict[int, float]]] = [{}, {}]
+        if asked.gate.accuracy:
+            _check_comparable(there["train"], here["train"])
+            # Before digests of it were dependencies, DVC took the training of one code of the user's for another's.
+            unseen = own and any("stages" not in environment.read(root / ENVIRONMENT_FILE) for root in roots)
+            anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
+            for root in roots:
+                dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
+            trained = [_test_accuracies(root, names) for root in roots]
+        baseline = asked.compare.baseline
+        turns = benchmark.turns_on(here["device"], asked.bench)
+        rounds = _rounds(asked, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
+
+    arms = {arm.name: arm for arm in rounds.arms}
+    again = rounds.arms[0]
+    count = len(again.samples)
+    if rounds.interrupted and count < stats.FEWEST_PAIRS:
+        raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
+    of_base, of_head = ({name: arms[f"{side} {name}"] for name in names} for side in ("base", "head"))
+    margins = asked.compare.margins
+    compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], margins.accuracy)
+    variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
+    budget = "bench.max_rounds" if count == asked.bench.max_rounds else "gate.max_minutes"
+    machine = noises(of_base[baseline], again, asked.compare.max_spread, Spent(budget, count, rounds.seconds))
+    return Gated(
+        **dict(judge(of_base, of_head, machine, margins, compared, paired=True)),
+        mode="side by side",
+        against=revision,
+        margins=margins,
+        base=Side(
+            commit=commit,
+            environment=there["environment"],
+            arms=(again, *of_base.values()),
+            test_accuracies=trained[0],
+        ),
+        head=Side(
+            commit=head_is,
+            environment=here["environment"],
+            arms=tuple(of_head.values()),
+            test_accuracies=trained[1],
+        ),
+        remarks=(
+            *([f"Interrupted after {count} rounds."] if rounds.interrupted else []),
+            *rulers,
+            *unshared(there["variants"], config.variants),
+            *differing(there["train"], here["train"], "train"),
+            *told(there, config.model_dump(mode="json")),
+            *differing(variants[0], variants[1], "variants"),
+            *([] if asked.gate.accuracy else ["Accuracy was not compared: gate.accuracy is false on both sides."]),
+        ),
+        seconds=rounds.seconds,
+        budget=budget,
+    )
+
+
+def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[Asked]:
+    """The first side's baseline once more, then every variant of every side, the baseline first: what is compared is
+    measured side by side. ``sides``: name -> its server, and what that describes."""
+
+    def asked(side: str, name: str, role: Literal["variant", "again"] = "variant") -> Asked:
+        server, about = sides[side]
+        label = f"{side} {name}" if role == "variant" else f"{side} {name} again"
+        return Asked(label, role, name, None, server, about["variants"][name])
+
+    ordered = [baseline, *(name for name in names if name != baseline)]
+    return [asked(next(iter(sides)), baseline, "again"), *(asked(side, name) for name in ordered for side in sides)]
+
+
+def steps_of(arms: Sequence[Asked], window_seconds: float) -> tuple[int, float]:
+    """As many steps as the first arm takes ``window_seconds`` for, and about the seconds of a round.
+
+    Measures every arm once before: that warms it up.
+    """
+    others = [benchmark.tried(each) for each in arms[1:]]
+    steps, first = benchmark.steps_of(arms[0], window_seconds)
+    return steps, sum(each.seconds(steps) for each in (first, *others))
+
+
+def _rounds(config: Config, arms: Sequence[Asked], turns: int) -> Rounds:
+    seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
+    fewest = benchmark.fewest_rounds(config.bench)
+    try:
+        steps, taken = steps_of(arms, config.bench.window_seconds)
+        said = benchmark.outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+        print(f"gate: {said}", file=sys.stderr, flush=True)
+        return measure(arms, seconds=seconds, max_rounds=max_rounds, steps=steps, turns=turns, fewest=fewest)
+    except (ValidationError, KeyError, TypeError) as error:
+        raise GateError(
+            "base and head report their samples in different forms, so one of them is of another version: hold this "
+            f"against a newer commit, or against a recorded reports/comparison.json. ({error})"
+        ) from None
+
+
+def _other_rulers(base: Path, head: Path) -> list[str]:
+    """Says which of the ``RULERS`` differ."""
+    roots = base, head
+    found = {path.relative_to(root) for root in roots for name in RULERS for path in root.glob(f"pipeline/{name}")}
+    texts = {path: [(root / path).read_bytes() for root in roots if (root / path).exists()] for path in found}
+    changed = [path.as_posix() for path, (text, *other) in sorted(texts.items()) if other != [text]]
+    if not changed:
+        return []
+    return [f"The two sides measure by different code, so a difference may be the ruler's: {', '.join(changed)}."]
+
+
+def _described(server: Server, side: str) -> dict[str, Any]:
+    about = server.describe()
+    if lacking := {"variants", "train", "bench", "compare", "gate", "dataset", "device", "environment"} - about.keys():
+        raise GateError(f"{side} does not tell its {', '.join(sorted(lacking))}: hold a newer commit against another.")
+    return about
+
+
+def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
+    """Raise GateError unless what both trained by, the sections ``train``, gives accuracies that can be compared."""
+    if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
+        raise GateError(
+            f"{problems[0]}: the two mean different things by accuracy, so nothing would say whether it got worse. "
+            "Change the metric in a commit of its own, which is not gated, or set gate.accuracy: false on both sides."
+        )
+    check_seeds(base["seeds"], head["seeds"])
+
+
+def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Of each variant and seed, from the results there: read only as far as every version writes them alike."""
+    found = {}
+    for name in names:
+        file = root / results.result_file(name)
+        try:
+            runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
+            found[name] = {run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs}
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise GateError(f"{file} tells no test accuracies, and train@{name} should: {error!r}") from None
+    return found

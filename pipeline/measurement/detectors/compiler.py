@@ -1,0 +1,40 @@
+"""torch.compile at work while it is measured."""
+
+from __future__ import annotations
+
+import sys
+
+from pipeline.measurement.detectors.base import Detector, Refusal
+
+
+class Recompilation(Detector):
+    """torch.compile at work after the warm-up."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self.seconds = 0.0
+        """Spent compiling in the measured windows."""
+
+    def open(self) -> None:
+        self._before = _compile_seconds()
+
+    def close(self, *, measured: bool) -> None:
+        if measured:
+            now = _compile_seconds()
+            self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() starts at zero
+
+    def refusals(self) -> list[Refusal]:
+        if not self.seconds:
+            return []
+        return [
+            Refusal(
+                f"torch.compile compiled for {self.seconds:.2f} s after the warm-up; raise train.warmup_steps, or find "
+                "what changes from step to step with TORCH_LOGS=recompiles"
+            )
+        ]
+
+
+def _compile_seconds() -> float:
+    """What this process has spent compiling so far, forward and backward. Does not load the compiler."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0

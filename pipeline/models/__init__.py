@@ -1,0 +1,312 @@
+"""Single-device models, built by name for the data's size; and what turns a trained one into something to deploy."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeline.errors import PipelineError
+from pipeline.models import factories
+from pipeline.params import Train, unknown_model
+
+Shape = tuple[int, ...]
+
+_SMALL_IMAGE = 64
+"""Pixels of the shorter side below which a ResNet's ImageNet stem would leave too little to look at."""
+
+
+_FILLED_IN = {"image_size", "input_size", "dropout"}
+"""What a torchvision class requires and the model's builder adds where it is not given; the rest is the builder's."""
+
+
+class ModelError(PipelineError):
+    """train.model or train.model_options cannot be built, or does not fit the data."""
+
+
+def build(name: str, options: dict[str, Any], *, channels: int, height: int, width: int, classes: int) -> nn.Module:
+    """A single-device float32 model: normalised float32 [N, channels, height, width] to logits [N, classes].
+
+    ``name`` is ``small_cnn``, ``resnet9``, the name of a torchvision classification model (without trained
+    weights; ``torchvision_model`` says how it is fitted to small images), or ``module:factory`` of the user's
+    own, called with ``channels``, ``height``, ``width``, ``classes`` and the options. The initial weights
+    depend on torch's random state alone. Raises ModelError for a name, an option or an output that cannot be.
+    """
+    data = {"channels": channels, "height": height, "width": width, "classes": classes}
+    if ":" in name:
+        model = _from_factory(name, options, data)
+    elif name in _OWN:
+        _check_options(name, options, set(inspect.signature(_OWN[name]).parameters) - set(data))
+        model = _OWN[name](**data, **options)
+    else:
+        model = torchvision_model(name, options, **data)
+    _check_output(name, model, (2, channels, height, width), (2, classes))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"train.model: {name} has no parameter to train: it has none, or none requires a gradient.")
+    return model
+
+
+def of_job(train: Train, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The model that ``train`` asks for, for images of ``shape`` (channels, height, width); see ``build``."""
+    channels, height, width = shape
+    return build(train.model, train.model_options, channels=channels, height=height, width=width, classes=classes)
+
+
+def load(name: str) -> None:
+    """Import what building ``name`` needs, and build nothing: what is imported then is no memory of the training.
+
+    Raises ModelError for a name that stands for nothing.
+    """
+    if ":" in name:
+        _factory(name)
+    elif name not in _OWN:
+        from torchvision import models
+
+        _check_name(name, models.list_models(module=models))
+
+
+def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
+    """Two 5x5 convolutions of 20 channels and two linear layers, 320-50-10 for 28x28x1: the textbook's net.
+
+    The convolutions are not padded, as in the textbook, where both sides have the 16 pixels that leave
+    something of the image; below that (to 4 pixels) they are padded by 2 and so keep its size. Pooling
+    comes before the ReLU: both are monotone, so the function is the same, and the ReLU sees a quarter of
+    the values. Raises ModelError below 4 pixels.
+    """
+    if min(height, width) < 4:
+        raise ModelError(f"train.model: small_cnn needs images of at least 4x4 pixels; found {height}x{width}.")
+    padding = 0 if min(height, width) >= 16 else 2
+
+    def block(inputs: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inputs, 20, 5, padding=padding), nn.MaxPool2d(2), nn.ReLU(inplace=True))
+
+    def side(pixels: int) -> int:
+        for _ in range(2):
+            pixels = (pixels - 4 + 2 * padding) // 2
+        return pixels
+
+    features = 20 * side(height) * side(width)
+    head = nn.Sequential(nn.Flatten(), nn.Linear(features, 50), nn.ReLU(inplace=True), nn.Linear(50, classes))
+    return nn.Sequential(block(channels), block(20), head)
+
+
+def resnet9(*, channels: int, height: int, width: int, classes: int, base_width: int = 64) -> nn.Module:
+    """Eight 3x3 convolutions, two residual pairs, one linear layer: the net of the CIFAR-10 speed records.
+
+    Source: Page, "How to Train Your ResNet", 2018. ``base_width`` is the number of channels of the first
+    convolution. The last pooling takes all that is left of the image, which for 32x32 is the original's
+    4x4. Raises ModelError below 8 pixels, where three poolings leave nothing.
+    """
+    if min(height, width) < 8:
+        raise ModelError(f"train.model: resnet9 needs images of at least 8x8 pixels; found {height}x{width}.")
+
+    def block(inputs: int, outputs: int, pool: bool = False) -> nn.Sequential:
+        layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers, nn.MaxPool2d(2)) if pool else nn.Sequential(*layers)
+
+    c1, c2, c3, c4 = (base_width * factor for factor in (1, 2, 4, 8))
+    return nn.Sequential(
+        block(channels, c1),
+        block(c1, c2, pool=True),
+        _Residual(block(c2, c2), block(c2, c2)),
+        block(c2, c3, pool=True),
+        block(c3, c4, pool=True),
+        _Residual(block(c4, c4), block(c4, c4)),
+        nn.MaxPool2d((height // 8, width // 8)),
+        nn.Flatten(),
+        nn.Linear(c4, classes, bias=False),
+        _Scale(0.125),
+    )
+
+
+class _Residual(nn.Sequential):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        first, second = self
+        residual: torch.Tensor = second(first(images))
+        return images + residual
+
+
+class _Scale(nn.Module):
+    """Multiplies the logits, so that the softmax of a freshly initialised net is not sharp."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * self.factor
+
+
+_OWN: dict[str, Callable[..., nn.Module]] = {"small_cnn": small_cnn, "resnet9": resnet9}
+
+
+def torchvision_model(
+    name: str, options: dict[str, Any], *, channels: int, height: int, width: int, classes: int
+) -> nn.Module:
+    """A torchvision classification model without trained weights, fitted to the data.
+
+    - Its first convolution takes ``channels`` channels.
+    - ResNets (ResNeXt and Wide ResNet too), where the shorter side is below 64 pixels: the stem is a 3x3
+      convolution of stride 1 without max-pooling, as is usual for CIFAR. Source: He et al., "Deep Residual
+      Learning for Image Recognition", 2016, section 4.2.
+    - Vision transformers and MaxViT take images of one size, their option ``image_size`` or ``input_size``
+      (224 by default): images of another size are resized to it.
+    - All others: images below the smallest size that torchvision states for the model (``min_size`` of its
+      published weights) are enlarged to it, keeping their proportions.
+    - Inception and GoogLeNet: no auxiliary classifiers, and no second normalisation of the input.
+
+    Resizing is bilinear and on the device, a forward hook of the model. Raises ModelError.
+    """
+    from torchvision import models  # a second's import that only these models are worth
+
+    _check_name(name, models.list_models(module=models))
+    builder = models.get_model_builder(name)
+    fixed = {"weights": None, "num_classes": classes}
+    if name in ("inception_v3", "googlenet"):
+        fixed |= {"aux_logits": False, "transform_input": False, "init_weights": options.get("init_weights", True)}
+    parameters = inspect.signature(inspect.signature(builder).return_annotation).parameters.values()
+    accepted = {p.name for p in parameters if p.default is not p.empty or p.name in _FILLED_IN}
+    _check_options(name, options, accepted - {"num_classes", "aux_logits", "transform_input"})
+    try:
+        model: nn.Module = builder(**{**options, **fixed})
+    except Exception as error:
+        if not options:
+            raise
+        raise ModelError(f"train.model_options: {name} does not take {options}: {error}") from error
+
+    if isinstance(model, models.ResNet) and min(height, width) < _SMALL_IMAGE:
+        _replace_first_convolution(model, channels, kernel_size=3, stride=1, padding=1)
+        model.maxpool = nn.Identity()
+    elif channels != 3:
+        _replace_first_convolution(model, channels)
+
+    if isinstance(model, models.VisionTransformer):
+        size = (model.image_size, model.image_size)
+    elif isinstance(model, models.MaxVit):
+        size = tuple(options.get("input_size", (224, 224)))
+    else:
+        least = min(tuple(weights.meta["min_size"]) for weights in models.get_model_weights(name))
+        growth = max(Fraction(1), Fraction(least[0], height), Fraction(least[1], width))
+        size = (math.ceil(height * growth), math.ceil(width * growth))
+    if size != (height, width):
+        # A hook and no module around the model: the names in its state dict, and what techniques see, stay as they are.
+        model.register_forward_pre_hook(_Resize(size, antialias=size[0] < height or size[1] < width))
+    return model
+
+
+def _check_name(name: str, known: Sequence[str]) -> None:
+    """Raise ModelError unless ``name`` is one of torchvision's ``known`` classification models."""
+    if problem := unknown_model(name, known):
+        raise ModelError(problem)
+
+
+def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:
+    """Let ``model`` take ``channels`` channels, with weights that keep the outputs' variance as its own were to do."""
+    name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
+    settings: dict[str, Any] = {
+        "kernel_size": old.kernel_size,
+        "stride": old.stride,
+        "padding": old.padding,
+        "dilation": old.dilation,
+        "groups": old.groups,
+        "bias": old.bias is not None,
+        "padding_mode": old.padding_mode,
+    }
+    new = nn.Conv2d(channels, old.out_channels, **(settings | changes))
+    with torch.no_grad():
+        spread = old.weight.std() * math.sqrt(old.weight[0].numel() / new.weight[0].numel())
+        new.weight.copy_(torch.randn_like(new.weight) * spread)
+        if old.bias is not None and new.bias is not None:
+            new.bias.copy_(old.bias)
+    model.set_submodule(name, new)
+
+
+class _Resize:
+    """A forward pre-hook: resizes a model's images."""
+
+    def __init__(self, size: Shape, antialias: bool) -> None:
+        self.size, self.antialias = size, antialias
+
+    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        return F.interpolate(inputs[0], self.size, mode="bilinear", antialias=self.antialias)
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    """The function that ``module:factory`` names."""
+    return factories.find(name, "train.model", "a model", example="nets:my_net", error=ModelError)
+
+
+def _from_factory(name: str, options: dict[str, Any], data: dict[str, int]) -> nn.Module:
+    """A model of the user's own. What the factory raises itself comes through, with its traceback."""
+    model = factories.call(_factory(name), name, "train.model", options, error=ModelError, **data)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
+    return model
+
+
+def _check_options(name: str, options: dict[str, Any], accepted: Iterable[str]) -> None:
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ModelError(
+            f"train.model_options: found {_listed(unknown)}, which {name} does not take; allowed: {_listed(accepted)}."
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _check_output(name: str, model: nn.Module, images: Shape, logits: Shape) -> None:
+    """Raise ModelError unless the model, as it will train, turns ``images`` into ``logits``.
+
+    A forward pass of two images of zeros, cheaper than a training step; on the meta device it would cost a small
+    model more, the import of torch._dynamo. Copies stand in for the buffers, so that BatchNorm's statistics
+    stay as they are, and so does torch's random state.
+    """
+    where = f"train.model: {name} on a batch of shape {list(images)}"
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output: object = torch.func.functional_call(model, buffers, (torch.zeros(images, device=device),))
+    except Exception as error:
+        raise ModelError(f"{where} fails: {error}") from error
+    if not isinstance(output, torch.Tensor):
+        raise ModelError(f"{where} returns a {type(output).__name__}; expected logits of shape {list(logits)}.")
+    if (tuple(output.shape), output.dtype) != (logits, torch.float32):
+        raise ModelError(
+            f"{where} returns {output.dtype} of shape {list(output.shape)}; "
+            f"expected logits, torch.float32 of shape {list(logits)}."
+        )
+
+
+class Classifier(nn.Module):
+    """A trained model for deployment: uint8 or float images [N, C, H, W] of 0..255 to logits [N, classes].
+
+    ``mean`` and ``std``, one a channel, are those of ``dataset.json``: of pixels divided by 255. The
+    normalisation is training's. Raises ValueError for images with another number of channels.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, -1, 1, 1))
+        # A tensor as in training: on CUDA, division by a number is multiplication by its rounded reciprocal.
+        self.register_buffer("scale", torch.tensor(255.0), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.ndim != 4 or images.shape[1] != self.mean.shape[1]:  # one grey channel would broadcast to three
+            raise ValueError(f"images: found shape {list(images.shape)}; expected [N, {self.mean.shape[1]}, H, W].")
+        logits: torch.Tensor = self.model((images.to(torch.float32) / self.scale - self.mean) / self.std)
+        return logits

@@ -1,0 +1,69 @@
+"""What params.yaml names as ``module:function``: code of the user's own, found without touching this package."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import PipelineError
+
+
+def find(name: str, key: str, returns: str, *, example: str, error: type[PipelineError]) -> Callable[..., Any]:
+    """The function that ``module:function`` names; the module is one that is installed, or in the current directory.
+
+    ``key`` of params.yaml names it, ``returns`` is what it should, in words. Raises ``error``.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute:
+        raise error(f"{key}: found {name!r}; expected module:function, such as {example}.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # for good: a worker that unpickles the model must find its module too
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as caught:
+        missing = caught.name if isinstance(caught, ModuleNotFoundError) else None
+        if missing is not None and (module_name == missing or module_name.startswith(missing + ".")):
+            raise error(
+                f"{key}: found {name!r}, but there is no module {missing!r}, neither installed nor in {here}."
+            ) from None
+        raise error(f"{key}: found {name!r}, but importing {module_name} failed: {caught}") from caught
+    if not hasattr(module, attribute):
+        close = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise error(f"{key}: found {name!r}, but {module.__file__} has no {attribute!r}.{hint}")
+    found = getattr(module, attribute)
+    if not callable(found):
+        raise error(f"{key}: found {name!r}, which is {found!r}; expected a function that returns {returns}.")
+    function: Callable[..., Any] = found
+    return function
+
+
+def call(
+    factory: Callable[..., Any],
+    name: str,
+    key: str,
+    options: Mapping[str, Any],
+    *,
+    error: type[PipelineError],
+    **given: Any,
+) -> Any:
+    """What ``factory``, which ``key`` of params.yaml calls ``name``, makes of what is ``given`` and of its options.
+
+    Raises ``error`` if its signature does not take them. What the factory raises itself comes through.
+    """
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**given, **options)
+    except TypeError as mismatch:
+        named = ", ".join(sorted(options)) or "none"
+        raise error(
+            f"{key}: {name} is called with {', '.join(given)} and {key}_options ({named}), but its signature is "
+            f"{signature}: {mismatch}."
+        ) from None
+    return factory(**given, **options)

@@ -1,0 +1,76 @@
+"""params.yaml, read into frozen, validated models; and what a machine makes of a variant.
+
+Nothing here imports torch: a mistake in params.yaml is reported in the first second, before any
+work, with the path of the key, what was found there and what is allowed.
+"""
+
+from __future__ import annotations
+
+from pipeline.params.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, techniques, without
+from pipeline.params.catalogue.base import COMPILER, Entry
+from pipeline.params.catalogue.classes import TECHNIQUE_CLASSES
+from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
+from pipeline.params.machine import Machine
+from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
+from pipeline.params.sections import (
+    GRAPH_WARMUP_STEPS,
+    Augment,
+    Bench,
+    Compare,
+    Config,
+    Fetch,
+    Gate,
+    Infer,
+    Margins,
+    Prepare,
+    Profile,
+    Publish,
+    Section,
+    Seed,
+    Synthetic,
+    Train,
+    Variant,
+    VariantName,
+)
+
+__all__ = [
+    "CATALOGUE",
+    "COMPILER",
+    "GRAPH_WARMUP_STEPS",
+    "OWN_MODELS",
+    "PARAMS_FILE",
+    "SCHEMA_FILE",
+    "TECHNIQUE_CLASSES",
+    "Augment",
+    "Bench",
+    "Compare",
+    "Config",
+    "Entry",
+    "Fetch",
+    "Gate",
+    "Infer",
+    "Machine",
+    "Margins",
+    "Prepare",
+    "Profile",
+    "Publish",
+    "Section",
+    "Seed",
+    "Synthetic",
+    "Train",
+    "Variant",
+    "VariantName",
+    "asked",
+    "check_names",
+    "entries",
+    "entry",
+    "exclusions",
+    "load",
+    "misplaced",
+    "parse",
+    "schema",
+    "techniques",
+    "torchvision_models",
+    "unknown_model",
+    "without",
+]

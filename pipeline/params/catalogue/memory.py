@@ -1,0 +1,208 @@
+"""What needs less memory."""
+
+from __future__ import annotations
+
+from pipeline.params.catalogue.base import Entry, needs_gpu
+from pipeline.params.machine import Machine
+from pipeline.params.sections import Train
+
+
+def needs_adamw(train: Train) -> str | None:
+    """``why_not_with`` of what stands in for AdamW."""
+    return None if train.optimizer == "adamw" else f"it stands in for adamw, and train.optimizer is {train.optimizer}"
+
+
+def _why_no_offload(_: Machine, on_gpu: bool) -> str | None:
+    return None if on_gpu else "it moves activations to the host's memory, where a run on the CPU has them already"
+
+
+def _why_no_release(machine: Machine, on_gpu: bool) -> str | None:
+    return None if on_gpu or machine.trims_memory else "this system's C library has no malloc_trim"
+
+
+def _why_no_8bit(machine: Machine, _: bool) -> str | None:
+    if "bitsandbytes" in machine.installed:
+        return None
+    return "bitsandbytes is not installed (pip install '.[low-bit]')"
+
+
+_PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
+
+
+_OWN_KERNEL = "it has a kernel of its own"
+
+
+MEMORY: tuple[Entry, ...] = (
+    Entry(
+        name="activation_checkpointing",
+        setting="activation_checkpointing: true",
+        searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
+        does="Blocks keep their input alone and run again in the backward pass",
+        pays="when activations are most of the peak, and a larger batch or model is worth a third more arithmetic",
+        costs="a second forward pass of the blocks. What a block changes of itself in its forward pass, other than a "
+        "norm's statistics, it changes twice (spectral_norm, say)",
+        source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
+        changes="nothing",
+        asked=lambda variant: variant.activation_checkpointing is True,
+    ),
+    Entry(
+        name="selective_checkpointing",
+        setting="activation_checkpointing: selective",
+        searched_for=("selective activation checkpointing", "SAC", "create_selective_checkpoint_contexts"),
+        does="Blocks keep their input and the outputs of their matrix products and convolutions; what is cheap between "
+        "them runs again in the backward pass",
+        pays="when activations are most of the peak and a second forward pass costs too much",
+        costs="the element-wise operations and normalisations of a forward pass once more; each operation passes "
+        "through Python",
+        source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
+        changes="nothing",
+        asked=lambda variant: variant.activation_checkpointing == "selective",
+        excludes={"activation_offload": "what it keeps passes by the hooks that would offload it"},
+    ),
+    Entry(
+        name="checkpointing_budget",
+        setting="activation_checkpointing: 0.5",
+        searched_for=("activation memory budget", "checkpointing policy", "activation_memory_budget"),
+        does="As many blocks run again in the backward pass as are needed to keep at most this fraction of the "
+        "activations' bytes, with as few operations as possible",
+        pays="when activations are a little too large, and full checkpointing recomputes more than it must",
+        costs="a second forward pass of the chosen blocks",
+        source="Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020",
+        changes="nothing",
+        asked=lambda variant: isinstance(variant.activation_checkpointing, float),
+    ),
+    Entry(
+        name="activation_offload",
+        setting="activation_offload: true",
+        searched_for=("CPU offload", "activation offloading", "save_on_cpu", "saved_tensors_hooks"),
+        does="Activations wait for the backward pass in the host's pinned memory",
+        pays="when activations do not fit, and the bus is faster than computing them again",
+        costs="every kept byte over the bus twice; as much pinned host memory",
+        source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
+        changes="nothing",
+        asked=lambda variant: variant.activation_offload,
+        why_not=_why_no_offload,
+    ),
+    Entry(
+        name="gradient_accumulation",
+        setting="gradient_accumulation: 4",
+        searched_for=("micro-batches", "accumulate gradients", "batch splitting", "no_sync"),
+        does="A step's gradients are the sum over micro-batches, of which one is in memory at a time",
+        pays="when the batch does not fit, and with several processes as fewer reductions a sample",
+        costs="smaller kernels; BatchNorm sees micro-batches",
+        source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
+        changes="rounding",
+        asked=lambda variant: variant.gradient_accumulation not in (1, "auto"),
+    ),
+    Entry(
+        name="auto_micro_batch",
+        setting="gradient_accumulation: auto",
+        searched_for=("automatic batch size", "auto_find_batch_size", "batch size finder", "out of memory", "OOM"),
+        does="Before the training, a trial step is divided into ever more micro-batches until every process has the "
+        "memory for it; batch, learning rate and result stay what was asked",
+        pays="when the same job has to fit on different devices",
+        costs="a few trial steps; what gradient_accumulation costs, where it comes to that",
+        source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
+        changes="rounding",
+        asked=lambda variant: variant.gradient_accumulation == "auto",
+        excludes=dict.fromkeys(
+            ("fsdp", "tensor", "pipeline"),
+            "a process that runs out of memory would leave the others waiting in the midst of their forward pass",
+        ),
+    ),
+    Entry(
+        name="optimizer_in_backward",
+        setting="optimizer_in_backward: true",
+        searched_for=("optimizer in backward", "fused backward", "register_post_accumulate_grad_hook", "LOMO"),
+        does="Each parameter is updated as soon as its gradient is complete, and the gradient is freed",
+        pays="when parameters are most of the memory: all gradients together never are",
+        costs="an update a parameter instead of one for all; nothing can look at all gradients before the update",
+        source="Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, ACL 2024",
+        changes="nothing",
+        asked=lambda variant: variant.optimizer_in_backward,
+        excludes={
+            **dict.fromkeys(
+                ("gradient_accumulation", "auto_micro_batch"),
+                "a gradient is complete only after the last micro-batch, and it is used up after each",
+            ),
+            **dict.fromkeys(_PARALLEL, "a gradient is complete only when all devices have added theirs"),
+            "fp16": "the scaler looks at all gradients before any update",
+            "foreach_optimizer": "it updates one parameter at a time",
+            "for_loop_optimizer": "it updates one parameter at a time already",
+            "zeroed_gradients": "it frees gradients at once",
+        },
+    ),
+    Entry(
+        name="low_bit_optimizer",
+        setting="optimizer_state: 8bit",
+        searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-memory optimizer"),
+        does="AdamW's two moments in 8 bits, with a scale for each block of 256 values",
+        pays="when optimizer state is most of the memory: 2 bytes a parameter instead of 8",
+        costs="24 of the moments' 32 bits, in tensors of 4096 values and more; on a GPU, a wait for the device after "
+        "each parameter",
+        source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
+        changes="statistics",
+        asked=lambda variant: variant.optimizer_state == "8bit",
+        why_not=_why_no_8bit,
+        relies_on=("bitsandbytes",),
+        why_not_with=needs_adamw,
+        excludes={
+            **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
+            **dict.fromkeys(("fsdp", "tensor"), "its kernel takes whole tensors, not a rank's shards of them"),
+        },
+    ),
+    Entry(
+        name="factored_optimizer",
+        setting="optimizer_state: factored",
+        searched_for=("Adafactor", "factored second moment", "low-memory optimizer"),
+        does="Adafactor in place of AdamW: no first moment, and of a matrix's second moments the means of its rows and "
+        "columns alone",
+        pays="when optimizer state is most of the memory: next to nothing instead of 8 bytes a parameter",
+        costs="another optimizer: the learning rate is relative to the weights; on a GPU, two waits for the device a "
+        "parameter",
+        source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
+        changes="statistics",
+        asked=lambda variant: variant.optimizer_state == "factored",
+        why_not_with=needs_adamw,
+        excludes={
+            **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
+            **dict.fromkeys(("fsdp", "tensor"), "the means of rows and columns are those of whole matrices"),
+        },
+    ),
+    Entry(
+        name="zeroed_gradients",
+        setting="set_to_none: false",
+        searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
+        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
+        pays="where something holds on to the gradients' addresses; to see what set_to_none, the default, saves",
+        costs="the gradients' memory during the forward pass; a pass over it a step, and an addition instead of a "
+        "move. A parameter that some steps do not use has its momentum and weight decay in these too",
+        source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
+        changes="nothing",
+        asked=lambda variant: not variant.set_to_none,
+    ),
+    Entry(
+        name="expandable_segments",
+        setting="expandable_segments: true",
+        searched_for=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "fragmentation", "reserved but unallocated"),
+        does="CUDA's allocator maps more memory at the end of a segment instead of asking for another segment",
+        pays="when sizes vary and reserved memory is well above what tensors take",
+        costs="slower first allocations; tensors cannot be shared between processes by CUDA IPC in older drivers",
+        source="PyTorch documentation: CUDA semantics, Optimizing memory usage with PYTORCH_ALLOC_CONF",
+        changes="nothing",
+        asked=lambda variant: variant.expandable_segments,
+        why_not=needs_gpu,
+    ),
+    Entry(
+        name="release_cache",
+        setting="release_cache: true",
+        searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
+        does="Between training and evaluation, memory that is free goes back to the system",
+        pays="when somebody else needs the memory in between; seldom for the job itself",
+        costs="the next phase asks the system for the same memory again",
+        source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
+        changes="nothing",
+        asked=lambda variant: variant.release_cache,
+        why_not=_why_no_release,
+    ),
+)

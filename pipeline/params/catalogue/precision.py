@@ -1,0 +1,56 @@
+"""In how many bits it computes."""
+
+from __future__ import annotations
+
+from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
+from pipeline.params.machine import Machine
+
+
+def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
+    if on_gpu and not machine.gpu_tf32:
+        return "this GPU has no TF32 (compute capability below 8.0)"
+    return needs_gpu(machine, on_gpu)
+
+
+PRECISION: tuple[Entry, ...] = (
+    Entry(
+        name="tf32",
+        setting="precision: tf32",
+        searched_for=("TensorFloat-32", "allow_tf32", "set_float32_matmul_precision", "fp32_precision"),
+        does="Products of matrices and convolutions of float32 numbers on Tensor Cores, which read 10 bits of mantissa",
+        pays="on GPUs from compute capability 8.0, where a net in float32 waits for its products",
+        costs="13 bits of mantissa of each factor; sums stay in float32",
+        source="NVIDIA A100 Tensor Core GPU Architecture, 2020",
+        changes="rounding",
+        roundoff=2.0**-11,
+        asked=lambda variant: variant.precision == "tf32",
+        why_not=_why_no_tf32,
+    ),
+    Entry(
+        name="bf16",
+        setting="precision: bf16",
+        searched_for=("bfloat16", "automatic mixed precision", "AMP", "autocast"),
+        does="Matrix products and convolutions in bfloat16, parameters and sums in float32",
+        pays="on GPUs from compute capability 8.0 and CPUs with AVX-512 BF16 or AMX, for nets that compute more than "
+        "they move",
+        costs="8 bits of mantissa in activations and their gradients",
+        source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
+        changes="rounding",
+        roundoff=2.0**-8,
+        asked=lambda variant: variant.precision == "bf16",
+        emulated=without_native_bf16,
+    ),
+    Entry(
+        name="fp16",
+        setting="precision: fp16",
+        searched_for=("float16", "half precision", "GradScaler", "automatic mixed precision", "AMP", "autocast"),
+        does="Matrix products and convolutions in float16, with a loss scale that follows the gradients",
+        pays="on GPUs with Tensor Cores but without bfloat16 (V100, T4)",
+        costs="a range of 6e-8 to 65504: steps whose gradients overflow are left out; a pass over the gradients a step",
+        source="Micikevicius et al., Mixed Precision Training, ICLR 2018",
+        changes="rounding",
+        roundoff=2.0**-11,
+        asked=lambda variant: variant.precision == "fp16",
+        why_not=needs_gpu,
+    ),
+)

@@ -1,0 +1,157 @@
+"""What needs less time."""
+
+from __future__ import annotations
+
+from pipeline.params.catalogue.base import COMPILER, Entry, needs_gpu
+from pipeline.params.machine import Machine
+from pipeline.params.sections import GRAPH_WARMUP_STEPS, Train, Variant
+
+
+def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
+    return machine.no_gpu_kernels if on_gpu else machine.no_cpu_kernels
+
+
+def _records_within_warmup(train: Train) -> str | None:
+    if train.warmup_steps > GRAPH_WARMUP_STEPS:
+        return None
+    return (
+        f"it records its step after {GRAPH_WARMUP_STEPS} others, which no figure may hold, and train.warmup_steps is "
+        f"{train.warmup_steps}"
+    )
+
+
+def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
+    return None if on_gpu else "it is default and CUDA graphs, which need a GPU; on a CPU say default"
+
+
+def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
+    if not on_gpu or variant.compile not in ("reduce-overhead", "max-autotune"):
+        return None
+    if variant.gradient_accumulation != 1:
+        kept = f"gradient_accumulation {variant.gradient_accumulation}"
+    elif not variant.set_to_none:
+        kept = "set_to_none false"
+    else:
+        return None
+    return (
+        f"the next forward pass overwrites the gradients that its CUDA graphs leave and {kept} keeps (PyTorch issue "
+        "169545); say default"
+    )
+
+
+SPEED: tuple[Entry, ...] = (
+    Entry(
+        name="channels_last",
+        setting="channels_last: true",
+        searched_for=("NHWC", "memory format", "torch.channels_last"),
+        does="Images and weights with the channels innermost, as convolution kernels for Tensor Cores read them",
+        pays="for convolutional nets in 16 bits on GPUs, and on CPUs with oneDNN",
+        costs="a copy where an operation has no kernel for it; with fsdp, which shares out contiguous weights alone, a "
+        "copy of a convolution's weights whenever it runs",
+        source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
+        changes="rounding",
+        asked=lambda variant: variant.channels_last,
+    ),
+    Entry(
+        name="compile",
+        setting="compile: default",
+        searched_for=(
+            "torch.compile",
+            "TorchInductor",
+            "TorchDynamo",
+            "Triton",
+            "kernel fusion",
+            "reduce-overhead",
+            "max-autotune",
+            "CUDA graphs",
+        ),
+        does="The model as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
+        "max-autotune also tries several kernels for matrix products (on a CPU: of batches of matrices), but while "
+        "train.deterministic is true none that could round otherwise",
+        pays="for models with many small operations, in runs long enough to win back the compilation",
+        costs="tens of seconds before the first step, fewer with a warm cache; a C++ compiler; a model without graph "
+        "breaks. reduce-overhead, and max-autotune on GPUs, exclude gradient_accumulation and set_to_none: false, "
+        "whose gradients outlive a forward pass",
+        source="Ansel et al., PyTorch 2, ASPLOS 2024",
+        changes="rounding",
+        asked=lambda variant: variant.compile != "none",
+        excludes={
+            "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
+            "pipeline": "a stage runs its own part of the model, not the compiled whole",
+            "fsdp": "it gathers parameters between the blocks, which no single graph holds",
+            "sync_batchnorm": "its exchange of statistics is not known to compile as a part of one graph",
+            "activation_offload": "it is not known to offload what generated code keeps",
+        },
+        why_not=_needs_compiler,
+        relies_on=(COMPILER,),
+        why_not_value={"reduce-overhead": _records_graphs},
+        why_not_beside=_loses_gradients,
+    ),
+    Entry(
+        name="cuda_graph",
+        setting="cuda_graph: true",
+        searched_for=("CUDA graphs", "torch.cuda.CUDAGraph", "whole-network capture", "launch-bound"),
+        does="Forward, backward and update are recorded once and replayed from then on, by one call a step",
+        pays="for small models and batches, whose kernels end before the CPU has launched the next",
+        costs="memory that nothing else gets; what Python decides in a step is decided once, when it is recorded",
+        source="PyTorch documentation: CUDA semantics, CUDA Graphs",
+        changes="rounding",
+        asked=lambda variant: variant.cuda_graph,
+        excludes={
+            **dict.fromkeys(
+                ("ddp", "pipeline", "data_parallel"), "the recording holds one GPU's step, without communication"
+            ),
+            "compile": "reduce-overhead records CUDA graphs of what it compiles",
+            "fp16": "the host decides with the gradient scaler whether a step is taken",
+            **dict.fromkeys(
+                ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
+                "to run a block again, the host asks for the random generator's state, which a recording forbids",
+            ),
+            "auto_micro_batch": "a recorded step cannot become smaller",
+            "activation_offload": "its copies to the host are not part of a recording",
+            "optimizer_in_backward": "the learning rate would be recorded with the step",
+            **dict.fromkeys(
+                ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
+                "the fused optimizers alone are known to take learning rate and the flag of a bad loss on the device",
+            ),
+        },
+        why_not=needs_gpu,
+        why_not_with=_records_within_warmup,
+    ),
+    Entry(
+        name="cudnn_benchmark",
+        setting="cudnn_benchmark: true",
+        searched_for=("torch.backends.cudnn.benchmark", "cuDNN autotuning", "convolution algorithm search"),
+        does="cuDNN tries its algorithms for each shape of convolution once and takes the fastest; while "
+        "train.deterministic is true, the fastest of those that repeat exactly",
+        pays="for convolutional nets with fixed shapes",
+        costs="a search in the first step; its choice can differ from run to run, and with it the rounding",
+        source="PyTorch documentation: torch.backends.cudnn",
+        changes="rounding",
+        repeats=False,
+        asked=lambda variant: variant.cudnn_benchmark,
+        why_not=needs_gpu,
+    ),
+    Entry(
+        name="foreach_optimizer",
+        setting="optimizer_kernel: foreach",
+        searched_for=("foreach", "multi-tensor", "torch._foreach", "horizontal fusion"),
+        does="Each operation of the update is one kernel for all parameters, instead of the whole update",
+        pays="where an optimizer has no fused form; to see what fused, the default, gains",
+        costs="temporary tensors of the parameters' size",
+        source="PyTorch documentation: torch.optim, How to adjust performance",
+        changes="rounding",
+        asked=lambda variant: variant.optimizer_kernel == "foreach",
+    ),
+    Entry(
+        name="for_loop_optimizer",
+        setting="optimizer_kernel: for_loop",
+        searched_for=("single-tensor optimizer", "foreach=False", "fused=False"),
+        does="Each operation of the update is one kernel for each parameter",
+        pays="when the update's temporary tensors must be small; to see what fused, the default, gains",
+        costs="many small kernels",
+        source="PyTorch documentation: torch.optim, How to adjust performance",
+        changes="rounding",
+        asked=lambda variant: variant.optimizer_kernel == "for_loop",
+    ),
+)

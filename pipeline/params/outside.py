@@ -1,0 +1,74 @@
+"""Techniques that other installed packages bring along, found by their entry points without importing them.
+
+A package declares two of the technique's name: in the group ``CATALOGUE`` its ``Entry``, which must import no torch,
+and in ``TECHNIQUES`` its class, derived from ``pipeline.techniques.Technique``.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pipeline.errors import ConfigError
+
+CATALOGUE = "training_performance.catalogue"
+TECHNIQUES = "training_performance.techniques"
+
+
+def names() -> tuple[str, ...]:
+    """Of all techniques that are installed, in alphabetical order."""
+    return tuple(sorted(_points(CATALOGUE)))
+
+
+def package_of(name: str) -> str:
+    """The distribution that brings the technique ``name``. Raises ConfigError if it is not installed."""
+    dist = _point(TECHNIQUES, name).dist
+    assert dist is not None  # entry_points reads them from distributions
+    return dist.name
+
+
+def module_of(name: str) -> str:
+    """The module that holds the class of the technique ``name``. Raises ConfigError if it is not installed."""
+    return _point(TECHNIQUES, name).module
+
+
+def load(group: str, name: str) -> Any:
+    """What the entry point ``name`` of ``group`` names. Raises ConfigError, naming the package, if it cannot be had."""
+    point = _point(group, name)
+    try:
+        return point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"{_package(point)}: its technique {name!r} cannot be loaded from {point.value}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _point(group: str, name: str) -> EntryPoint:
+    point = _points(group).get(name)
+    if point is None:
+        brought = _points(CATALOGUE).get(name) or _points(TECHNIQUES).get(name)
+        if brought is None:
+            there = ", ".join(names()) or "none"
+            raise ConfigError(f"no technique {name!r} is installed; installed from other packages: {there}.")
+        raise ConfigError(f"{_package(brought)} brings {name!r}, but no entry point of the group {group}.")
+    return point
+
+
+@functools.cache
+def _points(group: str) -> dict[str, EntryPoint]:
+    """By name. Raises ConfigError for a name that two packages claim."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=group):
+        other = found.setdefault(point.name, point)
+        if other.value != point.value:
+            raise ConfigError(
+                f"the technique {point.name!r} is brought by both {_package(other)} and {_package(point)}; "
+                "uninstall one of them."
+            )
+    return found
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value

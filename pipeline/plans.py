@@ -1,0 +1,283 @@
+"""What a machine makes of a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.errors import ConfigError
+from pipeline.params import catalogue, outside
+from pipeline.params.catalogue.base import COMPILER
+from pipeline.params.machine import Machine
+from pipeline.params.sections import Config, Train, Variant
+
+PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
+"""Those that take several processes."""
+REPLICATED = ("fsdp", "pipeline", "tensor")
+"""Those whose processes may hold several whole models, by ``replicas``."""
+ONE_BATCH = ("pipeline", "tensor")
+"""Those whose processes take the same samples where they hold one model together."""
+MICRO_BATCHES_A_STAGE = 4
+"""Of a pipeline, where the variant does not say. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
+Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
+
+WhyNotHeldBy = Callable[[int], str | None]
+"""A number of processes -> why so many cannot hold a model together; None if they can."""
+
+_FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
+"""What ``Entry.relies_on`` is for techniques, for forms of inference."""
+
+
+class Plan(BaseModel):
+    """What this machine makes of one variant; every worker follows it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    asked: Variant
+    applied: Variant
+    left_out: dict[str, str]
+    """Technique -> why this machine leaves it out. Empty: everything asked is applied."""
+    decided: dict[str, str] = {}
+    """Technique -> what it decided by itself on this machine, and why; ``deterministic``: why the job is not."""
+    device: Literal["cpu", "cuda"]
+    processes: int
+    model_processes: int = 1
+    """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
+    scale: int = 1
+    """By what the job's batch and learning rate are multiplied: with weak scaling ``data_processes``."""
+    devices_per_process: int = 1
+    """GPUs that one process computes on: more than one with nn.DataParallel alone."""
+    micro_batches: int
+    micro_batch_size: int
+    """Samples one process takes in one micro-step."""
+
+    @property
+    def data_processes(self) -> int:
+        """Into how many shares a global batch is divided."""
+        return self.processes // self.model_processes
+
+    def job(self, train: Train) -> Train:
+        """The job as this variant trains it: ``train``, at the plan's scale.
+
+        Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1.
+        """
+        scaled = {"batch_size": self.scale * train.batch_size, "learning_rate": self.scale * train.learning_rate}
+        return train.model_copy(update=scaled)
+
+    def divided(self, micro_batches: int, **changes: Any) -> Plan:
+        """The same with another number of micro-batches, which must divide a process's share of the batch."""
+        size = self.micro_batches * self.micro_batch_size // micro_batches
+        return self.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size, **changes})
+
+
+def plan(
+    config: Config,
+    name: str,
+    machine: Machine,
+    launched: int | None = None,
+    why_not_held_by: WhyNotHeldBy = lambda processes: None,  # noqa: ARG005
+) -> Plan:
+    """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
+
+    ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process.
+    ``why_not_held_by`` is for who knows the job's model.
+    """
+    if name not in config.variants:
+        raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
+    asked, train = config.variants[name], config.train
+    where = f"variants.{name}"
+    if train.device == "cuda" and machine.gpus == 0:
+        why = f" ({machine.why_no_gpu})" if machine.why_no_gpu else ""
+        raise ConfigError(
+            f"train.device: found 'cuda', but this machine shows no GPU{why}; allowed here: 'auto', 'cpu'."
+        )
+    on_gpu = train.device != "cpu" and machine.gpus > 0
+    processes = _processes(asked, machine, on_gpu, where, launched)
+    weak = asked.scaling == "weak"
+    micro_batches = 1 if asked.gradient_accumulation == "auto" else asked.gradient_accumulation
+
+    left_out: dict[str, str] = {}
+    if train.device == "auto" and machine.why_no_gpu:
+        left_out["GPU"] = machine.why_no_gpu
+    changes: dict[str, Any] = {}
+    if on_gpu and launched is None and asked.parallelism in PARALLELISMS and asked.processes == "auto":
+        available, why_fewer = machine.gpus, f"{asked.replicas} replicas take the same number each"
+        fewest = 2 * asked.replicas if asked.replicas > 1 or asked.parallelism in ONE_BATCH else 1
+        while reason := _why_not_among(asked, processes, train.batch_size, micro_batches, why_not_held_by):
+            if processes - asked.replicas < fewest:
+                break  # the least that could be, of which it is said below what is wrong
+            processes, why_fewer = processes - asked.replicas, reason.partition("; allowed: ")[0]
+        if processes < available:
+            left_out[f"{available - processes} of {available} GPUs"] = why_fewer
+    devices_per_process = machine.gpus if asked.parallelism == "data_parallel" and on_gpu else 1
+    alone = processes == 1 if asked.parallelism in PARALLELISMS else on_gpu and devices_per_process == 1
+    if asked.parallelism != "none" and alone:
+        left_out[asked.parallelism] = (
+            "there is one process, which has nobody to share the batch with"
+            if asked.parallelism in PARALLELISMS
+            else "there is one GPU"
+        )
+        changes |= {"parallelism": "none", "schedule": Variant().schedule}
+        for option in catalogue.asked(asked):
+            if option.needs:
+                left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"
+                changes |= catalogue.unasked(asked.model_copy(update=changes), option)
+    for technique in catalogue.asked(asked):
+        reason = technique.refusal(asked, machine, on_gpu) or technique.why_not_with(train)
+        if reason:
+            raise ConfigError(f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out.")
+        reason = technique.emulated(machine, on_gpu)
+        if reason and train.without_native == "refuse":
+            raise ConfigError(
+                f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out, or set "
+                "train.without_native to 'leave_out' or 'run'."
+            )
+        if reason and train.without_native == "leave_out":
+            left_out[technique.name] = reason
+            changes |= catalogue.unasked(asked.model_copy(update=changes), technique)
+
+    model_processes = processes // asked.replicas if asked.parallelism in ONE_BATCH else 1
+    data_processes = processes // model_processes
+    if model_processes > 1 and (reason := why_not_held_by(model_processes)):
+        raise ConfigError(
+            f"{where}.parallelism: found {asked.parallelism!r} of {model_processes} processes, but {reason}."
+        )
+    if asked.parallelism == "pipeline" and model_processes > 1:
+        samples = train.batch_size // (1 if weak else data_processes)
+        micro_batches = _micro_batches_of_pipeline(micro_batches, model_processes, samples, where)
+        changes["gradient_accumulation"] = micro_batches
+    if weak and data_processes == 1 and "weak_scaling" not in left_out:
+        left_out["weak_scaling"] = "there is one data-parallel process, whose batch is the global one"
+        changes["scaling"] = "strong"
+    scale = data_processes if weak else 1
+    shares = data_processes // scale * micro_batches
+    if train.batch_size % shares:
+        fitting = max(shares, round(train.batch_size / shares) * shares)
+        who = "replica(s)" if model_processes > 1 else "process(es)"
+        raise ConfigError(
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {data_processes // scale} "
+            f"{who} x {micro_batches} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
+        )
+    return Plan(
+        name=name,
+        asked=asked,
+        applied=asked.model_copy(update=changes),
+        left_out=left_out,
+        device="cuda" if on_gpu else "cpu",
+        processes=processes,
+        model_processes=model_processes,
+        devices_per_process=devices_per_process,
+        scale=scale,
+        micro_batches=micro_batches,
+        micro_batch_size=train.batch_size // shares,
+    )
+
+
+def plans(config: Config, machine: Machine) -> dict[str, Plan]:
+    """Every variant's plan, or one ConfigError that lists all that cannot run here."""
+    made, problems = {}, []
+    for name in config.variants:
+        try:
+            made[name] = plan(config, name, machine)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return made
+
+
+def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
+    """On the versions of what numbers depend, and whose: distributions (of extras, and of techniques), ``COMPILER``.
+
+    ``{"variants": {name: ...}, "forms": {form: ...}}``, with the forms of inference that ``infer.forms`` lists.
+    """
+    return {
+        "variants": {
+            name: frozenset(each for technique in catalogue.asked(variant) for each in technique.relies_on)
+            | set(map(outside.package_of, variant.extra))
+            for name, variant in config.variants.items()
+        },
+        "forms": {form: frozenset(_FORMS_RELY_ON.get(form, ())) for form in config.infer.forms},
+    }
+
+
+def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:
+    if launched is not None:
+        if (variant.processes if variant.parallelism in PARALLELISMS else 1) not in ("auto", launched):
+            raise ConfigError(
+                f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
+                f"launcher started {launched} process(es); allowed: parallelism "
+                f"{_listed(PARALLELISMS)} with processes 'auto' or {launched}."
+            )
+        found = launched
+    elif variant.parallelism not in PARALLELISMS:
+        found = 1
+    elif variant.processes == "auto":
+        equal = machine.gpus // variant.replicas * variant.replicas
+        found = (equal or machine.gpus) if on_gpu else 2 * variant.replicas
+    else:
+        found = variant.processes
+        if on_gpu and found > machine.gpus:
+            raise ConfigError(
+                f"{where}.processes: found {found}, but this machine shows {machine.gpus} GPU(s); "
+                f"allowed: 1 to {machine.gpus}, or 'auto'."
+            )
+    _check_replicas(variant, found, where)
+    return found
+
+
+def _check_replicas(variant: Variant, processes: int, where: str) -> None:
+    """Refuse replicas that do not divide the processes into groups of two or more."""
+    if variant.replicas > 1 and variant.parallelism not in REPLICATED:
+        raise ConfigError(
+            f"{where}.replicas: found {variant.replicas} with parallelism {variant.parallelism!r}; allowed: 1, or "
+            f"parallelism {_listed(REPLICATED)}."
+        )
+    fitting = [1, *(count for count in range(2, processes // 2 + 1) if processes % count == 0)]
+    if variant.replicas not in fitting:
+        raise ConfigError(
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {processes} "
+            f"{'process' if processes == 1 else 'processes'} into groups of two or more; allowed: "
+            f"{', '.join(map(str, fitting))}."
+        )
+
+
+def _why_not_among(
+    variant: Variant,
+    processes: int,
+    batch_size: int,
+    micro_batches: int,
+    why_not_held_by: WhyNotHeldBy,
+) -> str | None:
+    """Why ``processes`` cannot share out the batch evenly, or cannot hold the model together; None if they can."""
+    if variant.parallelism in ONE_BATCH:  # replicas share the batch out, however many processes each of them has
+        together = processes // variant.replicas
+        if variant.parallelism == "pipeline" and 1 < micro_batches < together:
+            return f"a pipeline of {together} stages stands still with {micro_batches} micro-batches"
+        return why_not_held_by(together) if together > 1 else None
+    if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
+        return None
+    return f"train.batch_size {batch_size} is shared out evenly among {processes - variant.replicas} at most"
+
+
+def _micro_batches_of_pipeline(asked: int, stages: int, samples: int, where: str) -> int:
+    """Of ``samples`` a step and pipeline: as many as are asked for, by default up to ``MICRO_BATCHES_A_STAGE``."""
+    if asked >= stages:
+        return asked
+    if asked == 1:
+        for count in range(MICRO_BATCHES_A_STAGE * stages, stages - 1, -1):
+            if samples % count == 0:
+                return count
+    raise ConfigError(
+        f"{where}.gradient_accumulation: found {asked}, but a pipeline of {stages} stages stands still with fewer "
+        f"micro-batches than stages, and {samples} samples a step must be a multiple of them; allowed: {stages} or "
+        f"more, better {MICRO_BATCHES_A_STAGE * stages}."
+    )
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    *others, last = map(repr, values)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,14 @@
+"""The memory ledger: where the bytes of a training step's peak are, measured on the device and predicted without it.
+
+Both watch one step of the same ``Training``: on the device, through what torch's allocators report (``watching``); in
+the prediction, on fake tensors (``rehearsal``). What is there throughout, parameters and optimizer state, is counted;
+what comes and goes is written on a ``tape``, and the ledger is what the tape shows where it is at its highest.
+"""
+
+from __future__ import annotations
+
+from pipeline.profiling.ledger.estimate import PredictionError, Rehearsal, predicted
+from pipeline.profiling.ledger.prediction import parse_bytes, show
+from pipeline.profiling.ledger.tracker import measured
+
+__all__ = ["PredictionError", "Rehearsal", "measured", "parse_bytes", "predicted", "show"]

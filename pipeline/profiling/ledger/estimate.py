@@ -1,0 +1,278 @@
+"""A training rehearsed on tensors that have shapes and no memory, so that its memory is known before it runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeline import models
+from pipeline.data.batches import Placement, TrainBatches
+from pipeline.data.prepared import Dataset, Split
+from pipeline.data.reader import READ_AHEAD
+from pipeline.distributed import ALONE
+from pipeline.environment import cores
+from pipeline.errors import PipelineError, first_line
+from pipeline.params import Config
+from pipeline.plans import Plan
+from pipeline.profiling.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_dataset
+from pipeline.profiling.ledger.tracker import Call, KernelWatch, Standing, resident_bytes, watched_step
+from pipeline.results import Ledger
+from pipeline.techniques import of_plan
+from pipeline.training.loop import Training
+from pipeline.training.losses import DeviceLosses
+
+RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
+"""Of a device's memory, kept free for what no prediction sees. CUDA: its context, libraries' workspaces, fragmentation.
+CPU: the free blocks between a process's tensors, which took up to two thirds of what the tensors did
+(``benchmarks/ledgers.py``, a measured ledger's rest)."""
+TRIED_SAMPLES = (16, 32)
+"""Micro-batches with which the CPU's kernels are tried. Below 16 torch takes other convolutions (``use_mkldnn`` in
+aten/src/ATen/native/Convolution.cpp), so that a smaller micro-batch is tried as it is."""
+CUDA_BLOCK_BYTES = 512
+"""torch's allocator for CUDA hands out multiples of this: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp."""
+CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
+"""By CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed.world`` sets. torch takes it from its own allocator
+(aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+
+_MATRIX_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
+_WORKSPACES_LAST = not hasattr(torch.backends.cuda, "cublas_workspace_size")
+"""Older releases of torch keep cuBLAS's workspaces, one for the thread of the forward and one for that of the backward
+pass; newer ones take one for the time of each product (TORCH_CUBLAS_WORKSPACE_CACHE)."""
+
+
+class PredictionError(PipelineError):
+    """A variant's memory cannot be foreseen. The message says why."""
+
+
+def predicted(config: Config, plan: Plan, dataset: Dataset, placement: Placement | None = None) -> Ledger:
+    """One rank's ledger without the device, by a ``Rehearsal``. Raises PredictionError and ModelError."""
+    return Rehearsal(config, plan, dataset, placement).ledger(plan.micro_batch_size)
+
+
+class Rehearsal:
+    """A variant's training on fake CPU tensors: its own model, techniques, step and batches, without the arithmetic.
+
+    It foresees tensors exactly. Beyond them:
+
+    - What a kernel takes inside an operation, oneDNN's reordered copies say, does not show on fake tensors. For a plan
+      on the CPU, steps with ``TRIED_SAMPLES`` real samples are taken here, and what each operation takes inside is
+      drawn out along a line to the batch. For a plan on CUDA, cuBLAS's workspaces are known, and cuDNN's are not.
+    - On CUDA some operations keep other small tensors than on the CPU (BatchNorm, attention), and autocast leaves other
+      operations in float32; of these, normalisations and softmax, which matter, are rehearsed as on CUDA.
+    - One rank is rehearsed, alone. DistributedDataParallel's buckets are there, and take up the gradients as it does.
+    - The data set of a plan on the CPU does not count: its pages are the file's, and the system takes them back when
+      memory is short.
+
+    ``placement`` None: what params.yaml says, with ``auto`` taken for resident. Raises ModelError.
+    """
+
+    def __init__(self, config: Config, plan: Plan, dataset: Dataset, placement: Placement | None = None) -> None:
+        self.config, self.plan, self.dataset = config, plan, dataset
+        self.placement = placement or ("streamed" if config.train.placement == "streamed" else "resident")
+        with torch.random.fork_rng(devices=[]):
+            self._model = models.of_job(config.train, dataset.shape, len(dataset.classes))
+        self._tries: dict[int, dict[Call, int]] = {}
+
+    def ledger(self, micro_batch_size: int) -> Ledger:
+        """The ledger with ``micro_batch_size`` samples a micro-step. Its peak is to be held against measured tensors.
+
+        Raises PredictionError if the model cannot run on fake tensors, because it looks at a value, say.
+        """
+        unforeseen = [each.name for each in of_plan(self.plan) if not each.foreseen]
+        if unforeseen:
+            raise PredictionError(
+                f"variants.{self.plan.name}: what {' and '.join(unforeseen)} takes cannot be foreseen; measure it."
+            )
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return self._ledger(micro_batch_size)
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise PredictionError(
+                f"variants.{self.plan.name}: {self.config.train.model} with {micro_batch_size} sample(s) a micro-batch "
+                "cannot be rehearsed on tensors without values: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def largest_batch(self, memory_bytes: int, reserve_bytes: int | None = None) -> int | None:
+        """The largest global batch whose predicted peak leaves ``reserve_bytes`` of a device's ``memory_bytes`` free.
+
+        None: not even one sample a micro-step fits. Never more than the training set. ``reserve_bytes`` None:
+        ``RESERVE_FRACTION`` of the memory. The answer is verified: it fits, and the next larger batch does not. The
+        peak is nearly affine in the batch, so a line through two predictions all but finds it.
+        """
+        if reserve_bytes is None:
+            reserve_bytes = round(RESERVE_FRACTION[self.plan.device] * memory_bytes)
+        limit = memory_bytes - reserve_bytes
+        shares = self.plan.processes * self.plan.micro_batches
+        fits, fails = 0, len(self.dataset.train) // shares + 1  # the answer is at least the one, and below the other
+        peaks: dict[int, int] = {}
+        while fails - fits > 1:
+            guess = _aim(peaks, limit) if peaks else self.plan.micro_batch_size
+            if len(peaks) > 12:  # far from affine
+                guess = (fits + fails) // 2
+            guess = min(max(guess, fits + 1), fails - 1)
+            peaks[guess] = self.ledger(guess).peak_bytes
+            if peaks[guess] <= limit:
+                fits = guess
+            else:
+                fails = guess
+        return fits * shares or None
+
+    def _ledger(self, micro_batch_size: int) -> Ledger:
+        plan, on_gpu = self.plan, self.plan.device == "cuda"
+        watch = FakeWatch(CUDA_BLOCK_BYTES if on_gpu else 1, self._inside(micro_batch_size))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model = faked(self._model, fake)
+        with fake, watch, CudaAutocast() if on_gpu else nullcontext():
+            # All micro-batches after the first are alike: they find gradients to add to.
+            micro_batches = min(2, plan.micro_batches)
+            training = self._training(
+                model, faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
+            )
+            if on_gpu:
+                training.losses = training.take_step.losses = DeviceLosses(ALONE)
+            if plan.applied.parallelism == "ddp":
+                _use_buckets(training)
+            _make_optimizer_state(training)
+            tape = watched_step(training, watch)
+            standing = Standing(training, watch, tape)
+        parts, rest = standing.parts(tape), 0
+        if on_gpu:
+            rest = standing.rounding_bytes(CUDA_BLOCK_BYTES) + 2 * CUBLAS_WORKSPACE_BYTES * _WORKSPACES_LAST
+            parts["data_bytes"] += resident_bytes(self.dataset, self.placement)
+            if self.placement == "streamed":
+                parts["data_bytes"] += READ_AHEAD * micro_batch_size * self.dataset.train.images[0].nbytes
+        peak = sum(parts.values()) + rest
+        return Ledger(**parts, rest_bytes=rest, peak_bytes=peak, tensors_bytes=peak)
+
+    def _training(
+        self, model: nn.Module, dataset: Dataset, micro_batch_size: int, micro_batches: int, processes: int
+    ) -> Training:
+        """One rank's training, with no other rank to talk to."""
+        plan = self.plan.model_copy(
+            update={
+                "applied": self.plan.applied.model_copy(update={"parallelism": "none"}),
+                "micro_batches": micro_batches,
+                "micro_batch_size": micro_batch_size,
+            }
+        )
+        batches = TrainBatches(
+            dataset,
+            batch_size=micro_batch_size * micro_batches * processes,
+            micro_batches=micro_batches,
+            rank=0,
+            world_size=processes,
+            seed=0,
+            augment=self.config.train.augment,
+            placement="resident",
+            device=ALONE.device,
+        )
+        training = Training(plan, self.config.train, model, dataset, batches, ALONE, seed=0)
+        training.losses = training.take_step.losses = UnreadLosses(ALONE)
+        return training
+
+    def _inside(self, samples: int) -> Callable[[Call], int]:
+        """Bytes that an operation of a micro-step takes inside, beyond its results."""
+        if self.plan.device == "cuda":
+            return _cublas_bytes
+        inside = self._inside_on_cpu(samples)
+        return lambda call: inside.get(call, 0)
+
+    def _inside_on_cpu(self, samples: int) -> dict[Call, int]:
+        if samples < TRIED_SAMPLES[0]:
+            return self._tried(samples)
+        low, high = TRIED_SAMPLES
+        few, many = self._tried(low), self._tried(high)
+        return {
+            call: max(0, round(few[call] + (many[call] - few[call]) * (samples - low) / (high - low)))
+            for call in few.keys() & many.keys()
+        }
+
+    def _tried(self, samples: int) -> dict[Call, int]:
+        """What each operation of a micro-step with this many real samples takes inside, on this machine's CPU."""
+        if samples not in self._tries:
+            dataset = self.dataset
+            if samples > len(dataset.train):  # samples are as good as others here
+                rows = torch.arange(samples) % len(dataset.train)
+                dataset = replace(dataset, train=Split(dataset.train.images[rows], dataset.train.labels[rows]))
+            with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
+                training = self._training(copy.deepcopy(self._model), dataset, samples, 1, 1)
+                training.take_step.update = lambda: None  # nothing here needs it, and its state can be large
+                watch = KernelWatch()
+                watched_step(training, watch)
+            self._tries[samples] = watch.inside
+        return self._tries[samples]
+
+
+@contextmanager
+def _threads(processes: int) -> Iterator[None]:
+    """As many threads as each process of the job will have: some kernels take memory for each."""
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, int(cores() / processes)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _make_optimizer_state(training: Training) -> None:
+    """What an optimizer makes in its first step."""
+    for parameter in training.model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    training.optimizer.step()
+    training.take_step.zero_grad()
+
+
+def _cublas_bytes(call: Call) -> int:
+    """What an operation on CUDA is known to take inside: a matrix product its workspace."""
+    return CUBLAS_WORKSPACE_BYTES if call[0] in _MATRIX_PRODUCTS and not _WORKSPACES_LAST else 0
+
+
+def _use_buckets(training: Training) -> None:
+    """Let gradients move into lasting buckets when they are complete, as DistributedDataParallel's reducer does it.
+
+    With ``gradient_as_bucket_view`` each gradient is first a tensor of its own, is copied into its place in a bucket
+    when its last micro-batch is through, and is a view of the bucket from then on.
+    """
+    holding = False
+
+    @contextmanager
+    def hold() -> Iterator[None]:
+        nonlocal holding
+        holding = True
+        yield
+        holding = False
+
+    def move(place: torch.Tensor, parameter: torch.Tensor) -> None:
+        if not holding:
+            place.copy_(parameter.grad)  # type: ignore[arg-type]
+            parameter.grad = place
+
+    parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
+    bucket = torch.empty(sum(parameter.numel() for parameter in parameters))
+    start = 0
+    for parameter in parameters:
+        place = bucket.as_strided(parameter.shape, parameter.stride(), start)
+        parameter.register_post_accumulate_grad_hook(functools.partial(move, place))
+        start += parameter.numel()
+    training.take_step.syncs = [hold] * (len(training.take_step.syncs) - 1) + [nullcontext]
+
+
+def _aim(peaks: Mapping[int, int], limit: int) -> int:
+    """The batch whose peak is the limit, along the line through the two known ones that are nearest to it."""
+    near = sorted(peaks, key=lambda size: abs(peaks[size] - limit))[:2]
+    if len(near) == 1:
+        return 2 * near[0] if peaks[near[0]] <= limit else near[0] // 2
+    slope = (peaks[near[0]] - peaks[near[1]]) / (near[0] - near[1])
+    return near[0] + int((limit - peaks[near[0]]) // slope) if slope > 0 else 0

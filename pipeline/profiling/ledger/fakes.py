@@ -1,0 +1,155 @@
+"""Tensors that have shapes and no memory: a model and a data set of them, and what follows their storages."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeline.data.prepared import Dataset, Split
+from pipeline.profiling.ledger.allocation_trace import Tape
+from pipeline.profiling.ledger.tracker import Call, Calls, Watch
+from pipeline.training.losses import HostLosses
+
+_IN_FLOAT32 = {
+    *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy),
+    *(torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax),
+    *(torch.Tensor.softmax, torch.Tensor.log_softmax),
+}
+_NO_STORAGE = 0
+"""The key of what an operation takes inside."""
+
+
+class UnreadLosses(HostLosses):
+    """The losses of fake tensors, which have no value."""
+
+    def add(self, loss: torch.Tensor) -> None:
+        pass
+
+
+class FakeWatch(Watch, TorchDispatchMode):
+    """Follows the storages of fake tensors, which hold nothing. It must be entered before any of them is made."""
+
+    def __init__(self, block_bytes: int, inside: Callable[[Call], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._block_bytes = block_bytes
+        self._inside = inside
+        self._calls = Calls()
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._tape = Tape()
+
+    @contextmanager
+    def recording(self) -> Iterator[Tape]:
+        self._tape = Tape()
+        yield self._tape
+        self._tape = Tape()
+
+    @contextmanager
+    def input(self) -> Iterator[None]:
+        self._tape.input(True)
+        yield
+        self._tape.input(False)
+        self._calls.restart()
+
+    def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._tape.gradients(map(self.key, gradients))
+
+    @staticmethod
+    def key(tensor: torch.Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._follow(tensor)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if self._follow(tensor):
+                self._tape.take(self.key(tensor), self._blocks(tensor.untyped_storage().nbytes()))
+        inside = self._inside(self._calls.next(func))
+        if inside:
+            self._tape.take(_NO_STORAGE, self._blocks(inside))
+            self._tape.give_back(_NO_STORAGE)
+        return result
+
+    def _follow(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was not known yet."""
+        key = self.key(tensor)
+        if key in self._storages:
+            return False
+        self._storages[key] = weakref.ref(tensor.untyped_storage(), functools.partial(self._forget, key))
+        return True
+
+    def _forget(self, key: int, _: object) -> None:
+        del self._storages[key]
+        self._tape.give_back(key)
+
+    def _blocks(self, size: int) -> int:
+        return size + -size % self._block_bytes
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+
+
+def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers have no memory."""
+    copies: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        copied = fake.from_tensor(tensor.detach())
+        copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    copied_model = copy.deepcopy(model, copies)
+    # Module.to swaps the contents of fake parameters, which fails for those that have weak references, and all have.
+    vars(copied_model)["_apply"] = functools.partial(_apply, copied_model)
+    return copied_model
+
+
+def _apply(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """``Module._apply`` with new parameters in place of the old ones. A tied parameter stays tied."""
+    converted: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in converted:
+                    with torch.no_grad():
+                        converted[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
+                module._parameters[name] = converted[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else convert(buffer)
+    return model
+
+
+def faked_dataset(dataset: Dataset) -> Dataset:
+    """The same data set without content, made in fake mode."""
+
+    def empty(split: Split) -> Split:
+        return Split(*(torch.empty(t.shape, dtype=t.dtype) for t in (split.images, split.labels)))
+
+    return replace(dataset, train=empty(dataset.train), test=empty(dataset.test))
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Autocast on CUDA computes these in float32, which on a CPU stay in 16 bits.
+
+    Source: "CUDA Ops that can autocast to float32" in the documentation of torch.amp.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, args)
+        return func(*args, **(kwargs or {}))

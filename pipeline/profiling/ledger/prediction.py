@@ -1,0 +1,115 @@
+"""The predicted ledgers as a table for a person."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pipeline.data import prepared
+from pipeline.data.batches import Placement, placement_within
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Machine, parse
+from pipeline.plans import plan as plan_of
+from pipeline.profiling.ledger.estimate import RESERVE_FRACTION, PredictionError, Rehearsal
+
+COLUMNS = {
+    "peak": "peak_bytes",
+    "parameters": "parameters_bytes",
+    "gradients": "gradients_bytes",
+    "optimizer": "optimizer_state_bytes",
+    "activations": "activations_bytes",
+    "buckets": "communication_bytes",
+    "data": "data_bytes",
+    "rest": "rest_bytes",
+}
+
+
+def show(
+    config: Config,
+    machine: Machine,
+    names: Sequence[str],
+    data: Path,
+    *,
+    memory: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    batch_size: int | None = None,
+) -> None:
+    """Print the predicted ledgers of variants (none named: all) and, given a device's ``memory``, what fits in it.
+
+    ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` stand in for those of params.yaml; for
+    "cuda" this machine needs no GPU: as many as the variants ask for are assumed, with native bf16. A variant that
+    cannot run here, or not be foreseen, says why below the others. Raises PipelineError, also if that is all of them.
+    """
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    dataset = prepared.read(data)
+    asked = {"device": device, "batch_size": batch_size}
+    values = config.model_dump(mode="json")
+    values["train"] |= {key: value for key, value in asked.items() if value is not None}
+    config = parse(values, "predict-memory")
+    train = config.train
+    if device == "cuda" and not machine.gpus:
+        processes = [variant.processes for variant in config.variants.values() if isinstance(variant.processes, int)]
+        machine = machine.model_copy(
+            update={"gpus": max(processes, default=1), "gpu_native_bf16": True, "gpu_tf32": True}
+        )
+    placement: Placement | None = None
+    if memory_bytes is not None and train.placement == "auto":
+        placement = placement_within(memory_bytes, dataset)
+
+    table = [["variant", *COLUMNS, *([] if memory is None else [f"in {memory}", "largest batch"])]]
+    notes, reasons = [], []
+    for name in names or config.variants:
+        try:
+            plan = plan_of(config, name, machine)
+            rehearsal = Rehearsal(config, plan, dataset, placement)
+            found = rehearsal.ledger(plan.micro_batch_size)
+            largest = None if memory_bytes is None else rehearsal.largest_batch(memory_bytes)
+        except (ConfigError, PredictionError) as error:
+            if name not in config.variants:
+                raise
+            reasons.append(str(error))
+            table.append([name, *("unknown" for _ in table[0][1:])])
+            continue
+        table.append([name, *(_in_words(getattr(found, field)) for field in COLUMNS.values())])
+        if memory_bytes is not None:
+            table[-1] += [
+                "too large" if largest is None or largest < plan.job(train).batch_size else "fits",
+                "none" if largest is None else str(largest),
+            ]
+            if largest and largest + plan.processes * plan.micro_batches > len(dataset.train):
+                notes.append(f"{name}: the largest batch is the whole training set.")
+        notes += [f"{name}: {technique} is left out: {reason}." for technique, reason in plan.left_out.items()]
+
+    if len(reasons) == len(table) - 1:
+        raise PredictionError("\n".join(dict.fromkeys(reasons)))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for name, *cells in table:
+        print(
+            name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)), sep="  "
+        )
+    on = "cuda" if train.device != "cpu" and machine.gpus else "cpu"
+    where = "of each GPU" if on == "cuda" else "of each process, above what it takes with its imports"
+    print(f"\nPredicted for a global batch of {train.batch_size}: the peak of a step's memory {where}.")
+    if memory is not None:
+        print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for what no prediction sees.")
+    for note in [*notes, *reasons]:
+        print(note)
+
+
+def parse_bytes(text: str) -> int:
+    """``24GiB``, ``80GB``, ``512 MiB`` or a plain number of bytes. Raises ConfigError."""
+    units: dict[str, int] = {"": 1} | {
+        f"{prefix}{suffix}".lower(): base**power
+        for suffix, base in (("B", 1000), ("iB", 1024))
+        for power, prefix in enumerate("KMGT", start=1)
+    }
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].lower() not in units or float(found[1]) == 0:
+        raise ConfigError(f"memory: found {text!r}; expected a size such as 24GiB, 80GB or 512MiB.")
+    return round(float(found[1]) * units[found[2].lower()])
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

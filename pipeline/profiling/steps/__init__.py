@@ -1,0 +1,214 @@
+"""The stage ``profile``: a short window of a variant's training under torch's profiler, and what it means.
+
+The profiler slows down what it watches, so nothing in here is a speed: ``bench`` measures that.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from pipeline import environment, files, results
+from pipeline.distributed import launch
+from pipeline.measurement.malloc import keep_freed_memory
+from pipeline.params import Config, Machine
+from pipeline.plans import Plan
+from pipeline.profiling.steps import trace
+from pipeline.profiling.steps.findings import Facts, findings
+from pipeline.profiling.steps.profile_file import Operator, Profile, StepTimes
+from pipeline.profiling.steps.tables import markdown
+from pipeline.training.assembly import assembled, planned
+from pipeline.training.loop import Training
+from pipeline.training.measured import dataset_of, device_name_of, setup_of
+from pipeline.training.step import TrainingStep
+
+__all__ = ["Profile", "annotate", "run", "window"]
+
+T = TypeVar("T")
+
+LEAD_STEPS = 3
+"""Under the profiler before its window: the first steps pay for its own start."""
+SNAPSHOT_STEPS = 2
+OPERATORS = 15
+"""Named in the profile."""
+LONGEST_HISTORY = 200_000
+"""Entries of the memory snapshot's history."""
+
+
+def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
+    """Profile ``variants.<name>`` on the data set in ``prepared`` and write ``profiles/<name>/``.
+
+    Starts the processes that the variant needs; where a launcher started this one, it is one of them. Raises
+    PipelineError.
+    """
+    plan = planned(config, name, machine, prepared)
+    launch(_work, (config, plan, prepared, environment.read()), plan.processes)
+
+
+def annotate(step: TrainingStep) -> None:
+    """Name the parts of ``step`` in the profiler's trace, from now on."""
+
+    def take(micro_batches: Iterator[Any]) -> None:
+        with record_function(trace.STEP):
+            whole(_marked(micro_batches))
+
+    def named(name: str, part: Any) -> Any:
+        def annotated(*arguments: Any) -> Any:
+            with record_function(name):
+                return part(*arguments)
+
+        return annotated
+
+    whole = step.take
+    step.take = take
+    step.accumulate = named(trace.ACCUMULATE, step.accumulate)
+    step.forward = named(trace.FORWARD, step.forward)
+    step.backward = named(trace.BACKWARD, step.backward)
+    step.update = named(trace.OPTIMIZER, step.update)
+
+
+def _marked(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each with the time until it arrives named."""
+    while True:
+        with record_function(trace.INPUT):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
+    """Profile ``steps`` steps of one epoch after the training's warm-up, into ``file``, a Chrome trace.
+
+    The training has not begun. What a technique leaves for later than its start begins at once (``begin_after``).
+
+    Returns the trace, and this rank's median step time in seconds without and under the profiler. All ranks call it
+    together.
+    """
+    device, per_epoch = training.world.device, training.batches.steps_per_epoch
+    steps = max(1, min(steps, per_epoch - 1))  # an epoch's end evaluates, and its first step draws the order
+
+    def advance() -> list[float]:
+        left = per_epoch - training.steps % per_epoch
+        if left < steps:
+            training.advance(left + 1)
+        training.advance(steps)
+        return training.clock.step_seconds[-steps:]
+
+    for technique in training.techniques:
+        technique.begin_after(0)
+    training.settle(training.train.warmup_steps)
+    training.advance(training.train.warmup_steps)
+    plain = advance()
+    annotate(training.take_step)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    windows = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with _quiet(device), profile(activities=activities, schedule=windows) as profiler:
+        left = per_epoch - training.steps % per_epoch
+        training.advance(LEAD_STEPS if left >= LEAD_STEPS + steps else left + 1)
+        profiler.step()
+        profiled = advance()
+    profiler.export_chrome_trace(str(file))
+    plain += advance()
+    gpu = (device.index or 0) if device.type == "cuda" else None
+    return trace.Trace(trace.read(file), gpu), statistics.median(plain), statistics.median(profiled)
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """On a CPU, keep the profiler's library (Kineto) from calling it an error that there is no GPU."""
+    name = "KINETO_LOG_LEVEL"
+    silenced = device.type == "cpu" and name not in os.environ
+    if silenced:
+        os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        if silenced:
+            del os.environ[name]
+
+
+def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any]) -> None:
+    """What each process does."""
+    keep_freed_memory()
+    with assembled(config, plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
+        world, seed = assembly.world, config.train.seeds[0]
+        longer = _long_enough(config, len(assembly.dataset.train) // plan.job(config.train).batch_size)
+        with replace(assembly, config=longer).training(seed) as training:
+            found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
+            ranks = tuple(world.gather(StepTimes.of(found.times())))
+            snapshot = _memory_snapshot(training, Path(scratch, "memory.pickle"))
+            setup = setup_of(training, device_name_of(world, fingerprint))
+        if world.is_main:
+            facts = Facts(ranks, plan.device == "cuda", setup.placement, setup.applied)
+            made = Profile(
+                **dict(setup),
+                variant=plan.name,
+                environment=environment.hash_of(fingerprint, "variants", plan.name),
+                config={"train": config.train.model_dump(mode="json"), "variant": plan.asked.model_dump(mode="json")},
+                dataset=dataset_of(assembly.dataset),
+                seed=seed,
+                steps=found.steps,
+                step_p50_ms=plain * 1e3,
+                profiled_step_p50_ms=profiled * 1e3,
+                ranks=ranks,
+                operators=tuple(
+                    Operator(
+                        name=each.name,
+                        calls_per_step=each.calls / found.steps,
+                        step_ms=each.nanoseconds / 1e6 / found.steps,
+                    )
+                    for each in found.operators()[:OPERATORS]
+                ),
+                findings=findings(facts),
+                has_memory_snapshot=snapshot,
+            )
+            _write(made, Path(scratch), on_gpu=facts.on_gpu)
+            for finding in made.findings:
+                print(f"{plan.name}: {finding.text}", flush=True)
+            print(f"profile: {results.profile_directory(plan.name) / 'profile.md'}", flush=True)
+
+
+def _long_enough(config: Config, steps_per_epoch: int) -> Config:
+    """``config`` with as many epochs as the profile needs steps, and no row of history inside its windows."""
+    train = config.train
+    steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (config.profile.steps + 1)
+    epochs = 4 + -(-steps // max(1, steps_per_epoch))  # a window that does not fit waits for the next one
+    return config.with_train(epochs=max(epochs, train.epochs), history_every_steps=10**9)
+
+
+def _memory_snapshot(training: Training, file: Path) -> bool:
+    """On CUDA, write who allocated what in some steps; on a CPU there is no such thing. All ranks call it together."""
+    if training.world.device.type != "cuda":
+        return False
+    memory = torch.cuda.memory
+    memory._record_memory_history(max_entries=LONGEST_HISTORY, stacks="python")
+    training.advance(SNAPSHOT_STEPS)
+    memory._dump_snapshot(str(file))
+    memory._record_memory_history(enabled=None)
+    return True
+
+
+def _write(made: Profile, scratch: Path, *, on_gpu: bool) -> None:
+    """The variant's files; the record comes last."""
+    directory = results.profile_directory(made.variant)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    with (scratch / "trace.json").open("rb") as plain, gzip.open(directory / "trace.json.gz", "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    if made.has_memory_snapshot:
+        shutil.move(scratch / "memory.pickle", directory / "memory.pickle")
+    files.write_text(directory / "profile.md", markdown(made, on_gpu=on_gpu))
+    files.write_text(directory / "profile.json", made.to_json())

@@ -1,0 +1,87 @@
+"""A profile as Markdown, readable by itself."""
+
+from __future__ import annotations
+
+from pipeline.profiling.steps.profile_file import Profile
+
+LARGE_OVERHEAD = 0.3
+"""From here on the profiler distorts what it shows, and the page says so."""
+
+_MEANINGS = {
+    "forward": "the forward pass and the loss",
+    "backward": "the backward pass, with what is computed again in it",
+    "optimizer": "the update of the parameters",
+    "rest": "other work of the step: gradients set to zero, a CUDA graph of the whole step",
+    "communication": "exposed communication: nothing else goes on; waiting for a slower process is in it",
+    "input": "the step waits for its batch, or the device does nothing but prepare it",
+    "idle": "none of these: {idle}",
+}
+_IDLE = {True: "the GPU has nothing to do while the host launches kernels", False: "Python between operators"}
+
+
+def markdown(profile: Profile, *, on_gpu: bool) -> str:
+    """The page ``profile.md``."""
+    several = len(profile.ranks) > 1
+    place = f"{profile.world_size} processes over {profile.backend}" if profile.backend else "one process"
+    lines = [
+        f"# Where a step of {profile.variant} goes",
+        "",
+        *(f"- **{finding.text}**" for finding in profile.findings),
+        "",
+        f"The mean of {profile.steps} warm steps; {place} on {profile.device}; seed {profile.seed}. "
+        f"{_overhead(profile)}",
+        "",
+        "| part | " + " | ".join(f"rank {rank}" if several else "ms" for rank in range(len(profile.ranks))) + " | | |",
+        "| :-- |" + " --: |" * (len(profile.ranks) + 1) + " :-- |",
+    ]
+    for part, meaning in _MEANINGS.items():
+        cells = [f"{getattr(rank, f'{part}_ms'):.2f}{' ms' if several else ''}" for rank in profile.ranks]
+        share = max(rank.fraction(part) for rank in profile.ranks)
+        meaning = meaning.format(idle=_IDLE[on_gpu])
+        lines.append(f"| {part} | {' | '.join(cells)} | {'up to ' if several else ''}{share:.1%} | {meaning} |")
+    whole = " | ".join(f"{rank.step_ms:.2f}{' ms' if several else ''}" for rank in profile.ranks)
+    lines.append(f"| **step** | {whole} | | the parts above add up to it |")
+    if any(rank.communication_hidden_ms for rank in profile.ranks):
+        hidden = " | ".join(f"{rank.communication_hidden_ms:.2f}{' ms' if several else ''}" for rank in profile.ranks)
+        lines.append(f"| communication, hidden | {hidden} | | during work, so it costs nothing |")
+    where = "GPU, by the operator that launched the kernels" if on_gpu else "CPU"
+    lines += [
+        "",
+        f"## What took the time of the main process's {where}",
+        "",
+        "| operator | ms a step | of the step | calls a step |",
+        "| :-- | --: | --: | --: |",
+    ]
+    step = profile.ranks[0].step_ms
+    lines += [
+        f"| `{each.name}` | {each.step_ms:.3f} | {each.step_ms / step:.1%} | {each.calls_per_step:g} |"
+        for each in profile.operators
+    ]
+    lines += [
+        "",
+        "Each without the operators that it calls.",
+        "",
+        "## Beside this page",
+        "",
+        "- `trace.json.gz`: the main process's trace, on a time line: open it in <https://ui.perfetto.dev>. The parts "
+        "are the annotations `step/...`.",
+    ]
+    if profile.has_memory_snapshot:
+        lines.append(
+            "- `memory.pickle`: who allocated the GPU's memory in two steps: open it in "
+            "<https://docs.pytorch.org/memory_viz>. Both pages work in the browser and send the file nowhere."
+        )
+    lines.append("- `profile.json`: these figures for programs.")
+    return "\n".join(lines) + "\n"
+
+
+def _overhead(profile: Profile) -> str:
+    slower = f"{max(0.0, profile.overhead_fraction):.0%}"
+    text = (
+        f"The profiler slowed the step down by {slower}, from {profile.step_p50_ms:.2f} to "
+        f"{profile.profiled_step_p50_ms:.2f} ms (medians): the shares below are of the profiled step, and no "
+        "throughput is taken from it."
+    )
+    if profile.overhead_fraction > LARGE_OVERHEAD:
+        text += " That is a lot: small operators look larger here than they are."
+    return text

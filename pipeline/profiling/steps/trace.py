@@ -1,0 +1,250 @@
+"""Where a step's time goes, read from the profiler's trace: the same file that a person opens in Perfetto.
+
+Each instant of the profiled window belongs to one part, the first of these that fits:
+
+1. *forward, backward, optimizer, rest*: the device works. On a GPU a kernel or a copy runs; on a CPU an operator runs
+   on the thread of the step or of its backward pass. The work belongs to the part of the step that launched it.
+2. *communication*, the exposed share: nothing of this, and a collective is under way, perhaps waiting for another rank;
+   on a CPU also the step's own call of it, which can wait for the thread that carries it out.
+3. *input*: the step waits for its batch, or the device does nothing but prepare it.
+4. *idle*: none of it. On a GPU mostly the host's launching of kernels, on a CPU Python and dispatch between operators.
+
+Communication during 1 is hidden: it costs nothing, and stands beside the partition. The idea of exposed and hidden
+communication by overlap of intervals is that of Holistic Trace Analysis (Meta).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.profiling.steps.intervals import Span, Spans, difference, intersection, length, partition, union
+
+STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
+    f"step/{part}" for part in ("whole", "input", "accumulate", "forward", "backward", "optimizer")
+)
+"""Names of the annotations around the parts of a step (``profiling.annotate``)."""
+
+WORK = ("optimizer", "forward", "backward", "rest")
+"""The optimizer first: inside the backward pass, a node of that covers it."""
+PARTS = (*WORK, "communication", "input", "idle")
+"""In the order in which they claim an instant."""
+
+_ENGINE = "autograd::engine::evaluate_function"
+"""Around each node of the backward pass and its hooks, in which DDP and FSDP also wait: no work in itself."""
+_WAITING = (_ENGINE, "c10d::", "c10d_functional", "_c10d_functional", "gloo:", "record_param_comms")
+"""How operators begin that send, receive or wait, and compute nothing. DTensor calls them from within others."""
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One complete event of the trace."""
+
+    name: str
+    category: str
+    start: int
+    end: int
+    """Nanoseconds on the trace's own clock."""
+    thread: Any
+    arguments: dict[str, Any]
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.end
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one rank's window held, in nanoseconds."""
+
+    steps: int
+    whole: int
+    parts: dict[str, int]
+    """By name, of ``PARTS``; they add up to ``whole`` exactly."""
+    hidden: int
+    """Communication during work."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one operator took on the device over the window, without the operators that it calls."""
+
+    name: str
+    calls: int
+    nanoseconds: int
+
+
+def read(path: Path) -> list[Event]:
+    """The complete events of a Chrome trace, as torch's profiler exports it; gzipped if it is named ``.gz``."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        content = json.load(file)
+    return [
+        Event(
+            name=each["name"],
+            category=each.get("cat", ""),
+            start=round(each["ts"] * 1000),
+            end=round(each["ts"] * 1000) + round(each.get("dur", 0) * 1000),
+            thread=each.get("tid"),
+            arguments=each.get("args", {}),
+        )
+        for each in content["traceEvents"]
+        if each.get("ph") == "X"
+    ]
+
+
+class Trace:
+    """The events of one rank's window, told apart. ``gpu``: the index of its GPU; None on a CPU.
+
+    Raises ValueError if no step was annotated.
+    """
+
+    def __init__(self, events: Sequence[Event], gpu: int | None) -> None:
+        steps = [event for event in events if event.name == STEP and event.category == "user_annotation"]
+        if not steps:
+            raise ValueError("the trace holds no step")
+        self.steps = len(steps)
+        self.main = steps[0].thread
+        self.first, self.last = min(step.start for step in steps), max(step.end for step in steps)
+        marks = [event for event in events if event.category == "user_annotation" and event.thread == self.main]
+        engine = [event for event in events if event.name.startswith(_ENGINE)]
+        self._backward_threads = {event.thread for event in engine}
+
+        def marked(*names: str) -> Spans:
+            return union(event.span for event in marks if event.name.startswith(names))
+
+        self.input = marked(INPUT)
+        # A step of an optimizer inside the backward pass is the optimizer's; a schedule that runs forward and backward
+        # passes of its own has no annotation for each, and the engine tells what is backward.
+        optimizer = union([*marked(OPTIMIZER, "Optimizer.step#"), *_named(events, "Optimizer.step#")])
+        backward = difference(union([*marked(BACKWARD), *(event.span for event in engine)]), optimizer)
+        forward = difference(marked(ACCUMULATE, FORWARD), union([*self.input, *backward, *optimizer]))
+        self._phases = {"input": self.input, "optimizer": optimizer, "backward": backward, "forward": forward}
+        self._starts = {name: [start for start, _ in spans] for name, spans in self._phases.items()}
+        self.work: dict[str, list[Event]] = {name: [] for name in (*WORK, "input")}
+        self.waits: list[Event] = []
+        """On a CPU: what the step's threads send, receive or wait for."""
+        self.operator_of: dict[int, str] = {}
+        if gpu is None:
+            self._tell_operators(events)
+            gloo = [event for event in events if event.name.startswith("gloo:")]
+            self.communication = union(event.span for event in (*gloo, *self.waits))
+        else:
+            self.communication = []
+            self._tell_kernels(events, gpu)
+
+    def times(self) -> Times:
+        """The partition of the window, from its first step's start to its last one's end on host and device."""
+        ends = [event.end for events in self.work.values() for event in events]
+        whole = (self.first, max([self.last, *ends, *(end for start, end in self.communication if start < self.last)]))
+        waits = union(event.span for event in self.waits)
+        claims = {name: difference(union(event.span for event in self.work[name]), waits) for name in WORK}
+        claims["communication"] = self.communication
+        claims["input"] = union([*self.input, *(event.span for event in self.work["input"])])
+        shares = partition(whole, claims, rest="idle")
+        hidden = length(intersection(self.communication, [whole])) - length(shares["communication"])
+        return Times(
+            steps=self.steps,
+            whole=whole[1] - whole[0],
+            parts={name: length(shares[name]) for name in PARTS},
+            hidden=hidden,
+        )
+
+    def operators(self) -> list[Spent]:
+        """What took the device's time, the longest first."""
+        calls: dict[str, int] = defaultdict(int)
+        spent: dict[str, int] = defaultdict(int)
+        waits = {id(event) for event in self.waits}
+        for events in self._by_thread():
+            for event, own in _own_times(events):
+                if id(event) in waits:
+                    continue
+                name = self.operator_of.get(event.arguments.get("External id", -1), event.name)
+                calls[name] += 1
+                spent[name] += own
+        found = [Spent(name, calls[name], spent[name]) for name in spent]
+        return sorted(found, key=lambda each: (-each.nanoseconds, each.name))
+
+    def _by_thread(self) -> Iterable[list[Event]]:
+        threads: dict[Any, list[Event]] = defaultdict(list)
+        for events in (*self.work.values(), self.waits):
+            for event in events:
+                threads[event.thread].append(event)
+        return threads.values()
+
+    def _phase(self, instant: int) -> str:
+        """The part of the step to which work belongs that was launched at ``instant``."""
+        for name, spans in self._phases.items():
+            index = bisect_right(self._starts[name], instant) - 1
+            if index >= 0 and instant < spans[index][1]:
+                return name
+        return "rest"
+
+    def _tell_operators(self, events: Sequence[Event]) -> None:
+        """On a CPU: the operators on the step's threads are its work. A thread that reads ahead is no work of it."""
+        threads = {self.main, *self._backward_threads}
+        for event in events:
+            if event.category == "cpu_op" and event.thread in threads and self.first <= event.start < self.last:
+                if not event.name.startswith(_WAITING):
+                    self.work[self._phase(event.start)].append(event)
+                elif not event.name.startswith(_ENGINE):
+                    self.waits.append(event)
+
+    def _tell_kernels(self, events: Sequence[Event], gpu: int) -> None:
+        """On a GPU: kernels and copies, by the part of the step in which the host launched them."""
+        launches = {
+            event.arguments["correlation"]: event
+            for event in events
+            if event.category in ("cuda_runtime", "cuda_driver") and "correlation" in event.arguments
+        }
+        self.operator_of = {
+            event.arguments["External id"]: event.name
+            for event in events
+            if event.category == "cpu_op" and "External id" in event.arguments
+        }
+        communication = []
+        for event in events:
+            if event.category not in _ON_GPU or event.arguments.get("device", gpu) != gpu:
+                continue
+            launch = launches.get(event.arguments.get("correlation", -1))
+            launched = launch.start if launch else event.start
+            if not self.first <= launched < self.last:
+                continue
+            if event.name.startswith(("nccl", "ncclDevKernel")):
+                communication.append(event.span)
+            elif launch and launch.thread != self.main and launch.thread not in self._backward_threads:
+                self.work["input"].append(event)  # by the thread that reads ahead
+            else:
+                self.work[self._phase(launched)].append(event)
+        self.communication = union(communication)
+
+
+def _named(events: Iterable[Event], prefix: str) -> list[Span]:
+    """Annotations of any thread: a backward pass on a GPU has one of its own."""
+    return [event.span for event in events if event.category == "user_annotation" and event.name.startswith(prefix)]
+
+
+def _own_times(events: list[Event]) -> Iterable[tuple[Event, int]]:
+    """Each event with its time less that of the events inside it; the events of one thread nest or follow."""
+    open_: list[tuple[Event, int]] = []  # with the time of what is inside
+
+    def close() -> tuple[Event, int]:
+        event, inside = open_.pop()
+        if open_:
+            outer, sum_ = open_[-1]
+            open_[-1] = (outer, sum_ + event.end - event.start)
+        return event, event.end - event.start - inside
+
+    for event in sorted(events, key=lambda each: (each.start, -each.end)):
+        while open_ and open_[-1][0].end <= event.start:
+            yield close()
+        open_.append((event, 0))
+    while open_:
+        yield close()

@@ -1,0 +1,253 @@
+"""A comparison in words: what Markdown, page and pictures say alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.comparison.ablation import Share
+from pipeline.comparison.compare import Compared, Comparison, interrupted
+from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
+from pipeline.report.formats import (
+    JOINED,
+    UNKNOWN,
+    accuracy_lines,
+    count,
+    estimate,
+    interval,
+    number,
+    percent,
+    plain_percent,
+    plain_points,
+    points,
+    points_interval,
+    size,
+    unbelieved,
+)
+from pipeline.results import Arm, Bench, Window
+
+LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
+"""Of ``results.Ledger``, in the order in which they are shown."""
+
+
+# Sentences
+
+
+def sentence(each: Compared) -> str:
+    """What the verdict on one variant rests on, in plain words; of the baseline, its figures."""
+    if each.throughput is None or each.memory is None or each.accuracy is None:
+        speed = number(each.samples_per_second, "samples/s") if each.samples_per_second else "throughput unknown"
+        memory = f"{size(each.peak_memory_bytes)} of peak memory" if each.peak_memory_bytes else "peak memory unknown"
+        accuracy = percent(each.test_accuracy_mean_fraction)
+        return f"The reference: {speed}, {memory}, {accuracy} test accuracy (mean of {count(len(each.runs), 'seed')})."
+    parts = [
+        _ratio_part(each.throughput, "throughput"),
+        _ratio_part(each.memory, "peak memory"),
+        _accuracy_part(each.accuracy),
+    ]
+    text = ", ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _ratio_part(ratio: Ratio, noun: str) -> str:
+    if ratio.decision == "untrusted":
+        return f"{noun} {' '.join(unbelieved(ratio))}"
+    if ratio.decision == "same":
+        return f"{noun} unchanged within {plain_percent(ratio.margin)} ({interval(ratio)})"
+    if ratio.decision == "undecided":
+        return f"{noun} undecided at {estimate(ratio)} ({interval(ratio)})"
+    return f"{estimate(ratio)} the {noun} ({interval(ratio)})"
+
+
+def _accuracy_part(accuracy: Accuracy) -> str:
+    if accuracy.decision == "same":
+        return f"accuracy unchanged within {plain_points(accuracy.margin_fraction)} ({points_interval(accuracy)})"
+    shown = f"{points(accuracy.mean_fraction)}{JOINED}points ({points_interval(accuracy)})"
+    return f"accuracy undecided at {shown}" if accuracy.decision == "undecided" else f"accuracy {shown}"
+
+
+def banner(comparison: Comparison) -> list[str]:
+    """What stands between all variants and a verdict, and what would help; said once, at the top."""
+    nouns: dict[str, list[str]] = {}
+    for noise in (comparison.noise_throughput, comparison.noise_memory):
+        noun, _, why = (noise.why_untrusted or "").partition(": ")
+        nouns.setdefault(why, []).append(noun)
+    found = [f"untrusted {' and '.join(each)}: {why}" for why, each in nouns.items() if why]
+    stopped = interrupted(comparison.bench)
+    found += [stopped] if any(stopped in each.reasons for each in comparison.variants) else []
+    return sentences(found)
+
+
+def reasons(each: Compared, comparison: Comparison) -> list[str]:
+    """Why a variant's verdict is untrusted or undecided, but for what the banner says."""
+    everybodys = (comparison.noise_throughput.why_untrusted, comparison.noise_memory.why_untrusted)
+    stopped = interrupted(comparison.bench)
+    return sentences([reason for reason in each.reasons if reason not in (*everybodys, stopped)])
+
+
+def sentences(fragments: Sequence[str]) -> list[str]:
+    """Each with a capital and a full stop."""
+    return [f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in fragments]
+
+
+def share_notes(comparison: Comparison) -> list[str]:
+    """What the numbers of the techniques' shares do not say by themselves."""
+    notes = []
+    for share in comparison.shares:
+        name = f"{share.technique} in {share.variant}"
+        if share.why_not:
+            notes.append(f"{name} was not measured: {share.why_not.rstrip('.')}.")
+        if share.interaction:
+            notes.append(f"{name}: {share.interaction}")
+    if any(share.verdict and share.accuracy is None for share in comparison.shares):
+        notes.append(
+            "A verdict beside an accuracy that is not trained alone is of throughput and peak memory: a variant with "
+            "just that technique would tell its accuracy."
+        )
+    return notes
+
+
+def share_accuracy(share: Share) -> tuple[str, ...]:
+    """Where the accuracy of a technique alone comes from, as it is trained only if a variant does just that."""
+    if share.accuracy is None:
+        return ("not trained alone",)
+    return (*accuracy_lines(share.accuracy), f"variant {share.accuracy_from}")
+
+
+def basis(comparison: Comparison) -> list[str]:
+    """What the verdicts rest on."""
+    bench, margins = comparison.bench, comparison.margins
+    rounds = len(bench.arms[0].samples)
+    stopped = ", after which it was interrupted" if bench.interrupted else ""
+    turns = "" if bench.turns == 1 else f", in {bench.turns} turns between those of the others"
+    return [
+        f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
+        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is reversed every other round. A ratio is "
+        "the median over the rounds, with its 95% interval.",
+        f"Accuracy: {count(len(comparison.seeds), 'seed')}, paired, with two one-sided tests.",
+        f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
+        f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",
+        f"A/A, {comparison.baseline} against itself: {_calm(comparison.noise_throughput, 'throughput')}, "
+        f"{_calm(comparison.noise_memory, 'peak memory')}.",
+    ]
+
+
+def _calm(noise: Noise, noun: str) -> str:
+    if noise.why_untrusted:
+        return f"{noun} {' '.join(unbelieved(noise))}"
+    return f"{estimate(noise)} the {noun} ({interval(noise)})"
+
+
+def noise_text(noise: Noise) -> str:
+    if noise.why_untrusted:
+        return " ".join(unbelieved(noise))
+    return f"{estimate(noise)} ({interval(noise)})"
+
+
+def left_out(each: Compared) -> list[str]:
+    """Techniques that were asked for and are in none of the variant's numbers, and what else these leave out: where its
+    job is not the others', and whose memory is not counted."""
+    found = [f"Left out: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
+    found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
+    if "weak_scaling" in each.techniques:
+        found.append(
+            f"Weak scaling: another job than the others', with a global batch of {each.batch_size:,} and a peak "
+            f"learning rate of {each.learning_rate:g}. Throughput is in samples, so its ratio stands; a step is longer."
+        )
+    if "dataloader" in each.techniques:
+        found.append(
+            "Peak memory is the trainer's: that of the DataLoader's worker processes, if any, is in no figure."
+        )
+    return found
+
+
+def notes(comparison: Comparison) -> list[tuple[str, str]]:
+    """(variant or arm, what a reader of its numbers must know): left out, refused, resumed, not predicted."""
+    found: list[tuple[str, str]] = []
+    for each in comparison.variants:
+        name = each.variant
+        found += [(name, text) for text in left_out(each)]
+        ledgers = each.ledgers
+        if ledgers and ledgers.why_not_predicted:
+            found.append((name, f"Memory not predicted: {ledgers.why_not_predicted.rstrip('.')}."))
+        found += [
+            (name, f"Refused in training, seed {_listed(seeds)}: {reason.rstrip('.')}.")
+            for reason, seeds in _by_reason([(run.seed, run) for run in each.runs]).items()
+        ]
+        resumed = [run.seed for run in each.runs if run.resumes]
+        if resumed:
+            found.append((name, f"Interrupted and resumed: seed {_listed(resumed)}."))
+    return found + [(arm.name, text) for arm in comparison.bench.arms for text in refusals(arm)]
+
+
+def refusals(arm: Arm) -> list[str]:
+    """Which of the bench's samples of an arm were refused, and why."""
+    return [
+        f"Refused in the bench, round {_listed(rounds)}: {reason.rstrip('.')}."
+        for reason, rounds in _by_reason(list(enumerate(arm.samples, 1))).items()
+    ]
+
+
+def _by_reason(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for index, window in windows:
+        for reason in dict.fromkeys(window.refusals):
+            found.setdefault(reason, []).append(index)
+    return found
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# The job
+
+
+def title(comparison: Comparison) -> str:
+    return f"{comparison.train.get('model', 'model')} on {comparison.dataset.name}"
+
+
+def target(comparison: Comparison) -> str:
+    return plain_percent(comparison.target_accuracy_fraction)
+
+
+def metric(comparison: Comparison) -> str:
+    """What accuracy means in this job, before "over all test samples"."""
+    name = comparison.train.get("metric", "accuracy")
+    return "Correct" if name == "accuracy" else f"Mean of {name}, a score from 0 to 1 a sample,"
+
+
+def setup(each: Compared) -> str:
+    """How a variant ran."""
+    backend = f" over {each.backend}" if each.backend else ""
+    return f"{count(each.world_size, 'process')}{backend}"
+
+
+def techniques(each: Compared) -> str:
+    return ", ".join(each.techniques) or "no technique"
+
+
+def job(comparison: Comparison) -> list[str]:
+    """What every variant trained, and where."""
+    train, data = comparison.train, comparison.dataset
+    parts = [
+        comparison.device,
+        count(comparison.parameter_count, "parameter"),
+        f"{data.train_count:,} training and {data.test_count:,} test images",
+    ]
+    if "epochs" in train:
+        parts.append(count(train["epochs"], "epoch"))
+    if "batch_size" in train:
+        parts.append(f"global batch {train['batch_size']}")
+    if train.get("loss", "cross_entropy") != "cross_entropy":
+        parts.append(f"loss {train['loss']}")
+    if train.get("metric", "accuracy") != "accuracy":
+        parts.append(f"accuracy is the mean of {train['metric']}")
+    return [*parts, f"seed{'s' if len(comparison.seeds) > 1 else ''} {_listed(comparison.seeds)}"]
+
+
+def measured_at(bench: Bench) -> str:
+    """The commit of the measurement, in words."""
+    if bench.commit is None:
+        return UNKNOWN
+    commit = bench.commit.rstrip("+")[:12]
+    return f"{commit}, with changes" if bench.commit.endswith("+") else commit

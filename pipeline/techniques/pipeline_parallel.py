@@ -1,0 +1,303 @@
+"""Pipeline parallelism: the model in stages, one a process, through which micro-batches follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from pipeline.distributed import World
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.plans import Plan, WhyNotHeldBy
+from pipeline.techniques.base import Accumulate, Criterion, Forward, Losses, MicroBatches, Stored, Technique
+from pipeline.techniques.chain import NotAChain, chain, joined
+from pipeline.techniques.cutting import Cut, best_cut, described, parts
+from pipeline.techniques.precision import BFloat16
+
+_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+_ALLOWED = (
+    "allowed: fewer processes, another parallelism, or a model that is a chain of so many modules, such as an "
+    "nn.Sequential or a ResNet"
+)
+
+
+class Pipeline(Technique):
+    """Each rank keeps one stage of the model; ``torch.distributed.pipelining`` takes a step's micro-batches through.
+
+    The stages are cut so that the slowest is as fast as can be, by what each unit of the model's chain costs on the
+    main rank's device. What is sent at the cuts is not counted. Where the cuts lie changes no sum; but a layer that
+    draws at random draws from its rank's generator, so that another cut is another random process.
+
+    Ranks next to each other form a pipeline. With replicas there are several, whose gradients are averaged stage by
+    stage when a step's schedule is through.
+    """
+
+    name = "pipeline"
+    shards_model = True
+    foreseen = False
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        mesh = world.mesh(replica=plan.data_processes, stage=plan.model_processes)
+        self._stages, self._replicas = plan.model_processes, plan.data_processes
+        self._pipeline, self._alike = mesh.get_group("stage"), mesh.get_group("replica")
+        self._index = world.rank % self._stages
+        self._module = _Stage()
+        """What this rank keeps of the model. Another cut changes what is in it."""
+        self._schedule: PipelineScheduleSingle | None = None
+        self._loads: list[Callable[[], object]] = []
+
+    @property
+    def _is_last(self) -> bool:
+        return self._index == self._stages - 1
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """This rank's first unit, and one past its last."""
+        ends = (0, *self._cut.ends)
+        return ends[self._index], ends[self._index + 1]
+
+    @classmethod
+    def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:
+        try:
+            most, why_not = len(parts(model, torch.zeros(2, *shape))[0]), ""
+        except NotAChain as reason:
+            most, why_not = 1, str(reason)
+        why_not = why_not or f"{type(model).__name__} can be cut into {most} part(s) at most"
+        return lambda stages: f"{why_not}; {_ALLOWED}" if stages > most else None
+
+    def preview(self, sample: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._sample = sample
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self._model = model
+        found: Cut | str | None = None
+        if self.world.is_main:  # the others wait: on a CPU they would take cores from the rank that measures
+            try:
+                found = best_cut(model, self._sample()[0], self._stages, self.world, self._autocast)
+                print(f"{self.plan.name}: {described(found, self.plan.micro_batches)}", flush=True)
+            except NotAChain as reason:
+                found = str(reason)
+        found = self.world.broadcast(found)
+        if not isinstance(found, Cut):
+            raise ConfigError(
+                f"variants.{self.plan.name}.parallelism: found 'pipeline' of {self._stages} stages, but {found}; "
+                f"{_ALLOWED}."
+            )
+        self._split(found)
+        return self._module
+
+    def wrap_criterion(self, criterion: Criterion) -> Criterion:
+        if self._is_last:
+            return lambda logits, labels: criterion(logits, labels) / self.plan.micro_batches
+        return lambda output, labels: output  # noqa: ARG005
+
+    def wrap_accumulate(self, accumulate: Accumulate, forward: Forward, losses: Losses) -> Accumulate:  # noqa: ARG002
+        def scheduled(micro_batches: MicroBatches) -> None:
+            if self._schedule is None:
+                self._schedule = self._scheduled(forward, losses)
+            images, labels = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
+            self._schedule.step(
+                *([torch.cat(images)] if self._index == 0 else []),  # it cuts them up again
+                target=torch.cat(labels) if self._is_last else None,
+                return_outputs=False,
+            )
+            if self._replicas > 1:  # over the replicas of this stage
+                held = (parameter.grad for parameter in self._module.parameters())
+                self.world.average_([gradient for gradient in held if gradient is not None], self._alike)
+
+        return scheduled
+
+    def wrap_model_state(self, stored: Stored) -> Stored:
+        def read() -> dict[str, Any]:
+            whole = {}
+            for name, tensor in stored.read().items():
+                # The first pipeline's ranks are the first ranks; BatchNorm's statistics are theirs.
+                source = self._stage_of.get(name, 0)
+                is_source = self.world.rank == source
+                whole[name] = (
+                    tensor.contiguous()
+                    if is_source
+                    else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
+                )
+                dist.broadcast(whole[name], src=source)
+            return whole
+
+        def load(whole: dict[str, Any]) -> object:
+            return stored.load(
+                {name: tensor if tensor.is_meta else whole[name] for name, tensor in stored.read().items()}
+            )
+
+        return Stored(read, self._again(load))
+
+    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:
+        self._optimizer = optimizer
+
+        def read() -> dict[str, Any]:
+            own = stored.read()
+            places = self._places()
+            mine = {places[index]: state for index, state in own["state"].items()}
+            groups = [[places[index] for index in group["params"]] for group in own["param_groups"]]
+            stages = self.world.gather((mine, groups))[: self._stages]
+            return {
+                "state": {place: state for part, _ in stages for place, state in sorted(part.items())},
+                "param_groups": [
+                    {**group, "params": sorted(place for _, theirs in stages for place in theirs[number])}
+                    for number, group in enumerate(own["param_groups"])
+                ],
+            }
+
+        def load(whole: dict[str, Any]) -> object:
+            places = self._places()
+            state = {index: whole["state"][place] for index, place in places.items() if place in whole["state"]}
+            own = stored.read()["param_groups"]
+            groups = [
+                {**group, "params": mine["params"]} for group, mine in zip(whole["param_groups"], own, strict=True)
+            ]
+            return stored.load({"state": state, "param_groups": groups})
+
+        return Stored(read, self._again(load))
+
+    def _again(self, load: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+        """``load``, remembered with what it was given, should ``restore`` find that the model is cut otherwise."""
+
+        def remembered(whole: dict[str, Any]) -> object:
+            self._loads.append(partial(load, whole))
+            return load(whole)
+
+        return remembered
+
+    def state(self) -> dict[str, Any]:
+        return {"joins": self._cut.joins, "costs": self._cut.costs, "ends": self._cut.ends}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Cut the model where it was cut, whatever was measured this time, and read what is then here of it."""
+        ends, loads = tuple(state["ends"]), self._loads
+        self._loads = []
+        if ends == self._cut.ends:
+            return
+        if tuple(state["joins"]) != self._cut.joins or len(self._optimizer.param_groups) != 1:
+            raise PipelineError(
+                f"variants.{self.plan.name}: the checkpoint's pipeline is cut otherwise; remove the checkpoint."
+            )
+        self._split(self._cut._replace(costs=tuple(state["costs"]), ends=ends))
+        self._optimizer.state.clear()
+        self._optimizer.param_groups[0]["params"] = list(self._module.parameters())
+        self._schedule = None
+        for load in loads:
+            load()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """The step's precision, which decides the types that pass from stage to stage."""
+        if BFloat16.is_asked(self.plan):
+            return torch.autocast(self.world.device.type, BFloat16.dtype)
+        return nullcontext()
+
+    def _split(self, cut: Cut) -> None:
+        """Keep this rank's stage; of the rest of the model keep the shapes alone."""
+        self._cut = cut
+        units = joined(chain(self._model), cut.joins)
+        stages = [units[begin:end] for begin, end in pairwise((0, *cut.ends))]
+        stage_of = {
+            id(tensor): stage
+            for stage, parts in enumerate(stages)
+            for part in parts
+            for tensor in (*part.parameters(), *part.buffers())
+        }
+        self._stage_of = {
+            name: stage_of[id(tensor)]
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+            if id(tensor) in stage_of
+        }
+        placed: dict[int, torch.Tensor] = {}  # what is tied stays tied
+        for name, module in self._model.named_modules():
+            prefix = f"{name}." if name else ""
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    stage = self._stage_of.get(prefix + key)
+                    if tensor is not None and stage is not None:
+                        if id(tensor) not in placed:
+                            placed[id(tensor)] = self._placed(tensor, stage)
+                        tensors[key] = placed[id(tensor)]
+        begin, end = self._bounds
+        self._module.take(joined(chain(self._model), cut.joins)[begin:end])  # of what is the model's now
+
+    def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """``tensor`` where it belongs; what comes from the meta device has no value yet."""
+        device = self.world.device if stage == self._index else torch.device("meta")
+        if tensor.is_meta == (device.type == "meta"):
+            return tensor
+        moved = torch.empty_like(tensor, device=device)
+        return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+
+    def _places(self) -> dict[int, int]:
+        """Index of each parameter in this rank's optimizer -> its index in that of a single device."""
+        names = {id(parameter): index for index, parameter in enumerate(self._model.parameters())}
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return {index: names[id(parameter)] for index, parameter in enumerate(held)}
+
+    def _scheduled(self, forward: Forward, losses: Losses) -> PipelineScheduleSingle:
+        begin, end = self._bounds
+        entering = self._cut.forms[begin].empty()
+        leaving = entering if self._is_last else self._cut.forms[end].empty()
+        stage = PipelineStage(
+            _Arriving() if self._is_last else _Passing(forward),
+            self._index,
+            self._stages,
+            self.world.device,
+            input_args=entering.detach() if self._index == 0 else entering,  # images need no gradient
+            output_args=leaving,
+            group=self._pipeline,
+        )
+
+        def loss(passing: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            """The last stage's forward pass, which needs the labels; the schedule has them here alone."""
+            share = forward(passing, labels)
+            losses.add(share.detach() * self._stages)  # losses are averaged over ranks, of which one a pipeline has any
+            return share
+
+        schedule = _SCHEDULES[self.plan.applied.schedule]
+        return schedule(stage, self.plan.micro_batches, loss_fn=loss, scale_grads=False)
+
+
+class _Stage(nn.Module):
+    """A rank's units, one after the other. What leaves is contiguous, as it is sent and arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.Sequential()
+
+    def take(self, units: Sequence[nn.Module]) -> None:
+        self.units = nn.Sequential(*units)
+
+    def forward(self, passing: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.units(passing)
+        return output.flatten().view(output.shape)
+
+
+class _Passing(nn.Module):
+    """The step's forward, techniques included, as the schedule calls it where no label is needed."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, passing: torch.Tensor) -> torch.Tensor:
+        return self._forward(passing, torch.empty(0, dtype=torch.int64, device=passing.device))
+
+
+class _Arriving(nn.Module):
+    """Hands on what the last stage gets. A view: older releases of torch detach an output that is none, in place."""
+
+    def forward(self, passing: torch.Tensor) -> torch.Tensor:
+        return passing.view_as(passing)

@@ -1,0 +1,82 @@
+"""What inference gave as Markdown, readable by itself."""
+
+from __future__ import annotations
+
+from pipeline.tools.inference.inference_file import Form, Inference, Measured, Throughput
+
+
+def markdown(found: Inference) -> str:
+    """The page ``inference/<variant>.md``."""
+    lines = [f"# Inference with {found.variant}", ""]
+    devices = dict.fromkeys((form.device_type, form.device) for form in found.forms)
+    for device_type, name in devices:
+        here = [form for form in found.forms if form.device_type == device_type]
+        lines += _device(found, here, f"{device_type.upper()}: {name}")
+    lines += [
+        "## How to read it",
+        "",
+        f"- The model of seed {found.seed}. A form takes raw images (uint8) on its device and gives float32 logits.",
+        f"- {found.rounds} rounds, in each of which every form took its turn; warm, synchronised; {found.threads} CPU "
+        "thread(s). Throughputs are medians over the rounds, with the slowest and the fastest; ratios are medians of "
+        "the rounds' ratios to the plain form, with a 95% interval.",
+        "- *p50*, *p99*: milliseconds from a call with one image to its logits; p50 with the smallest and largest of "
+        "the rounds' medians. Unknown where there were too few calls for it.",
+        "- *Equal*: test images with the plain form's predicted class. *Logits*: the largest difference from its.",
+        "- *Prepared*: seconds to make the form and to call it once with each batch size; in no other number.",
+        "- *Size*: of the parameters, buffers and constants; of a saved program also its file.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
+    measured = [(form, form.measured) for form in forms if form.measured]
+    lines = [f"## {heading}", ""]
+    if measured:
+        sizes = [each.batch_size for each in measured[0][1].throughput]
+        lines += [
+            "| form | p50 (ms) | p99 (ms) | correct | equal | logits | size | prepared (s) |",
+            "| :-- | --: | --: | --: | --: | --: | --: | --: |",
+            *(_row(form, values) for form, values in measured),
+            "",
+            "| samples a second | " + " | ".join(f"batch {size}" for size in sizes) + " |",
+            "| :-- |" + " --: |" * len(sizes),
+            *(
+                f"| {form.name} | " + " | ".join(_rate(each, form.name) for each in values.throughput) + " |"
+                for form, values in measured
+            ),
+            "",
+        ]
+    noise = [each for each in found.noise if each.device_type == forms[0].device_type]
+    if noise:
+        shown = ", ".join(f"x{each.ratio:.2f} (batch {each.batch_size})" for each in noise)
+        lines += [f"The plain form against itself, in the same rounds: {shown}.", ""]
+        lines += [f"- No ratio with batch {each.batch_size}: {each.refused}." for each in noise if each.refused]
+    lines += [f"- **{form.name}**: {form.does}." for form, _ in measured]
+    lines += [f"- **{form.name}** is not available: {form.why_not}." for form in forms if form.why_not]
+    lines += [f"- {form.name}: {remark}." for form, values in measured for remark in values.remarks]
+    return [*lines, ""]
+
+
+def _row(form: Form, values: Measured) -> str:
+    latency, agreement = values.latency, values.agreement
+    p99 = "unknown" if latency.p99_ms is None else f"{latency.p99_ms:.3f}"
+    size = f"{values.model_bytes:,} B" + (f"; file {values.file_bytes:,} B" if values.file_bytes else "")
+    cells = (
+        form.name,
+        f"{latency.p50_ms:.3f} ({latency.p50_low_ms:.3f} to {latency.p50_high_ms:.3f})",
+        p99,
+        f"{agreement.correct_count} of {agreement.test_count} ({agreement.accuracy:.2%})",
+        f"{agreement.equal_fraction:.2%}",
+        f"{agreement.largest_logit_difference:.2g}",
+        size,
+        f"{values.prepare_seconds:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _rate(each: Throughput, name: str) -> str:
+    rate = f"{each.samples_per_second:,.0f} ({each.low_samples_per_second:,.0f} to {each.high_samples_per_second:,.0f})"
+    if name == "eager" or each.ratio is None:
+        return rate
+    return f"{rate}; x{each.ratio:.2f} ({each.ratio_low:.2f} to {each.ratio_high:.2f})"

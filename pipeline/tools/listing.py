@@ -1,0 +1,148 @@
+"""The catalogue of techniques as a person asks for it: in a terminal, as a page of the documentation, as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.errors import ConfigError
+from pipeline.params import CATALOGUE, Entry, Machine, entries, exclusions
+
+CHANGES = {
+    "nothing": "the trained weights are the same, bit for bit",
+    "rounding": "the same mathematics, rounded differently",
+    "statistics": "other gradients or samples: equal only over several runs, if at all",
+}
+
+
+def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
+    """Print the techniques that ``words`` are about, all without any. Raises ConfigError if there is none."""
+    on_gpu = machine.gpus > 0
+    installed = entries()
+    found = [entry for entry in installed if all(_is_about(entry, word) for word in words)]
+    if not found:
+        raise ConfigError(
+            f"techniques: found nothing about {' '.join(words)!r}; there are: {', '.join(e.name for e in installed)}."
+        )
+    if as_json:
+        print(json.dumps([_described(entry, machine, on_gpu) for entry in found], indent=2))
+    else:
+        print("\n".join(_lines(found, machine, on_gpu, min(shutil.get_terminal_size((100, 24)).columns, 120))))
+
+
+def markdown() -> str:
+    """``docs/techniques.md``."""
+    parts = [
+        "# Techniques",
+        "",
+        "Each is one line of a variant in `params.yaml`. `python -m pipeline techniques` says which of them this "
+        "machine can run; `python -m pipeline techniques AMP` finds them by the names that people search for. This "
+        "page is written by `make docs`.",
+        "",
+        "Behind a setting stands the technique's name, where the setting does not say it: *Cannot run with* lists "
+        "names.",
+        "",
+        "What a technique changes, as the tests and `python -m pipeline verify` hold it:",
+        "",
+        *(f"- **{word}**: {meaning}." for word, meaning in CHANGES.items()),
+    ]
+    for group in dict.fromkeys(entry.group for entry in CATALOGUE):
+        parts += ["", f"## {group}", ""]
+        parts += ["| `params.yaml` | What it does | When it pays | What it costs | Changes | Cannot run with |"]
+        parts += ["| :-- | :-- | :-- | :-- | :-- | :-- |"]
+        for entry in CATALOGUE:
+            if entry.group == group:
+                cells = (
+                    f"`{entry.setting}`{_name(entry, '`')}",
+                    f"{entry.does}. ({entry.source}.)",
+                    entry.pays,
+                    entry.costs,
+                    entry.changes,
+                    ", ".join(f"`{name}`" for name in sorted(exclusions(entry))) or "-",
+                )
+                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(parts) + "\n"
+
+
+def _name(entry: Entry, quote: str = "") -> str:
+    """The name, in brackets, by which others exclude the technique; nothing where the setting says it."""
+    return "" if entry.name in entry.setting else f" ({quote}{entry.name}{quote})"
+
+
+def _is_about(entry: Entry, word: str) -> bool:
+    texts = (entry.name, entry.setting, *entry.searched_for)
+    return any(_plain(word) in _plain(text) for text in texts)
+
+
+def _plain(text: str) -> str:
+    return "".join(character for character in text.lower() if character.isalnum())
+
+
+def _described(entry: Entry, machine: Machine, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "group": entry.group,
+        "setting": entry.setting,
+        "searched_for": list(entry.searched_for),
+        "does": entry.does,
+        "pays": entry.pays,
+        "costs": entry.costs,
+        "source": entry.source,
+        "changes": entry.changes,
+        "excludes": dict(sorted(exclusions(entry, entries()).items())),
+        "why_not_here": _why_not_here(entry, machine, on_gpu),
+        "why_not_values_here": {
+            str(value): reason for value, why_not in entry.why_not_value.items() if (reason := why_not(machine, on_gpu))
+        },
+        "emulated_here": entry.emulated(machine, on_gpu),
+    }
+
+
+def _why_not_here(entry: Entry, machine: Machine, on_gpu: bool) -> str | None:
+    if on_gpu and machine.gpus == 1 and (entry.key == "parallelism" or entry.needs):
+        return "there is one GPU, which has nobody to share the work with"
+    return entry.why_not(machine, on_gpu)
+
+
+def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
+    """Whether this machine can run it, and why not, as a sentence."""
+    described = _described(entry, machine, on_gpu)
+    if described["why_not_here"]:
+        return f"no: {described['why_not_here']}."
+    if described["emulated_here"]:
+        return f"slowly: {described['emulated_here']}."
+    values = [f"not {value}: {reason}" for value, reason in described["why_not_values_here"].items()]
+    return f"yes, but {'; '.join(values)}." if values else "yes"
+
+
+def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
+    lines, installed = [], entries()
+    for group in dict.fromkeys(entry.group for entry in found):
+        lines += [group, ""]
+        for entry in found:
+            if entry.group != group:
+                continue
+            lines += [f"  {entry.setting}{_name(entry)}"]
+            texts = {
+                "does": f"{entry.does}.",
+                "pays": f"{entry.pays}.",
+                "costs": f"{entry.costs}.",
+                "changes": f"{entry.changes}: {CHANGES[entry.changes]}.",
+                "excludes": "; ".join(f"{name} ({why})" for name, why in sorted(exclusions(entry, installed).items())),
+                "here": _here(entry, machine, on_gpu),
+                "also": ", ".join(entry.searched_for),
+            }
+            for label, text in texts.items():
+                if text:
+                    lines += textwrap.wrap(
+                        text,
+                        width,
+                        initial_indent=f"    {label:10}",
+                        subsequent_indent=" " * 14,
+                        break_on_hyphens=False,
+                    )
+            lines += [""]
+    return lines[:-1]

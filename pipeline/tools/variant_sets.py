@@ -1,0 +1,114 @@
+"""Ready-made variants: files under ``variants/`` that params.yaml can take in, so that it stays short."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import textwrap
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pipeline import files
+from pipeline.errors import ConfigError
+from pipeline.params import PARAMS_FILE, Config, Machine, Variant, asked, load, parse
+from pipeline.params.loading import read
+from pipeline.plans import plan
+
+FOLDER = Path("variants")
+NULL_TAG = "tag:yaml.org,2002:null"
+
+
+def show(machine: Machine, name: str | None, *, add: bool) -> None:
+    """Print all sets; or one set's variants and whether they can run here, and ``add`` those to params.yaml that can.
+
+    Raises ConfigError if there is no such set, or a variant of its name stands in params.yaml already and differs.
+    """
+    if not FOLDER.is_dir():
+        raise ConfigError(f"{FOLDER}/ is missing: run from the top of the checkout.")
+    if name is None:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 15, break_on_hyphens=False)
+        for path in sorted(FOLDER.glob("*.yaml")):
+            for first, text in ((path.stem, _about(path)), ("", ", ".join(_read(path)))):
+                wrapper.initial_indent = f"{first:15}"
+                print(wrapper.fill(text))
+        return
+    path = FOLDER / f"{name}.yaml"
+    known = sorted(each.stem for each in FOLDER.glob("*.yaml"))
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"variants: found {name!r}; there are: {', '.join(known)}.{hint}")
+    config, chosen = load(), _read(path)
+    here = {variant: _here(config, variant, values, machine) for variant, values in chosen.items()}
+    for variant, (_, words) in here.items():
+        print(f"{variant:28} {words}")
+    if add:
+        added = _add(config, {variant: values for variant, values in chosen.items() if here[variant][0]})
+        print(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: all that can run here is there already'}")
+
+
+def _about(path: Path) -> str:
+    """The comment at the top of the file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return " ".join(line.lstrip("# ") for line in lines[:end])
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    values = read(path)
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"{path}: found {values!r}; expected variants, each under its name as in {PARAMS_FILE}.")
+    parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # names what is wrong in it
+    return dict(values)
+
+
+def _here(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
+    """Whether this machine can run the variant, with a technique of it at least; and what is to be said of that."""
+    variant = _parsed(name, values)
+    try:
+        made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
+    except ConfigError as error:
+        return False, str(error)
+    left_out = "; ".join(f"{technique} is left out: {reason}" for technique, reason in made.left_out.items())
+    if asked(variant) and not asked(made.applied):
+        return False, left_out
+    return True, f"can run here, but {left_out}" if left_out else "can run here"
+
+
+def _parsed(name: str, values: Mapping[str, Any]) -> Variant:
+    return parse({"compare": {"baseline": name}, "variants": {name: dict(values)}}).variants[name]
+
+
+def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Write ``variants`` at the end of params.yaml's, comments and order kept; the names of the new ones."""
+    from ruamel.yaml import YAML
+
+    file = PARAMS_FILE.resolve()  # a link stays one
+    if not os.access(file, os.W_OK):
+        raise ConfigError(f"{file} is not to be written; make it writable, or copy the variants there yourself.")
+    text = YAML()  # round trip: keeps comments
+    text.preserve_quotes = True
+    text.width = 120
+    text.representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(NULL_TAG, "null"))
+    params = text.load(file.read_text(encoding="utf-8"))
+    there = params["variants"]
+    added = []
+    for name, values in variants.items():
+        if name not in there:
+            there[name] = dict(values)
+            added.append(name)
+        elif config.variants[name] != _parsed(name, values):
+            raise ConfigError(
+                f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, the set {dict(values)}; "
+                "rename yours."
+            )
+    written = StringIO()
+    text.dump(params, written)
+    if added:
+        files.write_text(file, written.getvalue())
+        load()
+    return added

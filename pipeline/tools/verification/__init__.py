@@ -1,0 +1,57 @@
+"""Proof, on the user's own model and data, of what the comparison rests on: every variant trained in miniature."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from pipeline.data.prepared import read as read_dataset
+from pipeline.distributed import launched_size
+from pipeline.errors import PipelineError
+from pipeline.models import loss_and_metric
+from pipeline.params import Config, Machine
+from pipeline.tools.verification import words
+from pipeline.tools.verification.claims import Claim, Verifier, said
+from pipeline.training.assembly import planned
+
+__all__ = ["Claim", "Verifier", "run"]
+
+
+def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Path, *, as_json: bool) -> int:
+    """Print the claims of ``variants`` (none: all); return 1 if one does not hold, else 0. Raises PipelineError."""
+    if launched_size() is not None:
+        raise PipelineError("verify starts the processes itself: run it without a launcher, on one host.")
+    names = list(variants) or list(config.variants)
+    for name in names:
+        planned(config, name, machine, prepared)  # what cannot run here is said before anything runs
+    started = time.monotonic()
+    dataset = read_dataset(prepared)
+    claims: list[Claim] = []
+    width = max(map(len, [*names, "variant"]))
+    with tempfile.TemporaryDirectory() as folder:
+        with redirect_stdout(sys.stderr):  # what a user's model prints is no part of the table
+            loss_and_metric.check(config.train, len(dataset.classes))
+            verifier = Verifier(config, machine, prepared, dataset, Path(folder))
+        about = {"model": config.train.model, "dataset": dataset.name, "seed": config.train.seeds[0]}
+        if not as_json:
+            print(
+                f"{config.train.model} on {dataset.name}, seed {config.train.seeds[0]}: {verifier.steps} steps of "
+                f"{config.train.batch_size} samples. The model {said(verifier.nature)}.\n"
+            )
+            print(words.heading(width), flush=True)
+        total = sum(map(verifier.count, names))
+        print(f"verify: {total} claims; how long they take is estimated from the first", file=sys.stderr, flush=True)
+        for name in names:
+            for claim in verifier.claims(name):
+                claims.append(claim)
+                if not as_json:
+                    print("\n".join(words.lines(claim, width)), flush=True)
+                print(words.progress(len(claims), total, time.monotonic() - started), file=sys.stderr, flush=True)
+        about |= {"steps": verifier.steps, "draws": verifier.nature.draws, "mixes": verifier.nature.mixes}
+    seconds = time.monotonic() - started
+    print(words.as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else words.summary(claims, seconds))
+    return int(any(claim.holds is False for claim in claims))

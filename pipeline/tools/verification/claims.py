@@ -1,0 +1,414 @@
+"""What a comparison rests on, as claims: each with a measured difference and the bound below which it holds.
+
+Which claims a variant makes, and their bounds, follow from the catalogue's entries of its techniques
+(``Entry.changes``, ``roundoff`` and ``repeats``), so a new technique is verified by what it promises there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import models, params
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import WorkerError
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Entry, Machine, Variant
+from pipeline.plans import Plan
+from pipeline.tools.verification.natures import Nature, keep_still, nature, statistics
+from pipeline.tools.verification.observing import (
+    EPOCHS,
+    PLAIN_SGD,
+    STATISTICS,
+    STATISTICS_BATCHES,
+    Observed,
+    Task,
+    first_images,
+    miniature,
+    observer,
+)
+from pipeline.training.assembly import planned
+
+FLOAT32 = 2.0**-24
+"""Its unit roundoff."""
+LEAST = 2.0**11 * FLOAT32
+"""What any sum in float32 may differ by, relative, when it is taken in another order. One of k terms is off by about
+sqrt(k) roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019);
+k, samples times pixels, comes to some 10^5 here, and terms of both signs cancel in part."""
+KERNEL_ROUNDOFFS = 2.0**5
+"""By how many float32 roundoffs, at most, another kernel of a layer gives other values; on CPUs it is some 10."""
+DRAWS = 2
+"""So often the reference is trained with noise of the size of the rounding in question; the farthest counts."""
+FACTOR = 2.0
+"""How many times as far as this noise may such rounding carry a training."""
+CLEAR = 2.0
+"""A bound says something if a fault that is planted in the reference goes so many times as far, or farther."""
+RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
+"""Of a ``Task``, tried in turn: all steps at the job's learning rate, then few at smaller ones. From step to step a
+training carries errors farther, some beyond all bounds."""
+SMALL_TENSOR = 0.1
+"""Of a gradient that nearly cancels, only rounding is left: differences count relative to this share of the root mean
+square over all tensors, at least."""
+
+Distance = Callable[[Observed, Observed], float]
+
+STILL = "with dropout off and BatchNorm's statistics fixed"
+UNTRIED, UNTOLD, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
+_NO_REFERENCE = "the training without it, which it would be held against, fails"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the table."""
+
+    variant: str
+    claim: str
+    measured: float | None = None
+    """In ``unit``. None: there was nothing to measure; ``note`` says why."""
+    bound: float | None = None
+    """None: none is promised."""
+    holds: bool | None = None
+    """None: ``undecided`` says why, and ``note`` the reason."""
+    unit: str = ""
+    note: str = ""
+    undecided: str = ""
+    """``UNTRIED``, ``UNTOLD`` or ``UNPROMISED``."""
+    fault: float | None = None
+    """What is measured of the reference with a fault planted: one part of each batch is not in the gradients."""
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """The training that a variant's is held against."""
+
+    plan: Plan | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class _Against:
+    """A single device's training, and by what it is found out how far another may be from it."""
+
+    plan: Plan
+    noise: float
+    """Of the size of the rounding in question, as in ``Task``. 0: nothing is promised."""
+    parts: int
+    """Into how many a batch is divided, of which one could be forgotten; at least two."""
+    note: str
+
+
+def tensor_difference(found: Path, expected: Path) -> float:
+    """The largest relative difference of a tensor, such as a gradient; infinite if one is not finite.
+
+    A difference's norm is taken relative to that of the expected tensor, plus ``SMALL_TENSOR`` of the root mean square
+    over all tensors. Counts, which are whole numbers, are left out.
+    """
+    ours, theirs = (
+        {name: value for name, value in _read(file).items() if value.is_floating_point()} for file in (found, expected)
+    )
+    if ours.keys() != theirs.keys():
+        return math.inf
+    total = math.sqrt(sum(float(value.square().sum()) for value in theirs.values()))
+    count = sum(value.numel() for value in theirs.values())
+    largest = 0.0
+    for name, value in theirs.items():
+        usual = total * math.sqrt(value.numel() / count)
+        size = float(value.norm()) + SMALL_TENSOR * usual
+        difference = float((ours[name] - value).norm())
+        if not math.isfinite(difference):
+            return math.inf
+        largest = max(largest, difference / size if size else 0.0)
+    return largest
+
+
+def curve_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest difference of a step's loss, relative to the mean over the steps."""
+    if len(found) != len(expected):
+        return math.inf
+    largest = max((abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)), default=math.inf)
+    return largest * len(expected) / sum(map(abs, expected)) if expected else math.inf
+
+
+def way_difference(found: Observed, expected: Observed) -> float:
+    return tensor_difference(found.way, expected.way)
+
+
+def loss_difference(found: Observed, expected: Observed) -> float:
+    return curve_difference(found.losses, expected.losses)
+
+
+def differing_values(found: Path, expected: Path) -> int:
+    """How many numbers of two state dicts differ in any bit; a name that one lacks differs in all."""
+    ours, theirs = _read(found), _read(expected)
+    different = sum(
+        value.numel() for name, value in {**ours, **theirs}.items() if not (name in ours and name in theirs)
+    )
+    for name in ours.keys() & theirs.keys():
+        one, other = ours[name], theirs[name]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            different += one.numel()
+            continue
+        size = one.element_size()
+        bits = (each.contiguous().flatten().view(torch.uint8).view(-1, size) for each in (one, other))
+        different += int(torch.ne(*bits).any(1).sum()) if one.numel() else 0
+    return different
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return state
+
+
+def evaluated(plan: Plan, seen: Observed, metric: str) -> Claim:
+    """Every test sample once, with the score that it has alone.
+
+    A metric of the user's own may follow the logits' rounding; of accuracy, only the ties do.
+    """
+    shared = f"{plan.processes} processes" if plan.processes > 1 else "one process"
+    claim = f"evaluation by {shared}: each of {seen.expected_count:,} samples once"
+    bound = seen.ties + (0.0 if metric == "accuracy" else seen.expected_count * LEAST)
+    if seen.count != seen.expected_count:
+        note = f"{seen.count:,} samples were counted"
+        return Claim(plan.name, claim, abs(seen.count - seen.expected_count), bound, False, "samples", note)
+    difference = abs(seen.correct - seen.expected_correct)
+    note = f"{seen.ties} samples have two largest logits that are as good as equal" if seen.ties else ""
+    return Claim(plan.name, claim, difference, bound, difference <= bound, "samples", note)
+
+
+class Verifier:
+    """Trains variants in miniature, each as often as it takes, and holds them against each other.
+
+    ``folder`` takes what they leave, a file a training.
+    """
+
+    def __init__(self, config: Config, machine: Machine, prepared: Path, dataset: Dataset, folder: Path) -> None:
+        self.config, self.machine, self.prepared, self.folder = config, machine, prepared, folder
+        self._seen: dict[tuple[str, Task, int], Observed] = {}
+        small = miniature(dataset, config.train.batch_size)
+        self.steps = EPOCHS * (len(small.train) // config.train.batch_size)
+        self.nature, self.nature_still, found = natures_of(config, small)
+        """Of the model, as it is and kept still."""
+        torch.save(found, folder / STATISTICS)
+
+    def count(self, name: str) -> int:
+        """How many claims of ``variants.<name>`` there are, if all can be tried."""
+        plan = planned(self.config, name, self.machine, self.prepared)
+        changes = {each.changes for each in params.asked(plan.applied)}
+        return len(plan.left_out) + 3 * ("rounding" in changes) + ("nothing" in changes) + 2
+
+    def claims(self, name: str) -> Iterator[Claim]:
+        """Those of ``variants.<name>``. What cannot be tried here is not promised, and says so."""
+        plan = planned(self.config, name, self.machine, self.prepared)
+        for technique, reason in plan.left_out.items():
+            yield Claim(name, f"{technique} is left out", note=reason, undecided=UNTRIED)
+        entries = params.asked(plan.applied)
+        try:
+            (first,), (again,) = (self._observe(plan, [Task("run")], repeat) for repeat in (0, 1))
+        except WorkerError as error:
+            yield _failed(name, "the variant trains", error)
+            return
+        if not_finite := first.not_finite or again.not_finite:
+            yield Claim(name, "the variant trains", note=not_finite, undecided=UNTRIED)
+            yield from self._against_one_device(plan, entries)
+            return
+        yield from self._against_one_device(plan, entries)
+        yield from self._without(plan, entries, first)
+        yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
+        yield evaluated(plan, first, self.config.train.metric)
+
+    def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
+        """Gradients, losses and weights against a single device's in float32, with what changes statistics left in."""
+        close = [each for each in entries if each.changes != "statistics"]
+        if all(each.changes != "rounding" for each in close):
+            return  # bit-identity says more
+        gradients, losses, weights = (
+            f"{what}: a single device's"
+            for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
+        )
+        expected = self._single(plan, close)
+        if expected.plan is None:
+            yield Claim(plan.name, gradients, note=expected.why_not, undecided=UNTRIED)
+            return
+        still = not self.nature.still
+        statistical = [each.name for each in entries if each.changes == "statistics"]
+        loose = [f"{' and '.join(statistical)}: only statistical"] if statistical else []
+        if not self.nature_still.still:
+            loose.append(f"only statistical: the model {said(self.nature_still)} also then")
+        roundoff = max(each.roundoff for each in close)
+        against = _Against(
+            expected.plan,
+            0.0 if loose else roundoff / 2 if roundoff > FLOAT32 else KERNEL_ROUNDOFFS * FLOAT32,
+            max(2, plan.data_processes * plan.micro_batches),
+            "; ".join([STILL] * still + loose),
+        )
+        plain = self.config.train.model_copy(update=PLAIN_SGD)
+        if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
+            note = f"no step of plain SGD to see them by: {why_no_step}"
+            yield Claim(plan.name, gradients, note=note, undecided=UNTRIED)
+        else:
+            (claim,) = self._compared(plan, against, [Task("step", still)], {gradients: way_difference})
+            yield claim
+            if claim.undecided == UNTOLD:
+                note = "rounding hides a fault already in the gradients of a step"
+                yield from (
+                    Claim(plan.name, each.format(self.steps), note=note, undecided=UNTOLD) for each in (losses, weights)
+                )
+            if claim.undecided in (UNTOLD, UNTRIED):
+                return
+        runs = [Task("run", still, **changes) for changes in (RUNS[:1] if loose else RUNS)]
+        distances = {weights: way_difference, losses: loss_difference}
+        yield from reversed(self._compared(plan, against, runs, distances))
+
+    def _compared(
+        self, plan: Plan, against: _Against, tasks: Sequence[Task], distances: Mapping[str, Distance]
+    ) -> list[Claim]:
+        """A claim for each distance, by the first of ``tasks`` of which a bound of the first one says something.
+
+        In a claim's text {} stands for the number of steps.
+        """
+        for task in tasks:
+            spoilt = [replace(task, noise=against.noise, draw=draw) for draw in range(DRAWS)]
+            spoilt = [*spoilt, replace(task, forgets=against.parts)] if against.noise else []
+            names = [claim.format(task.steps or self.steps) for claim in distances]
+            try:
+                theirs, *others = self._observe(against.plan, [task, *spoilt])
+            except WorkerError as error:
+                return [Claim(plan.name, names[0], note=f"{_NO_REFERENCE}: {error}", undecided=UNTRIED)]
+            judged = [
+                _judged(Claim(plan.name, name, unit="relative"), [apart(each, theirs) for each in others])
+                for name, apart in zip(names, distances.values(), strict=True)
+            ]
+            if judged[0].undecided != UNTOLD:
+                break
+        slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
+        note = "; ".join(filter(None, [against.note, slower]))
+        if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
+            note = theirs.not_finite or "a single device's are not finite"
+            return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
+        try:
+            (ours,) = self._observe(plan, [task])
+        except WorkerError as error:
+            return [_failed(plan.name, names[0], error)]
+        if ours.left_out:
+            note = "a step was left out: its scaled gradients overflowed"
+            return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
+        note = "; ".join(filter(None, [note, ours.not_finite]))
+        measured = [apart(ours, theirs) for apart in distances.values()]
+        return [
+            replace(claim, measured=value, note=note, holds=None if claim.undecided else value <= (claim.bound or 0.0))
+            for claim, value in zip(judged, measured, strict=True)
+        ]
+
+    def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
+        """What changes nothing, against the same variant without it: the same weights, as they are trained."""
+        exact = [each for each in entries if each.changes == "nothing"]
+        if not exact:
+            return
+        claim = f"weights after {self.steps} steps: those without {', '.join(each.name for each in exact)}"
+        reduced = self._reduced(plan, params.without(plan.applied, exact), keep_options=True)
+        if reduced.plan is None:
+            yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
+            return
+        try:
+            (other,) = self._observe(reduced.plan, [Task("run")])
+        except WorkerError as error:
+            yield Claim(plan.name, claim, note=f"{_NO_REFERENCE}: {error}", undecided=UNTRIED)
+            return
+        yield self._bit_by_bit(plan, entries, claim, first, other)
+
+    def _bit_by_bit(self, plan: Plan, entries: Sequence[Entry], claim: str, first: Observed, other: Observed) -> Claim:
+        """Two trainings that end in the same weights, unless what a seed gives is left to chance."""
+        loose = [each.name for each in entries if not each.repeats] + [first.unsteady] * bool(first.unsteady)
+        if not self.config.train.deterministic:
+            loose.append("train.deterministic: false")
+        difference = differing_values(other.file, first.file)
+        if loose:
+            note = f"not promised: {' and '.join(loose)}"
+            return Claim(plan.name, claim, difference, unit="values", note=note, undecided=UNPROMISED)
+        return Claim(plan.name, claim, difference, 0, difference == 0, "values")
+
+    def _single(self, plan: Plan, close: Sequence[Entry]) -> _Expected:
+        return self._reduced(plan, params.without(plan.applied, close), keep_options=False)
+
+    def _reduced(self, plan: Plan, variant: Variant, *, keep_options: bool) -> _Expected:
+        """The plan of a variant of which techniques were taken out.
+
+        A key that only said how such a technique works must go with it. ``keep_options``: but no other.
+        """
+        used = {each.key for each in params.asked(variant)}
+        plain = Variant()
+        options = [key for key, value in variant if key not in used and value != getattr(plain, key)]
+        every = variant.model_copy(update={key: getattr(plain, key) for key in options})
+        tried = [every]
+        if keep_options:
+            single = [variant.model_copy(update={key: getattr(plain, key)}) for key in options]
+            tried = [variant, *single, every]
+        problem = ""
+        for each in tried:
+            try:
+                return _Expected(self._planned(plan.name, each))
+            except ConfigError as error:
+                problem = problem or str(error).removeprefix(f"{params.PARAMS_FILE}: ")
+        return _Expected(None, f"nothing to hold it against, as the rest cannot be by itself: {problem}")
+
+    def _planned(self, name: str, variant: Variant) -> Plan:
+        values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
+        values["variants"] = {name: variant.model_dump(mode="json")}
+        values["compare"] = {"baseline": name}
+        return planned(params.parse(values), name, self.machine, self.prepared)
+
+    def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
+        """Each task once, unless it was done before; all that are new in the same processes."""
+        settled = self._settled(plan)
+        new = [task for task in tasks if (settled, task, repeat) not in self._seen]
+        if new:
+            with observer(self.config, plan, self.prepared, self.folder) as observe:
+                for task in new:
+                    self._seen[settled, task, repeat] = observe(task, f"{len(self._seen)}.pt")
+        return [self._seen[settled, task, repeat] for task in tasks]
+
+    def _settled(self, plan: Plan) -> str:
+        """What a training depends on: plans that run alike share it."""
+        values = plan.model_dump(mode="json", exclude={"name", "asked", "left_out", "decided"})
+        values["applied"].pop("processes", None)  # "auto", and the number it comes to, are the same
+        return json.dumps(values, sort_keys=True)
+
+
+def natures_of(config: Config, dataset: Dataset) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
+    """The job's model as it is, and kept still, and the statistics that it takes for that. Raises ModelError."""
+    batches = first_images(dataset, STATISTICS_BATCHES)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seeds[0])
+        model = models.of_job(config.train, dataset.shape, len(dataset.classes))
+        as_it_is, found = nature(model, batches[0]), statistics(model, batches)
+        return as_it_is, nature(keep_still(model, found), batches[0]), found
+
+
+def said(found: Nature) -> str:
+    """In words: the model ..."""
+    parts = ["draws random numbers"] * found.draws + ["looks at several samples together"] * found.mixes
+    return " and ".join(parts) or "draws nothing at random and sees each sample by itself"
+
+
+def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
+    """With the bound that follows from how far noise, and last a fault, take the reference. None: not promised."""
+    if not spoilt:
+        return replace(claim, undecided=UNPROMISED)
+    *noisy, fault = spoilt
+    bound = LEAST + FACTOR * max(noisy)
+    told = math.isfinite(bound) and CLEAR * bound <= fault
+    return replace(claim, bound=bound, fault=fault, undecided="" if told else UNTOLD)
+
+
+def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
+    """What the pipeline itself refuses, and what there is no memory for, was not tried; any other error is a fault."""
+    text = str(error)
+    if "Traceback (most recent call last)" in text and "OutOfMemoryError" not in text:
+        return Claim(variant, claim, holds=False, note=text)
+    return Claim(variant, claim, note=text, undecided=UNTRIED)

@@ -1,0 +1,284 @@
+"""One variant's job: launch its processes, train every seed, write the result's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from pipeline import environment, results
+from pipeline.distributed import Interruption, World, interruption, launch
+from pipeline.environment import stages
+from pipeline.interpreter import age_seconds
+from pipeline.measurement.detectors import detectors
+from pipeline.measurement.malloc import keep_freed_memory
+from pipeline.measurement.sampling import SystemSampler
+from pipeline.params import Config, Machine
+from pipeline.plans import Plan
+from pipeline.results import HistoryRow, Result, Run, Setup, summarise
+from pipeline.techniques import of_plan
+from pipeline.training import checkpoints
+from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
+from pipeline.training.loop import Training
+from pipeline.training.measured import dataset_of, device_name_of, setup_of, window_of
+
+FOLLOWER_PATIENCE_SECONDS = 20.0
+"""How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
+
+INTERRUPTED_PATIENCE_SECONDS = 2.0
+"""The same for a job that is interrupted: `docker stop` gives ten seconds in all."""
+
+
+def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
+    """Train ``variants.<name>`` on the data set in ``prepared`` with every seed, and write all its files.
+
+    Starts the processes that the variant needs; where a launcher started this one, it is one of them.
+    An interrupted job goes on from its checkpoints. Raises PipelineError.
+    """
+    plan = planned(config, name, machine, prepared)
+    started = time.time() - age_seconds()
+    depends_on = stages.training(config, plan)  # as the code is now, whatever environment.json says
+    launch(_work, (config, plan, prepared, environment.read(), depends_on, started), plan.processes)
+
+
+def _work(
+    config: Config,
+    plan: Plan,
+    prepared: Path,
+    fingerprint: dict[str, Any],
+    depends_on: dict[str, Any],
+    started: float,
+) -> None:
+    """What each process does. ``fingerprint``: the environment's. ``depends_on``: see ``stages.training``."""
+    keep_freed_memory()
+    with assembled(config, plan, prepared) as assembly:
+        world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
+        if world.is_main:
+            _announce(plan, world, device_name)
+        following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
+        everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
+        here = dict.fromkeys(device for host, devices in everywhere if host == platform.node() for device in devices)
+        sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
+        free_steps = max((technique.free_steps for technique in of_plan(plan)), default=0)
+        with following, sampler or nullcontext(), interruption(world, free_steps) as heard:
+            environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
+            job = Job(assembly, environment_hash, depends_on, device_name, started, sampler, heard)
+            runs = [job.train(seed) for seed in config.train.seeds]
+            if world.is_main:
+                job.write_result(runs)
+    if heard.signal:  # too late to stop anything, but no next stage should begin
+        sys.exit(heard.exit_code)
+    if world.is_main:  # the last act: up to here, an interruption finds all of it again
+        for seed in config.train.seeds:
+            checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
+
+
+class Job:
+    """All seeds of one variant, on one rank."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        environment_hash: str,
+        depends_on: dict[str, Any],
+        device_name: str,
+        started: float,
+        sampler: SystemSampler | None,
+        interruption: Interruption,
+    ) -> None:
+        self.assembly, self.config, self.world = assembly, assembly.config, assembly.world
+        self.plan = assembly.plan
+        """With what the first seed's training decided, or an earlier process before this one was interrupted."""
+        self.environment_hash, self.depends_on = environment_hash, depends_on
+        self.device_name, self.started = device_name, started
+        self.sampler, self.interruption = sampler, interruption
+        self.history: list[HistoryRow] = []
+        """Of all seeds so far; the main rank writes it to ``history_file``."""
+        self.history_file = results.history_file(self.plan.name)
+        self.setup: Setup | None = None
+        """How the variant runs here; known with the first seed's model."""
+
+    def train(self, seed: int) -> Run:
+        """One seed, from the start or from its checkpoint; returns the same record on every rank."""
+        if self.sampler:
+            self.sampler.seed = seed
+        forget_last_run(self.world)
+        checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
+        identity = self._identity(seed)
+        saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
+        watching = detectors(
+            self.world.devices(self.plan.devices_per_process),
+            root_pid=os.getppid() if self.world.backend else os.getpid(),
+            max_foreign_load=None,
+        )
+        plan = Plan.model_validate(saved["plan"]) if saved else self.plan
+        with replace(self.assembly, plan=plan).training(seed, watching) as training:
+            self.plan = training.plan
+            self.setup = setup_of(training, self.device_name)
+            resumes, earlier = 0, list(self.history)
+            if saved:
+                training.restore(saved)
+                resumes = saved["resumes"]
+                self.history = earlier + [HistoryRow.model_validate(row) for row in saved["history"]]
+            if self.world.is_main:
+                results.write_history(self.history, self.history_file)
+            if saved and saved["run"]:
+                self._say(f"seed {seed}: complete in {checkpoint}")
+                run = Run.model_validate(saved["run"])
+            else:
+                if saved:
+                    resumes += 1
+                    self._say(f"seed {seed}: resuming after step {training.steps} from {checkpoint}")
+                startup_seconds = time.time() - self.started
+                for row in self._shown(training, seed):
+                    if row:
+                        self.history.append(row)
+                        if self.world.is_main:
+                            results.append_history(row, self.history_file)
+                    leaving = self.interruption.agreed() and training.steps < training.total_steps
+                    if leaving or self._checkpoint_is_due(training):
+                        with training.paused():
+                            self._save(training, checkpoint, identity, seed, resumes, None)
+                    if leaving:
+                        self._say(f"seed {seed}: interrupted after step {training.steps}; goes on from {checkpoint}")
+                        sys.exit(self.interruption.exit_code)
+                run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
+                self._save(training, checkpoint, identity, seed, resumes, run)
+            trained = training.model_state.read()
+        if self.world.is_main:
+            checkpoints.save(trained, results.model_file(self.plan.name, seed))
+        return run
+
+    def write_result(self, runs: list[Run]) -> None:
+        """Write the result, now that every seed is done."""
+        config, plan = self.config, self.plan
+        assert self.setup is not None
+        result = Result(
+            variant=plan.name,
+            environment=self.environment_hash,
+            config={"train": config.train.model_dump(mode="json"), "variant": plan.asked.model_dump(mode="json")},
+            **dict(self.setup),
+            dataset=dataset_of(self.assembly.dataset),
+            summary=summarise(runs),
+            runs=tuple(runs),
+        )
+        results.write(result, results.result_file(plan.name))
+
+    def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
+        """The training's steps, with a progress bar for a person and a line an epoch for a log."""
+        label = f"{self.plan.name} seed {seed}"
+        bar = tqdm(
+            total=training.total_steps,
+            initial=training.steps,
+            desc=label,
+            unit="step",
+            disable=None if self.world.is_main else True,  # None: shown on a terminal alone
+        )
+        with bar:
+            for row in training.run():
+                bar.update()
+                if row and row.test_accuracy is not None:
+                    text = (
+                        f"{label}: epoch {row.epoch:.0f}/{self.config.train.epochs}, loss {row.train_loss:.4f}, "
+                        f"test accuracy {row.test_accuracy:.2%}, {row.samples_per_second:,.0f} samples/s"
+                    )
+                    if self.world.is_main:
+                        bar.write(text)
+                yield row
+
+    def _checkpoint_is_due(self, training: Training) -> bool:
+        every = self.config.train.checkpoint_every_steps
+        done = training.steps
+        return done < training.total_steps and (
+            done % training.batches.steps_per_epoch == 0 or (every is not None and done % every == 0)
+        )
+
+    def _save(self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None) -> None:
+        state = training.state()
+        if self.world.is_main:
+            rows = [row.model_dump() for row in self.history if row.seed == seed]
+            facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
+            checkpoints.save(state | facts | {"plan": self.plan.model_dump(mode="json")}, path)
+
+    def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
+        """The record of a finished run, from what every rank measured."""
+        clock, score = training.clock, training.score
+        assert score is not None  # the last epoch ends with an evaluation
+        window = window_of(training, asked_steps=0, max_input_wait=None)
+        return Run(
+            **dict(window),
+            seed=seed,
+            test_accuracy=score.accuracy,
+            test_correct=score.correct,
+            test_count=score.count,
+            test_loss=score.loss,
+            train_loss=training.epoch_loss,
+            steps=training.steps,
+            startup_seconds=startup_seconds,
+            first_step_seconds=None if startup_seconds is None else clock.first_step_seconds,
+            train_seconds=max(self.world.gather(clock.train_seconds)),
+            evaluate_seconds=training.evaluate_seconds,
+            resumes=resumes,
+            model_sha256=checkpoints.state_sha256(training.model_state.read()),
+            findings=self.world.broadcast(
+                {name: value for technique in training.techniques for name, value in technique.findings().items()}
+            ),
+        )
+
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            print(f"{self.plan.name} {text}", flush=True)
+
+    def _identity(self, seed: int) -> str:
+        """Stands for all that a run depends on: a checkpoint with another identity is not its own."""
+        content = {
+            "seed": seed,
+            "history_every_steps": self.config.train.history_every_steps,
+            "depends_on": self.depends_on,
+            "dataset": self.assembly.dataset.sha256,
+            "environment": self.environment_hash,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _followed(variant: str) -> Iterator[None]:
+    """Mirror the job's files live, in a process of its own that cannot slow or stop the training."""
+    command = [sys.executable, "-m", "pipeline", "follow", variant]
+    # In a group of its own it does not hear a Ctrl-C, and can say how the training ended.
+    follower = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+    assert follower.stdin is not None
+    last_words, patience = b"", FOLLOWER_PATIENCE_SECONDS
+    try:
+        yield
+        last_words = b"finished\n"
+    except SystemExit:
+        patience = INTERRUPTED_PATIENCE_SECONDS
+        raise
+    finally:
+        try:
+            follower.communicate(last_words, timeout=patience)
+        except subprocess.TimeoutExpired:
+            follower.kill()
+            follower.wait()
+            print("The live mirror is still behind; `publish` completes it.", file=sys.stderr, flush=True)
+
+
+def _announce(plan: Plan, world: World, device_name: str) -> None:
+    place = f"{world.size} processes over {world.backend}" if world.backend else "one process"
+    if plan.devices_per_process > 1:
+        place += f" for {plan.devices_per_process} GPUs"
+    print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
+    for technique, reason in plan.left_out.items():
+        print(f"{plan.name}: {technique} is left out: {reason}", flush=True)

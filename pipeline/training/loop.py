@@ -1,0 +1,314 @@
+"""The loop. Variants differ by what their techniques made of the step, never by code in here."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.errors import PipelineError, first_line
+from pipeline.measurement.detectors import Detector
+from pipeline.measurement.windows import Clock, Memory
+from pipeline.models import loss_and_metric, optimizers
+from pipeline.params import Train
+from pipeline.plans import Plan
+from pipeline.results import HistoryRow
+from pipeline.techniques import Stored, chosen
+from pipeline.training import checkpoints
+from pipeline.training.evaluation import Mould, Score, evaluate
+from pipeline.training.failures import OutOfMemory, is_out_of_memory, without_deterministic_form
+from pipeline.training.losses import DeviceLosses, HostLosses, NonFiniteLoss
+from pipeline.training.step import TrainingStep
+
+
+class Training:
+    """One seed's run of one variant, on one rank.
+
+    ``model`` is a single-device module with this seed's initial weights, the same on every rank; it is
+    moved to the rank's device. All ranks do everything in step; what is random after the initialisation
+    (dropout, say) differs by rank, unless a technique says otherwise.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        train: Train,
+        model: nn.Module,
+        dataset: Dataset,
+        batches: TrainBatches,
+        world: World,
+        seed: int,
+        detectors: Sequence[Detector] = (),
+    ) -> None:
+        self.plan, self.train, self.dataset, self.batches, self.world, self.seed = (
+            plan, train, dataset, batches, world, seed,
+        )  # fmt: skip
+        self.detectors = detectors
+        self.model = model.to(world.device)
+        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.techniques = chosen(plan, world)
+        sharded = any(technique.shards_model for technique in self.techniques)
+        self._mould = Mould(self.model) if sharded else None
+        wrapped, optimizer = self.model, optimizers.of_job(train)
+        for technique in self.techniques:
+            technique.see_data(dataset.shape)
+            technique.preview(self._sample)
+            wrapped = technique.wrap_model(wrapped)
+            optimizer = technique.change_optimizer(optimizer)
+        self.optimizer = optimizer.make(wrapped.parameters())
+        self.objective = loss_and_metric.of_job(train, len(dataset.classes), world.device)
+        self.losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
+        self.take_step = TrainingStep(
+            wrapped, self.objective.loss, self.optimizer, self.losses, self.techniques, plan.micro_batches
+        )
+        self.model_state = Stored(self.model.state_dict, self.model.load_state_dict)
+        """That of the single-device model, whatever the ranks hold of it."""
+        self.optimizer_state = Stored(self.optimizer.state_dict, self.optimizer.load_state_dict)
+        for technique in self.techniques:
+            self.model_state = technique.wrap_model_state(self.model_state)
+            self.optimizer_state = technique.wrap_optimizer_state(self.optimizer_state, self.optimizer)
+        alike = any(technique.draws_alike for technique in self.techniques)
+        stream = world.rank // plan.model_processes if alike else world.rank
+        torch.manual_seed(seed + 1_000_003 * (stream + 1))
+
+        self.clock, self.memory = Clock(world.device), Memory(*world.devices(plan.devices_per_process))
+        self.total_steps = train.epochs * batches.steps_per_epoch
+        for technique in self.techniques:
+            technique.begin_after(optimizers.rising_steps(train, self.total_steps))
+        self.steps = 0
+        """Optimizer steps taken."""
+        self.settled = train.warmup_steps
+        """The step after which this process is warm and windows are measured."""
+        self.score: Score | None = None
+        self.evaluate_seconds = 0.0
+        self.epoch_loss = 0.0
+        self._last_row = (0, 0.0)
+        self._advancing: Generator[HistoryRow | None, None, None] | None = None
+
+    def run(self) -> Generator[HistoryRow | None, None, None]:
+        """Train to the end, or on from where ``restore`` left off. Yields once a step: a row where one is due.
+
+        Raises NonFiniteLoss, which says where. On a CPU the rank that saw it does, and the parameters are those of the
+        step before. On GPUs all ranks do when the next row is due, and the parameters are of no use.
+        """
+        per_epoch = self.batches.steps_per_epoch
+        settling = {1, self.settled}
+        while self.steps < self.total_steps:
+            epoch, start = divmod(self.steps, per_epoch)
+            batches = self.clock.watch(self.batches.epoch(epoch, start))
+            self._open()
+            for _ in range(start, per_epoch):
+                self._set_learning_rate()
+                with self._located():
+                    self.take_step(batches)
+                self.steps += 1
+                self.clock.step()
+                if self.steps in settling:
+                    self._close()
+                    self._open()
+                if self.steps % per_epoch == 0:
+                    yield self._end_epoch()
+                elif self.steps % self.train.history_every_steps == 0:
+                    yield self._row(self.clock.train_seconds_now())
+                else:
+                    yield None
+
+    def fits(self) -> bool:
+        """Whether every rank has the memory for a step: one is tried. The training is of no use afterwards.
+
+        Gradients stay on their ranks, for one that fails would leave the others waiting for its own. The second round
+        finds the state that an optimizer makes in its first step.
+        """
+        step = self.take_step
+        step.syncs = [step.hold_sync] * min(2, len(step.syncs))  # all after the first find gradients to add to
+        update = step.update
+        for technique in self.techniques:
+            update = technique.trial_update(update, self.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+
+        def gradients() -> None:
+            step.zero_grad()
+            step.accumulate(self.batches.epoch(0))
+
+        for part in (gradients, update, gradients):
+            failed = torch.zeros((), device=self.world.device)
+            try:
+                part()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed += 1
+            if self.world.max_(failed):
+                return False
+        return True
+
+    def advance(self, steps: int) -> None:
+        """Train so many steps, fewer if the end comes first, in a window of their own."""
+        per_epoch = self.batches.steps_per_epoch
+        if self._advancing is None:
+            self._advancing = self.run()
+        elif self.steps % per_epoch:  # a new epoch opens its window itself
+            self._open()
+        for _ in islice(self._advancing, steps):
+            pass
+        if self.steps % per_epoch:
+            self._close()
+
+    def settle(self, steps: int) -> None:
+        """Forget what was measured: ``advance`` warms up for so many steps before it measures."""
+        self.batches.close()
+        self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
+        self.settled = self.steps + steps
+        self._last_row = (self.steps, 0.0)
+        self._advancing = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside, between two steps, does not count as training."""
+        open_window = self.steps % self.batches.steps_per_epoch != 0
+        if open_window:
+            self._close()
+        yield
+        if open_window:
+            self._open()
+
+    def state(self) -> dict[str, Any]:
+        """Everything the rest of the run depends on: tensors and plain values. Call it while paused, on all ranks.
+
+        Raises NonFiniteLoss, like ``run``: nothing goes on from there.
+        """
+        with self._located():
+            self.losses.read()
+        ranks = self.world.gather(
+            {
+                "random": checkpoints.random_state(),
+                "losses": float(self.losses.total),
+                "clock": self.clock.state(),
+                "memory": self.memory.state(),
+                "techniques": [technique.state() for technique in self.techniques],
+                "detectors": [detector.state() for detector in self.detectors],
+            }
+        )
+        return {
+            "model": self.model_state.read(),
+            "optimizer": self.optimizer_state.read(),
+            "ranks": ranks,
+            "steps": self.steps,
+            "evaluate_seconds": self.evaluate_seconds,
+            "epoch_loss": self.epoch_loss,
+            "last_row": self._last_row,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo of ``state``, before ``run``."""
+        self.model_state.load(state["model"])
+        self.optimizer_state.load(state["optimizer"])
+        mine = state["ranks"][self.world.rank]
+        self.losses.total += mine["losses"]
+        self.clock.restore(mine["clock"])
+        self.memory.restore(mine["memory"])
+        for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
+            technique.restore(remembered)
+        for detector, remembered in zip(self.detectors, mine["detectors"], strict=True):
+            detector.restore(remembered)
+        self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
+        self.settled = self.steps + self.train.warmup_steps
+        self.epoch_loss, self._last_row = state["epoch_loss"], tuple(state["last_row"])
+        checkpoints.restore_random_state(mine["random"])
+
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return next(self.batches.epoch(0))
+
+    def _open(self) -> None:
+        for detector in self.detectors:
+            detector.open()
+        self.world.meet()  # or the time that one rank's detectors take would be all ranks' first step's
+        self.memory.open()
+        self.clock.open()
+
+    def _close(self) -> None:
+        """End the window; it counts as measured once the warm-up is over."""
+        measured = self.steps > self.settled
+        self.clock.close(measured=measured)
+        self.batches.hold()
+        self.memory.close(measured=measured)
+        for detector in self.detectors:
+            detector.close(measured=measured)
+
+    def _end_epoch(self) -> HistoryRow:
+        self._close()  # reading the losses is no step's time
+        row = self._row(self.clock.train_seconds)
+        self._between_phases()
+        started = self.clock.now()
+        model = self._mould.cast(self.model_state.read(), self.world.device) if self._mould else self.model
+        self.score = evaluate(model, self.dataset, self.world, self.plan.micro_batch_size, self.objective)
+        self.evaluate_seconds += self.clock.now() - started
+        self._between_phases()
+        return row.model_copy(update={"test_loss": self.score.loss, "test_accuracy": self.score.accuracy})
+
+    def _between_phases(self) -> None:
+        for technique in self.techniques:
+            technique.between_phases()
+
+    def _row(self, seconds: float) -> HistoryRow:
+        per_epoch = self.batches.steps_per_epoch
+        with self._located():
+            loss = self.losses.take()
+        last_steps, last_seconds = self._last_row
+        self._last_row = (self.steps, seconds)
+        new_steps = self.steps - last_steps
+        if last_steps % per_epoch == 0:
+            self.epoch_loss = 0.0
+        self.epoch_loss += loss / per_epoch
+        return HistoryRow(
+            seed=self.seed,
+            epoch=self.steps / per_epoch,
+            step=self.steps,
+            train_seconds=seconds,
+            learning_rate=optimizers.learning_rate(self.train, self.steps - 1, self.total_steps),
+            train_loss=loss / new_steps,
+            samples_per_second=new_steps * self.train.batch_size / (seconds - last_seconds),
+        )
+
+    def _set_learning_rate(self) -> None:
+        rate = optimizers.learning_rate(self.train, self.steps, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        def place(steps_ago: int = 0) -> str:
+            epoch, step = divmod(self.steps - steps_ago, self.batches.steps_per_epoch)
+            return f"variant {self.plan.name}, seed {self.seed}, epoch {epoch + 1}, step {step + 1}"
+
+        try:
+            yield
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(
+                f"{place(error.steps_ago)}: {error}. Lower train.learning_rate, lengthen train.warmup_fraction, or "
+                "look at the data and at the variant's precision."
+            ) from None
+        except RuntimeError as error:
+            operation = without_deterministic_form(error)
+            if operation:
+                raise PipelineError(
+                    f"train.deterministic: found true, but in {place()} {operation} has no deterministic form; "
+                    "allowed: false, or techniques that do without it."
+                ) from None
+            if not is_out_of_memory(error):
+                raise
+            plan = self.plan
+            more = "'auto'" if plan.applied.gradient_accumulation != "auto" else 2 * plan.micro_batches
+            raise OutOfMemory(
+                f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples a process "
+                f"({first_line(error)}). Set variants.{plan.name}.gradient_accumulation to {more}, "
+                "lower train.batch_size, or end what else takes memory there."
+            ) from None

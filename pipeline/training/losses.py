@@ -1,0 +1,90 @@
+"""The losses of a training's steps: added up where they are, read when a row of history is due."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pipeline.distributed import World
+from pipeline.errors import PipelineError
+
+
+class NonFiniteLoss(PipelineError):
+    """The training loss became infinite or NaN.
+
+    ``steps_ago``: how many steps have ended since that one began.
+    """
+
+    def __init__(self, message: str, steps_ago: int = 0) -> None:
+        super().__init__(message)
+        self.steps_ago = steps_ago
+
+
+class HostLosses:
+    """Adds up the losses of steps on a CPU, where reading one waits for nothing, and stops at the first bad one.
+
+    It stops before the backward pass, so no rank gets this rank's gradients and none takes the step.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.total = 0.0
+
+    def add(self, loss: torch.Tensor) -> None:
+        value = loss.item()
+        if not math.isfinite(value):
+            raise NonFiniteLoss(f"the loss became {value}; the optimizer has not taken that step")
+        self.total += value
+
+    def end_step(self) -> None:
+        """Nothing to do: a bad loss did not come this far."""
+
+    def read(self) -> float:
+        """The sum over steps since the last ``take``, averaged over ranks. All ranks call it together."""
+        return self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
+
+    def take(self) -> float:
+        """``read``, and begin anew."""
+        total = self.read()
+        self.total = 0.0
+        return total
+
+
+class DeviceLosses:
+    """Adds up the losses of steps on the device, waiting neither for it nor for another rank.
+
+    NaN and infinity stay in a sum for good, so ``read`` finds a bad loss, and in which step it was, though some steps
+    later. These have been taken: the weights are then those of no step that counts, and must not be kept.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.total = torch.zeros((), device=world.device)
+        self.bad_steps = torch.zeros((), device=world.device)
+        """How many steps this rank has ended since its sum became infinite or NaN, that step included."""
+
+    def add(self, loss: torch.Tensor) -> None:
+        self.total += loss.detach()
+
+    def end_step(self) -> None:
+        self.bad_steps += torch.nan_to_num(self.total * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
+
+    def read(self) -> float:
+        """The sum over steps since the last ``take``, averaged over ranks. Waits for the device.
+
+        All ranks call it together. Raises NonFiniteLoss, on all of them.
+        """
+        total = self.world.sum_(self.total.clone()).item() / self.world.size
+        if not math.isfinite(total):
+            ended = int(self.world.max_(self.bad_steps))
+            raise NonFiniteLoss(
+                f"the loss became {total}; {ended} step(s) were taken before it was read, so no weights are kept", ended
+            )
+        return total
+
+    def take(self) -> float:
+        """``read``, and begin anew."""
+        total = self.read()
+        self.total.zero_()
+        return total

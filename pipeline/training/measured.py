@@ -1,0 +1,89 @@
+"""What a training measured, as the records that results, the bench and profiles hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipeline import results
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.measurement.detectors import of_clock, of_memory, of_ranks, of_steps
+from pipeline.measurement.windows import percentile_ms
+from pipeline.results import Setup, Window
+from pipeline.training.loop import Training
+
+
+def dataset_of(dataset: Dataset) -> results.Dataset:
+    """What a result says of its data set."""
+    return results.Dataset(
+        name=dataset.name, sha256=dataset.sha256, train_count=len(dataset.train), test_count=len(dataset.test)
+    )
+
+
+def device_name_of(world: World, environment: dict[str, Any]) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return str(environment["hardware"]["cpu"]["model"])
+
+
+def setup_of(training: Training, device_name: str) -> Setup:
+    """How the training's variant runs on this machine."""
+    plan, world = training.plan, training.world
+    return Setup(
+        applied=plan.applied.model_dump(mode="json"),
+        left_out=plan.left_out,
+        decided=plan.decided,
+        batch_size=training.train.batch_size,
+        learning_rate=training.train.learning_rate,
+        micro_batches=plan.micro_batches,
+        device=device_name,
+        backend=world.backend,
+        world_size=world.size,
+        threads_per_process=torch.get_num_threads(),
+        placement=training.batches.placement,
+        parameter_count=training.parameter_count,
+    )
+
+
+def window_of(training: Training, *, asked_steps: int, max_input_wait: float | None) -> Window:
+    """What all ranks measured in the training's windows so far, as one record, the same on every rank.
+
+    Refused figures are None: fewer measured steps than ``asked_steps``, a share of waiting for input above
+    ``max_input_wait``, and whatever the training's detectors saw.
+    """
+    clock, memory, world = training.clock, training.memory, training.world
+    seen = [refusal for detector in training.detectors for refusal in detector.refusals()]
+    seen += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident") + of_memory(memory)
+    ranks = world.gather((clock.state(), memory.state(), seen))
+    clocks, memories, refusals = zip(*ranks, strict=True)
+    steps = [len(each["step_seconds"]) for each in clocks]
+    refused = of_steps(steps, asked=asked_steps, warmup=training.train.warmup_steps) + of_ranks(refusals)
+    slowest = max(clocks, key=lambda each: each["measured_seconds"])
+    peaks = tuple(each["peak_bytes"] for each in memories)
+    held = [each["driver_bytes"] for each in memories]
+    unknown = None in peaks or any(refusal.voids_memory for refusal in refused)
+    seconds = slowest["measured_seconds"]
+
+    def trusted(value: float | None) -> float | None:
+        return None if refused else value
+
+    return Window(
+        measured_steps=min(steps),
+        samples_per_second=trusted(min(steps) * training.train.batch_size / seconds if seconds else None),
+        step_p50_ms=trusted(percentile_ms(slowest["step_seconds"], 50)),
+        step_p90_ms=trusted(percentile_ms(slowest["step_seconds"], 90)),
+        step_p99_ms=trusted(percentile_ms(slowest["step_seconds"], 99)),
+        input_wait_fraction=trusted(
+            max(each["input_seconds"] / each["measured_seconds"] for each in clocks) if seconds else None
+        ),
+        peak_memory_bytes=None if unknown else max(peaks),
+        peak_memory_rank_bytes=peaks,
+        peak_reserved_bytes=(
+            None if memory.reserved_bytes is None else max(each["reserved_bytes"] for each in memories)
+        ),
+        driver_memory_bytes=None if None in held else max(held),
+        allocator_retries=None if memory.retries is None else sum(each["retries"] for each in memories),
+        refusals=tuple(refusal.reason for refusal in refused),
+    )
