@@ -16,7 +16,7 @@ from pipeline import environment
 from pipeline.data import file_sha256
 from pipeline.data.prepared import DESCRIPTION, Description, read
 from pipeline.distributed import forked
-from pipeline.params import Config, parse
+from pipeline.params import parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
@@ -74,7 +74,7 @@ def predictions() -> dict[str, Any]:
                 }
             )
             how = plan(config, "tried", machine)
-            arguments, preload = (config, how, data[shape]), ("pipeline.training.assembly", "torch._dynamo")
+            arguments, preload = (how, data[shape]), ("pipeline.training.assembly", "torch._dynamo")
             with forked(_measure, arguments, how.processes, preload=preload) as ask:
                 measured = max(ask(None), key=lambda rank: rank.peak_bytes)
             with forked(_predict, arguments, 1, preload=preload) as ask:
@@ -92,8 +92,8 @@ def predictions() -> dict[str, Any]:
     return {"worst_ratio": worst, "target_ratio": 1.05, "lower_is_better": True, "cases": cases}
 
 
-def _measure(config: Config, how: Plan, data: Path) -> Generator[Ledger, None, None]:
-    with assembled(config, how, data) as assembly, assembly.training(0) as training:
+def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
+    with assembled(how, data) as assembly, assembly.training(0) as training:
         for _ in islice(training.run(), WARM_STEPS + MEASURED_STEPS):
             pass
         with training.paused():
@@ -102,9 +102,9 @@ def _measure(config: Config, how: Plan, data: Path) -> Generator[Ledger, None, N
     yield found
 
 
-def _predict(config: Config, how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, None]:
+def _predict(how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, None]:
     started = time.perf_counter()
-    yield ledger.predicted(config, how, read(data)), time.perf_counter() - started
+    yield ledger.predicted(how, read(data)), time.perf_counter() - started
 
 
 def _random_images(folder: Path, shape: tuple[int, int, int]) -> Path:

@@ -202,7 +202,7 @@ class Steady:
             device=self.world.device,
         ) as batches:
             results.write_history([], self.history)
-            for row in Training(job, self.train, self.net(), self.dataset, batches, self.world, seed=0).run():
+            for row in Training(job, self.net(), self.dataset, batches, self.world, seed=0).run():
                 if row:
                     results.append_history(row, self.history)
                 yield

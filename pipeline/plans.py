@@ -53,19 +53,18 @@ class Plan(BaseModel):
     micro_batches: int
     micro_batch_size: int
     """Samples one process takes in one micro-step."""
+    train: Train
+    """The job as this variant trains it: that of params.yaml, with batch and learning rate multiplied by ``scale``.
+    Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1."""
 
     @property
     def data_processes(self) -> int:
         """Into how many shares a global batch is divided."""
         return self.processes // self.model_processes
 
-    def job(self, train: Train) -> Train:
-        """The job as this variant trains it: ``train``, at the plan's scale.
-
-        Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1.
-        """
-        scaled = {"batch_size": self.scale * train.batch_size, "learning_rate": self.scale * train.learning_rate}
-        return train.model_copy(update=scaled)
+    def with_train(self, **changes: Any) -> Plan:
+        """The same with other values in ``train``, which are not checked."""
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     def divided(self, micro_batches: int, **changes: Any) -> Plan:
         """The same with another number of micro-batches, which must divide a process's share of the batch."""
@@ -173,6 +172,9 @@ def plan(
         scale=scale,
         micro_batches=micro_batches,
         micro_batch_size=train.batch_size // shares,
+        train=train.model_copy(
+            update={"batch_size": scale * train.batch_size, "learning_rate": scale * train.learning_rate}
+        ),
     )
 
 

@@ -8,12 +8,18 @@ import torch
 from torch import nn
 
 from pipeline.distributed import ALONE as ALONE
-from pipeline.params import Variant
+from pipeline.params import Train, Variant
 from pipeline.plans import Plan
 
 
 def make_plan(
-    name: str = "tried", *, processes: int = 1, devices_per_process: int = 1, batch_size: int = 32, **applied: Any
+    name: str = "tried",
+    *,
+    processes: int = 1,
+    devices_per_process: int = 1,
+    batch_size: int = 32,
+    train: Train | None = None,
+    **applied: Any,
 ) -> Plan:
     """The plan of a variant whose techniques all apply, on the CPU."""
     variant = Variant(**applied)
@@ -30,6 +36,7 @@ def make_plan(
         micro_batches=micro_batches,
         micro_batch_size=batch_size // (processes // model_processes) // micro_batches,
         devices_per_process=devices_per_process,
+        train=train or Train(batch_size=batch_size),
     )
 
 

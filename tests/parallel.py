@@ -67,7 +67,7 @@ def make_training(
         placement="resident",
         device=joined.device,
     )
-    return Training(made, train, net(), dataset, batches, joined, 0)
+    return Training(made, net(), dataset, batches, joined, 0)
 
 
 def observe(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.data.prepared import Dataset, read
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
-from pipeline.params import Config, Machine, parse
+from pipeline.params import Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.training.assembly import Assembly, assembled
 from tests.nets import ALONE, conv_net
@@ -38,16 +38,15 @@ class Puts(nn.Module):
         return logits
 
 
-def job(variant: dict[str, Any], **train: Any) -> tuple[Config, Plan]:
+def job(variant: dict[str, Any], **train: Any) -> Plan:
     values = {"train": {"batch_size": 32, "seeds": [0], "device": "cpu"} | train, "variants": {"baseline": variant}}
-    config = parse(values)
-    return config, plan(config, "baseline", CPU)
+    return plan(parse(values), "baseline", CPU)
 
 
 @pytest.mark.parametrize(("deterministic", "mode"), [(True, STRICT), (False, 0)])
 def test_a_training_is_strict_if_it_shall_repeat(digits_folder: Path, deterministic: bool, mode: int) -> None:
-    config, made = job({}, deterministic=deterministic)
-    with assembled(config, made, digits_folder) as assembly, assembly.training(0) as training:
+    made = job({}, deterministic=deterministic)
+    with assembled(made, digits_folder) as assembly, assembly.training(0) as training:
         training.advance(1)
         assert torch.get_deterministic_debug_mode() == mode
         assert training.plan.decided == {}
@@ -55,8 +54,8 @@ def test_a_training_is_strict_if_it_shall_repeat(digits_folder: Path, determinis
 
 
 def test_without_a_deterministic_form_the_plan_names_the_operation(digits_folder: Path) -> None:
-    config, made = job({"gradient_accumulation": "auto"})
-    with assembled(config, made, digits_folder) as assembly:
+    made = job({"gradient_accumulation": "auto"})
+    with assembled(made, digits_folder) as assembly:
         with assembly.training(0, change_model=Puts) as training:
             training.advance(2)
             assert torch.get_deterministic_debug_mode() == WARNS
@@ -67,12 +66,12 @@ def test_without_a_deterministic_form_the_plan_names_the_operation(digits_folder
 
 
 def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
-    config, made = job({})
+    made = job({})
     model = conv_net(norm=True, dropout=True)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     random = torch.get_rng_state()
-    with Assembly(config, made, ALONE, digits, "resident")._repeating(made, model) as plan:
+    with Assembly(made, ALONE, digits, "resident")._repeating(made, model) as plan:
         assert plan is made
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -80,9 +79,9 @@ def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
 
 
 def test_an_operation_that_comes_later_is_told_with_its_remedy(digits: Dataset) -> None:
-    config, made = job({})
+    made = job({})
     with (
-        Assembly(config, made, ALONE, digits, "resident").training(0, change_model=_puts_in_the_third_step) as training,
+        Assembly(made, ALONE, digits, "resident").training(0, change_model=_puts_in_the_third_step) as training,
         pytest.raises(PipelineError, match=r"train.deterministic: found true.*epoch 1, step 3 put_ has no"),
     ):
         training.advance(5)
@@ -93,8 +92,8 @@ def _puts_in_the_third_step(model: nn.Module) -> nn.Module:
 
 
 def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:
-    config, made = job({"parallelism": "ddp"})
-    with Assembly(config, made, joined, read(folder), "resident").training(0, change_model=_puts_on_rank_1) as training:
+    made = job({"parallelism": "ddp"})
+    with Assembly(made, joined, read(folder), "resident").training(0, change_model=_puts_on_rank_1) as training:
         return training.plan.decided, torch.get_deterministic_debug_mode()
 
 

@@ -52,7 +52,7 @@ def counted(
     model: str = "tests.test_flops:net", machine: Machine = WITHOUT, device: str = "Some CPU", **variant: Any
 ) -> Flops:
     config = parse({"train": {"model": model}, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
-    return flops.counted(config, plan(config, "tried", machine), SHAPE, CLASSES, device)
+    return flops.counted(plan(config, "tried", machine), SHAPE, CLASSES, device)
 
 
 def test_convolutions_and_matrices_are_counted_as_by_hand() -> None:
@@ -124,5 +124,5 @@ def test_the_plan_is_only_read() -> None:
     config = parse({"train": {"model": "tests.test_flops:net"}, "variants": {"baseline": {"precision": "bf16"}}})
     made: Plan = plan(config, "baseline", WITH_GPUS)
     before = made.model_dump()
-    flops.counted(config, made, SHAPE, CLASSES, "NVIDIA L4")
+    flops.counted(made, SHAPE, CLASSES, "NVIDIA L4")
     assert made.model_dump() == before

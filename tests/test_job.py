@@ -412,8 +412,9 @@ def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.
         return nullcontext(assembly)
 
     config, two = configure(), Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
     config = config.model_copy(update={"variants": {"both": Variant(parallelism="data_parallel")}})
-    plan_ = plan(config.with_train(device="cuda"), "both", two)
+    plan_ = plan(config, "both", two)
     world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
     assembly: Any = SimpleNamespace(
         config=config, plan=plan_, world=world, dataset=SimpleNamespace(sha256="", train=[])
@@ -422,7 +423,7 @@ def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.
         monkeypatch.setattr(module, "detectors", asked)
     monkeypatch.setattr(job, "forget_last_run", lambda _: None)
     monkeypatch.setattr(arm, "assembled", made)
-    trained = job.Job(assembly, "environment", {}, "GPU", 0.0, None, cast(Interruption, None))
+    trained = job.Job(config, assembly, "environment", {}, "GPU", 0.0, None, cast(Interruption, None))
     for measure in (
         lambda: trained.train(0),
         lambda: next(arm._measure(config, plan_, PREPARED, {}, 4, ledgers=False)),

@@ -77,7 +77,7 @@ def asked(
 
 
 def rehearsed(config: Config, dataset: Dataset, machine: Machine = LAPTOP) -> Ledger:
-    return ledger.predicted(config, plan(config, "tried", machine), dataset)
+    return ledger.predicted(plan(config, "tried", machine), dataset)
 
 
 def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, steps: int = 2) -> Training:
@@ -99,7 +99,7 @@ def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, s
         placement="resident",
         device=world.device,
     )
-    training = Training(how, train, model, dataset, batches, world, seed=0)
+    training = Training(how, model, dataset, batches, world, seed=0)
     for _ in islice(training.run(), steps):
         pass
     return training
@@ -259,7 +259,7 @@ def test_accumulation_keeps_the_activations_of_one_micro_batch(digits: Dataset) 
 def test_bf16_halves_what_matrix_products_keep(machine: Machine, digits: Dataset) -> None:
     def a_sample(precision: str) -> float:
         config = asked("tests.test_ledger:stack", variant={"precision": precision}, device="auto")
-        rehearsal = ledger.Rehearsal(config, plan(config, "tried", machine), digits)
+        rehearsal = ledger.Rehearsal(plan(config, "tried", machine), digits)
         return (rehearsal.ledger(1400).activations_bytes - rehearsal.ledger(900).activations_bytes) / 500
 
     assert a_sample("bf16") == pytest.approx(0.5 * a_sample("fp32"), rel=0.1)
@@ -290,7 +290,7 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
 
 def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     config = asked("resnet9", 64, {"gradient_accumulation": 2}, model_options={"base_width": 8})
-    rehearsal = ledger.Rehearsal(config, plan(config, "tried", LAPTOP), digits)
+    rehearsal = ledger.Rehearsal(plan(config, "tried", LAPTOP), digits)
     predict, predicted = rehearsal.ledger, list[int]()
 
     def noted(size: int) -> Ledger:
@@ -310,7 +310,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset, monkeypat
 
 def test_nothing_fits_or_all_does(digits: Dataset) -> None:
     config = asked()
-    rehearsal = ledger.Rehearsal(config, plan(config, "tried", SERVER), digits)
+    rehearsal = ledger.Rehearsal(plan(config, "tried", SERVER), digits)
     assert rehearsal.largest_batch(1000) is None
     assert rehearsal.largest_batch(2**40) == len(digits.train)
 
@@ -423,7 +423,7 @@ def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     assert found is not None
     assert added_up(found) == found.peak_bytes == found.tensors_bytes == training.memory.peak_bytes
     assert found.rest_bytes >= 0
-    foreseen = ledger.predicted(config, how, digits)
+    foreseen = ledger.predicted(how, digits)
     assert foreseen.parameters_bytes == found.parameters_bytes
     assert foreseen.optimizer_state_bytes == found.optimizer_state_bytes
     assert foreseen.activations_bytes > 0.5 * found.activations_bytes  # cuDNN's workspaces are not foreseen

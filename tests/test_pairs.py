@@ -119,27 +119,27 @@ def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: int | None =
     tries = covering(here, device)[:sets]
     if failed := _failures(tries, few, device):
         pairs = [
-            (config, plan(config, "tried", here))
+            plan(config, "tried", here)
             for index in failed
-            for one, other in itertools.combinations([entry(name) for name in sorted(_applied(tries[index][1]))], 2)
+            for one, other in itertools.combinations([entry(name) for name in sorted(_applied(tries[index]))], 2)
             if not values(one).keys() & values(other).keys()
-            for config in [_possible(one, other, device, tries[index][1].processes)]
+            for config in [_possible(one, other, device, tries[index].processes)]
         ]
         alone = _failures(pairs, few, device).values()
         pytest.fail("\n".join(alone or ["no pair fails alone, but:", *failed.values()]))
 
 
-def _failures(tries: list[tuple[Config, Plan]], dataset: Dataset, device: Literal["cpu", "cuda"]) -> dict[int, str]:
+def _failures(tries: list[Plan], dataset: Dataset, device: Literal["cpu", "cuda"]) -> dict[int, str]:
     """Index of what did not train -> what went wrong."""
     found: dict[int, str] = {}
-    for size in sorted({made.processes for _, made in tries}):
-        of_size = {index: each for index, each in enumerate(tries) if each[1].processes == size}
+    for size in sorted({made.processes for made in tries}):
+        of_size = {index: each for index, each in enumerate(tries) if each.processes == size}
         for failures in run_ranks(_train, of_size, dataset, size=size, device=device):
             found |= failures
     return found
 
 
-def covering(here: Machine, device: Literal["cpu", "cuda"]) -> list[tuple[Config, Plan]]:
+def covering(here: Machine, device: Literal["cpu", "cuda"]) -> list[Plan]:
     """A few variants that hold every pair between them: each begins with a pair that none has yet, and takes on what
     goes with all it has and brings another such pair."""
     on_gpu = device == "cuda"
@@ -151,11 +151,10 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> list[tuple[Config
         for other in after(one)
         if other in able and other.name not in exclusions(one) and not values(one).keys() & values(other).keys()
     }
-    tries: list[tuple[Config, Plan]] = []
+    tries: list[Plan] = []
     while missing:
         pair, (one, other) = next(iter(missing.items()))
-        config = _possible(one, other, device, processes)
-        made = plan(config, "tried", here)
+        made = plan(_possible(one, other, device, processes), "tried", here)
         applied = _applied(made)
         if not pair <= applied:  # one GPU shares nothing out, and without replicas a pipeline's batch is the global one
             assert made.left_out.keys() & pair
@@ -168,13 +167,12 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> list[tuple[Config
             if values(each).keys() & asked.keys():
                 continue
             try:
-                more = configured(asked | values(each), device, processes)
-                tried = plan(more, "tried", here)
+                tried = plan(configured(asked | values(each), device, processes), "tried", here)
             except ConfigError:
                 continue
             if _applied(tried) >= applied | {each.name}:
-                config, made, applied = more, tried, _applied(tried)
-        tries.append((config, made))
+                made, applied = tried, _applied(tried)
+        tries.append(made)
         missing = {each: entries for each, entries in missing.items() if not each <= applied}
     return tries
 
@@ -183,7 +181,7 @@ def _applied(made: Plan) -> frozenset[str]:
     return frozenset(each.name for each in CATALOGUE if each.asked(made.applied))
 
 
-def _train(world: World, tries: dict[int, tuple[Config, Plan]], dataset: Dataset) -> dict[int, str]:
+def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, str]:
     """Train each a few steps and evaluate it; what went wrong with which."""
     from pipeline.data.batches import Placement
     from pipeline.techniques import of_plan
@@ -191,14 +189,14 @@ def _train(world: World, tries: dict[int, tuple[Config, Plan]], dataset: Dataset
 
     torch.compile = functools.partial(_without_kernels, torch.compile)  # this process is nobody else's
     failures = {}
-    for index, (config, each) in tries.items():
+    for index, each in tries.items():
         try:
             techniques = of_plan(each)
             for technique in techniques:
                 technique.prepare_process()
             wanted = (technique.placement for technique in techniques if technique.placement)
             placement: Placement = next(wanted, "resident")
-            with Assembly(config, each, world, dataset, placement).training(0) as training:
+            with Assembly(each, world, dataset, placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
                 assert all(map(math.isfinite, losses)), losses

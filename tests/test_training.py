@@ -43,6 +43,7 @@ def make_training(
     plan = make_plan(
         processes=joined.size,
         batch_size=train.batch_size,
+        train=train,
         **{"parallelism": "ddp" if joined.size > 1 else "none"} | applied,
     )
     batches = TrainBatches(
@@ -56,7 +57,7 @@ def make_training(
         placement="resident",
         device=joined.device,
     )
-    return Training(plan, train, model or conv_net(seed=seed), dataset, batches, joined, seed)
+    return Training(plan, model or conv_net(seed=seed), dataset, batches, joined, seed)
 
 
 def rows_of(steps: Iterator[HistoryRow | None]) -> list[HistoryRow]:

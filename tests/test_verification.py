@@ -420,7 +420,7 @@ def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed
 
     vars(evaluation)["evaluation_batches"] = padded  # this process ends with the test
     plan = plan_of(config, "ddp", MACHINE)
-    return observe(Task("run"), file, Assembly(config, plan, joined, read(folder), "resident"))
+    return observe(Task("run"), file, Assembly(plan, joined, read(folder), "resident"))
 
 
 def test_an_evaluation_that_pads_is_found(digits_folder: Path, tmp_path: Path) -> None:

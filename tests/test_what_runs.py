@@ -179,7 +179,7 @@ def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch
     def depends_on(**train: object) -> object:
         code._source.cache_clear()
         config = parse({"train": {"model": "net:net", **train}, "variants": {"baseline": {}}})
-        return stages.training(config, plan(config, "baseline", CPU))
+        return stages.training(plan(config, "baseline", CPU))
 
     before = depends_on()
     Path("net.py").write_text("# A remark.\nVALUE = 1\n")
@@ -198,12 +198,12 @@ def test_what_lies_beside_a_module_is_no_code_and_what_is_no_python_is_named(
     Path("net.bak").mkdir()
     Path("net.log").write_text("a line")
     config = parse({"train": {"model": "net:net"}, "variants": {"baseline": {}}})
-    assert set(code.of_variant(plan(config, "baseline", CPU), config.train)) == {"net.py", "layers.py"}
+    assert set(code.of_variant(plan(config, "baseline", CPU))) == {"net.py", "layers.py"}
     assert "pipeline/report/page.html" in code.of_stage("compare")
     Path("layers.py").write_text("VALUE =\n")
     code._source.cache_clear()
     with pytest.raises(ConfigError, match=r"layers\.py, which a stage would run, is no Python: .*line 1"):
-        code.of_variant(plan(config, "baseline", CPU), config.train)
+        code.of_variant(plan(config, "baseline", CPU))
 
 
 @pytest.mark.slow

@@ -109,18 +109,18 @@ def _measure(
     on_cpu = plan.device == "cpu"
     if on_cpu:
         return_freed_memory()
-    with assembled(config, plan, prepared) as assembly:
-        world, warmup = assembly.world, config.train.warmup_steps
+    with assembled(plan, prepared) as assembly:
+        world, warmup = assembly.world, plan.train.warmup_steps
         wanted = [sum(MEMORY_STEPS), warmup + steps] if on_cpu else [warmup + steps]
-        epochs = -(-sum(wanted) // max(1, len(assembly.dataset.train) // plan.job(config.train).batch_size))
-        config = config.with_train(epochs=max(epochs, config.train.epochs))
-        seed = config.train.seeds[0]
+        epochs = -(-sum(wanted) // max(1, len(assembly.dataset.train) // plan.train.batch_size))
+        plan = plan.with_train(epochs=max(epochs, plan.train.epochs))
+        seed = plan.train.seeds[0]
         watching = detectors(
             world.devices(plan.devices_per_process),
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
-        with replace(assembly, config=config).training(seed) as training:
+        with replace(assembly, plan=plan).training(seed) as training:
             for technique in training.techniques:
                 technique.begin_after(0)
             if on_cpu:
@@ -137,8 +137,8 @@ def _measure(
                 training.memory = memory
             window = window_of(training, asked_steps=steps, max_input_wait=_allowed_wait(training, config))
             device_name = device_name_of(world, fingerprint)
-            found = _ledgers(training, config, window) if ledgers else None
-            counted = _flops(training, config, device_name) if ledgers else None
+            found = _ledgers(training, window) if ledgers else None
+            counted = _flops(training, device_name) if ledgers else None
             setup = setup_of(training, device_name)
         yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
 
@@ -155,7 +155,7 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     return config.bench.max_input_wait
 
 
-def _ledgers(training: Training, config: Config, window: Window) -> Ledgers | None:
+def _ledgers(training: Training, window: Window) -> Ledgers | None:
     """The variant's ledger as measured on the largest rank, and as predicted; None if the peak is unknown."""
     from pipeline.profiling import ledger  # most arms need none
 
@@ -166,7 +166,7 @@ def _ledgers(training: Training, config: Config, window: Window) -> Ledgers | No
         return None
     predicted, why_not = None, None
     try:
-        predicted = ledger.predicted(config, training.plan, training.dataset, training.batches.placement)
+        predicted = ledger.predicted(training.plan, training.dataset, training.batches.placement)
     except ledger.PredictionError as error:
         why_not = str(error)
     return Ledgers(
@@ -174,8 +174,8 @@ def _ledgers(training: Training, config: Config, window: Window) -> Ledgers | No
     )
 
 
-def _flops(training: Training, config: Config, device_name: str) -> Flops:
+def _flops(training: Training, device_name: str) -> Flops:
     from pipeline.profiling import flops
 
     dataset = training.dataset
-    return flops.counted(config, training.plan, dataset.shape, len(dataset.classes), device_name)
+    return flops.counted(training.plan, dataset.shape, len(dataset.classes), device_name)

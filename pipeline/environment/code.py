@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import ConfigError
-from pipeline.params import TECHNIQUE_CLASSES, Train, asked, outside
+from pipeline.params import TECHNIQUE_CLASSES, asked, outside
 from pipeline.plans import Plan
 
 PACKAGE = Path(__file__).parent.parent
@@ -36,10 +36,11 @@ def of_stage(stage: str) -> dict[str, str]:
     return _digests({name for each in functions for name in _imports(each, "pipeline.cli", is_package=False)})
 
 
-def of_variant(plan: Plan, train: Train) -> dict[str, str]:
+def of_variant(plan: Plan) -> dict[str, str]:
     """File -> digest, of what the variant runs beyond that: its techniques, and what the user's own modules import."""
     own = (TECHNIQUE_CLASSES.get(each.name, "").partition(".")[0] for each in asked(plan.applied))
-    factories = (name.partition(":")[0] for name in (train.model, train.loss, train.metric) if ":" in name)
+    named = (plan.train.model, plan.train.loss, plan.train.metric)
+    factories = (name.partition(":")[0] for name in named if ":" in name)
     outsiders = (outside.module_of(name) for name in plan.applied.extra)
     return _digests({*(f"pipeline.techniques.{name}" for name in own if name), *factories, *outsiders})
 

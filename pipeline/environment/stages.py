@@ -30,23 +30,23 @@ def described(config: Config, plans: Mapping[str, Plan]) -> dict[str, Any]:
     }
     return {
         "stages": {stage: {"code": code.of_stage(stage), "settings": each} for stage, each in settings.items()},
-        "variants": {name: _of_variant(plan, config.train) for name, plan in plans.items()},
+        "variants": {name: _of_variant(plan) for name, plan in plans.items()},
     }
 
 
-def training(config: Config, plan: Plan) -> dict[str, Any]:
+def training(plan: Plan) -> dict[str, Any]:
     """What a training depends on, beyond its seed, the data and the environment's hash."""
-    return {"code": code.of_stage("train"), "variant": _of_variant(plan, config.train)}
+    return {"code": code.of_stage("train"), "variant": _of_variant(plan)}
 
 
-def _of_variant(plan: Plan, train: Train) -> dict[str, Any]:
+def _of_variant(plan: Plan) -> dict[str, Any]:
     """Its code, and what of its plan numbers depend on: not the reasons, which are texts. With the job at its scale."""
     decisive = {
-        **_plain(plan, but=frozenset({"left_out", "decided"})),
+        **_plain(plan, but=frozenset({"left_out", "decided", "train"})),
         "left_out": sorted(plan.left_out),
-        "job": _plain(plan.job(train), but=Train.OF_RUNS | Train.OF_RESUMING),
+        "job": _plain(plan.train, but=Train.OF_RUNS | Train.OF_RESUMING),
     }
-    return {"code": code.of_variant(plan, train), "plan": decisive}
+    return {"code": code.of_variant(plan), "plan": decisive}
 
 
 def _plain(section: Any, only: frozenset[str] | None = None, but: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import models
 from pipeline.distributed import ALONE
-from pipeline.params import Config
 from pipeline.plans import Plan
 from pipeline.results import Flops
 from pipeline.techniques import Technique, of_plan
@@ -61,7 +60,7 @@ PEAKS = {
 }
 
 
-def counted(config: Config, plan: Plan, shape: tuple[int, int, int], classes: int, device_name: str) -> Flops:
+def counted(plan: Plan, shape: tuple[int, int, int], classes: int, device_name: str) -> Flops:
     """Operations of one forward and backward pass for one sample of ``shape`` (channels, height, width).
 
     The model and the variant's techniques run on the meta device, without arithmetic; a model that cannot, because it
@@ -69,7 +68,7 @@ def counted(config: Config, plan: Plan, shape: tuple[int, int, int], classes: in
     inside itself is not counted. Raises ModelError.
     """
     with torch.random.fork_rng(devices=[]):
-        model = models.of_job(config.train, shape, classes)
+        model = models.of_job(plan.train, shape, classes)
         images = torch.zeros(_SAMPLES, *shape)
         recomputing = [each(plan, ALONE) for each in of_plan(plan) if each.recomputes]
         counts = [_count(model, techniques, images) for techniques in ([], recomputing)]

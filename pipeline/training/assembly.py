@@ -49,7 +49,7 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
         return found
     dataset = read_dataset(prepared)
     with redirect_stdout(sys.stderr):  # what a user's model prints is said when it trains
-        model = models.of_job(config.train, dataset.shape, len(dataset.classes))
+        model = models.of_job(found.train, dataset.shape, len(dataset.classes))
         for kind in of_plan(found):
             if kind.name == found.applied.parallelism:
                 return plan_of(config, name, machine, None, kind.why_not_held_by(model, dataset.shape))
@@ -60,12 +60,12 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
 
 
 @contextmanager
-def assembled(config: Config, plan: Plan, prepared: Path) -> Iterator[Assembly]:
+def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
     """This process as a rank of the variant's world, with all set up that comes before a model.
 
     ``prepared``: where the data set lies. Raises PipelineError.
     """
-    train = config.train
+    train = plan.train
     with importing():  # none of it counts as memory of the training
         import torch._dynamo  # noqa: F401  (as the first optimizer would)
 
@@ -81,14 +81,13 @@ def assembled(config: Config, plan: Plan, prepared: Path) -> Iterator[Assembly]:
         _make_exact()
         wanted = next((each.placement for each in techniques if each.placement), train.placement)
         chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
-        yield Assembly(config, plan, world, dataset, world.broadcast(chosen))
+        yield Assembly(plan, world, dataset, world.broadcast(chosen))
 
 
 @dataclass(frozen=True)
 class Assembly:
     """What one rank makes a variant's trainings from."""
 
-    config: Config
     plan: Plan
     world: World
     dataset: Dataset
@@ -106,7 +105,7 @@ class Assembly:
         ``change_model``: of the single-device model, on the CPU, before any technique.
         """
         plan, world, dataset = self.fitted(), self.world, self.dataset
-        train = plan.job(self.config.train)
+        train = plan.train
         if plan.scale > 1 and train.batch_size > len(dataset.train):
             raise ConfigError(
                 f"variants.{plan.name}.scaling: found 'weak', with which {plan.scale} processes take "
@@ -130,7 +129,7 @@ class Assembly:
                 workers=plan.applied.loader_workers,
             ) as batches,
         ):
-            yield Training(plan, train, model, dataset, batches, world, seed, detectors)
+            yield Training(plan, model, dataset, batches, world, seed, detectors)
 
     def fitted(self) -> Plan:
         """The plan with as few micro-batches as every rank has the memory for, where it is asked to find out.
@@ -146,7 +145,7 @@ class Assembly:
             reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
             decision = f"{count} micro-batch(es) of {samples // count} samples a process{reason}"
             tried = plan.divided(count, decided=plan.decided | {technique: decision})
-            with replace(self, plan=tried).training(self.config.train.seeds[0]) as training:
+            with replace(self, plan=tried).training(plan.train.seeds[0]) as training:
                 fits, tried = training.fits(), training.plan
             del training
             forget_last_run(self.world)
@@ -171,7 +170,7 @@ class Assembly:
 
         By PyTorch's strict mode. It is more than an error: attention's backward pass is deterministic only under it.
         """
-        if not self.config.train.deterministic:
+        if not plan.train.deterministic:
             yield plan
             return
         torch.use_deterministic_algorithms(True)
@@ -200,7 +199,7 @@ class Assembly:
         before = [(buffer, buffer.clone()) for buffer in model.to(device).buffers()]
         dtype = DTYPES.get(plan.applied.precision)
         try:
-            objective = loss_and_metric.of_job(self.config.train, len(data.classes), device)
+            objective = loss_and_metric.of_job(plan.train, len(data.classes), device)
             samples = evaluation_batches(data.train, data, rank=0, world_size=1, batch_size=2, device=device)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 images, labels = next(samples)

@@ -48,7 +48,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = planned(config, name, machine, prepared)
     started = time.time() - age_seconds()
-    depends_on = stages.training(config, plan)  # as the code is now, whatever environment.json says
+    depends_on = stages.training(plan)  # as the code is now, whatever environment.json says
     launch(_work, (config, plan, prepared, environment.read(), depends_on, started), plan.processes)
 
 
@@ -62,7 +62,7 @@ def _work(
 ) -> None:
     """What each process does. ``fingerprint``: the environment's. ``depends_on``: see ``stages.training``."""
     keep_freed_memory()
-    with assembled(config, plan, prepared) as assembly:
+    with assembled(plan, prepared) as assembly:
         world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
         if world.is_main:
             _announce(plan, world, device_name)
@@ -73,7 +73,7 @@ def _work(
         free_steps = max((technique.free_steps for technique in of_plan(plan)), default=0)
         with following, sampler or nullcontext(), interruption(world, free_steps) as heard:
             environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
-            job = Job(assembly, environment_hash, depends_on, device_name, started, sampler, heard)
+            job = Job(config, assembly, environment_hash, depends_on, device_name, started, sampler, heard)
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
                 job.write_result(runs)
@@ -89,6 +89,7 @@ class Job:
 
     def __init__(
         self,
+        config: Config,
         assembly: Assembly,
         environment_hash: str,
         depends_on: dict[str, Any],
@@ -97,7 +98,7 @@ class Job:
         sampler: SystemSampler | None,
         interruption: Interruption,
     ) -> None:
-        self.assembly, self.config, self.world = assembly, assembly.config, assembly.world
+        self.config, self.assembly, self.world = config, assembly, assembly.world
         self.plan = assembly.plan
         """With what the first seed's training decided, or an earlier process before this one was interrupted."""
         self.environment_hash, self.depends_on = environment_hash, depends_on
@@ -122,7 +123,7 @@ class Job:
             root_pid=os.getppid() if self.world.backend else os.getpid(),
             max_foreign_load=None,
         )
-        plan = Plan.model_validate(saved["plan"]) if saved else self.plan
+        plan = Plan.model_validate(saved["plan"] | {"train": self.plan.train}) if saved else self.plan
         with replace(self.assembly, plan=plan).training(seed, watching) as training:
             self.plan = training.plan
             self.setup = setup_of(training, self.device_name)
@@ -209,7 +210,7 @@ class Job:
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
-            checkpoints.save(state | facts | {"plan": self.plan.model_dump(mode="json")}, path)
+            checkpoints.save(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
 
     def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
         """The record of a finished run, from what every rank measured."""

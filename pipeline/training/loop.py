@@ -17,7 +17,6 @@ from pipeline.errors import PipelineError, first_line
 from pipeline.measurement.detectors import Detector
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.models import loss_and_metric, optimizers
-from pipeline.params import Train
 from pipeline.plans import Plan
 from pipeline.results import HistoryRow
 from pipeline.techniques import Stored, chosen
@@ -39,7 +38,6 @@ class Training:
     def __init__(
         self,
         plan: Plan,
-        train: Train,
         model: nn.Module,
         dataset: Dataset,
         batches: TrainBatches,
@@ -48,8 +46,9 @@ class Training:
         detectors: Sequence[Detector] = (),
     ) -> None:
         self.plan, self.train, self.dataset, self.batches, self.world, self.seed = (
-            plan, train, dataset, batches, world, seed,
+            plan, plan.train, dataset, batches, world, seed,
         )  # fmt: skip
+        train = plan.train
         self.detectors = detectors
         self.model = model.to(world.device)
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.params import Machine, Train, Variant, parse
+from pipeline.params import Machine, Variant, parse
 from pipeline.plans import Plan, plan
 from tests.rehearsal.jobs import READY_MADE, SETS
 
@@ -21,13 +21,13 @@ def gpus(count: int) -> Machine:
     )
 
 
-def check(made: Plan, train: Train, count: int) -> None:
+def check(made: Plan, count: int) -> None:
     """That the plan uses GPUs that are there, and takes the batch that is asked for."""
     assert 1 <= made.processes <= count
     assert made.processes % made.model_processes == 0
     assert 1 <= made.devices_per_process <= count
     shares = made.data_processes * made.micro_batches
-    assert made.micro_batch_size * shares == made.job(train).batch_size
+    assert made.micro_batch_size * shares == made.train.batch_size
     assert made.micro_batch_size >= 1
 
 
@@ -45,7 +45,6 @@ def test_each_parallelism_on_any_number_of_gpus_is_planned_or_refused(parallelis
     for replicas, micro_batches, scaling, processes, batch_size in itertools.product(*choices):
         values = {"parallelism": parallelism, "replicas": replicas, "gradient_accumulation": micro_batches,
                   "scaling": scaling, "processes": processes}  # fmt: skip
-        train = Train(batch_size=batch_size)
         try:
             config = parse(
                 {"train": {"batch_size": batch_size}, "compare": {"baseline": "x"}, "variants": {"x": values}}
@@ -53,7 +52,7 @@ def test_each_parallelism_on_any_number_of_gpus_is_planned_or_refused(parallelis
             made = plan(config, "x", gpus(count))
         except ConfigError:
             continue
-        check(made, train, count)
+        check(made, count)
         planned += 1
     assert planned
 
@@ -75,5 +74,5 @@ def test_each_ready_made_variant_is_planned_or_refused_with_its_name(count: int)
             except ConfigError as error:
                 refused[str(error)] = variant
             else:
-                check(made, config.train, count)
+                check(made, count)
     assert all(said.startswith((f"variants.{variant}.", "train.")) for said, variant in refused.items())

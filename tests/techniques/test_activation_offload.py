@@ -38,7 +38,7 @@ def test_on_a_cpu_it_would_move_nothing_and_is_refused() -> None:
 def test_what_it_takes_is_not_foreseen(digits: Dataset) -> None:
     config = parse({"variants": {"baseline": {}, "away": {"activation_offload": True}}})
     with pytest.raises(ledger.PredictionError, match="what activation_offload takes cannot be foreseen"):
-        ledger.predicted(config, plan(config, "away", SERVER), digits)
+        ledger.predicted(plan(config, "away", SERVER), digits)
 
 
 @pytest.mark.gpu

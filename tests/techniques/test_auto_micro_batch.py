@@ -81,7 +81,7 @@ def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
         config = configure(model, variant, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
         made = plan(config, "tried", CPU_ONLY)
         try:
-            with Assembly(config, made, joined, dataset, "resident").training(0) as training:
+            with Assembly(made, joined, dataset, "resident").training(0) as training:
                 list(training.run())
                 outcomes.append((weights(training), training.plan.micro_batches, training.plan.decided))
         except PipelineError as error:
@@ -180,7 +180,7 @@ def _without_memory_for_the_update(joined: World, dataset: Dataset) -> str:
     variant = {"parallelism": "zero1", "gradient_accumulation": "auto"}
     config = configure({"most": 64}, variant, optimizer="adamw", batch_size=8)
     try:
-        with Assembly(config, plan(config, "tried", CPU_ONLY), joined, dataset, "resident").training(0):
+        with Assembly(plan(config, "tried", CPU_ONLY), joined, dataset, "resident").training(0):
             return "there was memory"
     except PipelineError as error:
         return str(error)

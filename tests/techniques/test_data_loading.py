@@ -53,7 +53,7 @@ def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
         device=joined.device,
         workers=made.applied.loader_workers,
     )
-    return Training(made, TRAIN, conv_net(dropout=True), dataset, batches, joined, seed=0)
+    return Training(made, conv_net(dropout=True), dataset, batches, joined, seed=0)
 
 
 def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], steps: int) -> list[str]:

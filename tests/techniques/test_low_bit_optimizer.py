@@ -50,7 +50,7 @@ def test_what_it_takes_is_not_foreseen(digits: Dataset) -> None:
         {"train": {"optimizer": "adamw"}, "variants": {"baseline": {}, "small": {"optimizer_state": "8bit"}}}
     )
     with pytest.raises(ledger.PredictionError, match="what low_bit_optimizer takes cannot be foreseen"):
-        ledger.predicted(config, plan(config, "small", WITH), digits)
+        ledger.predicted(plan(config, "small", WITH), digits)
 
 
 def test_a_model_of_which_nothing_would_be_kept_in_8_bits_is_refused() -> None:

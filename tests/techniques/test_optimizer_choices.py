@@ -86,7 +86,7 @@ def test_adafactor_s_memory_is_measured_and_not_foreseen(digits: Dataset) -> Non
         {"train": {"optimizer": "adamw"}, "variants": {"baseline": {}, "small": {"optimizer_state": "factored"}}}
     )
     with pytest.raises(ledger.PredictionError, match="what factored_optimizer takes cannot be foreseen"):
-        ledger.predicted(config, plan(config, "small", LAPTOP), digits)
+        ledger.predicted(plan(config, "small", LAPTOP), digits)
 
 
 def test_adafactor_s_state_is_resumed_to_the_last_bit(digits: Dataset) -> None:

@@ -386,7 +386,7 @@ def test_its_memory_is_not_foreseen(digits: Dataset) -> None:
         {"compare": {"baseline": "p"}, "train": {"device": "cpu"}, "variants": {"p": {"parallelism": "pipeline"}}}
     )
     with pytest.raises(ledger.PredictionError, match="what pipeline takes cannot be foreseen"):
-        ledger.predicted(config, plan(config, "p", LAPTOP), digits)
+        ledger.predicted(plan(config, "p", LAPTOP), digits)
 
 
 # Plans and refusals

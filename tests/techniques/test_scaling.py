@@ -24,7 +24,7 @@ WEAK = {"parallelism": "ddp", "scaling": "weak"}
 def made(machine: Machine, *, train: dict[str, Any] | None = None, **values: Any) -> Any:
     config = parse({"train": train or {}, "variants": {"baseline": {}, "weak": WEAK | values}})
     found = plan(config, "weak", machine)
-    return found, found.job(config.train)
+    return found, found.train
 
 
 def test_each_process_takes_the_batch_and_the_rate_grows_with_them() -> None:
@@ -59,12 +59,12 @@ def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], li
         "variants": {"baseline": WEAK if weak else {}},
     })  # fmt: skip
     found = plan(config, "baseline", CPU)
-    job = found.job(config.train)
+    job = found.train
     batches = TrainBatches(
         dataset, batch_size=job.batch_size, micro_batches=1, rank=joined.rank, world_size=joined.size, seed=0,
         augment=job.augment, placement="resident", device=joined.device,
     )  # fmt: skip
-    training = Training(found, job, conv_net(), dataset, batches, joined, 0)
+    training = Training(found, conv_net(), dataset, batches, joined, 0)
     rows = [row for row in training.run() if row]
     return [row.train_loss for row in rows], [row.learning_rate for row in rows], training.steps
 
@@ -81,7 +81,7 @@ def test_two_ranks_train_as_one_device_with_twice_the_batch_and_rate(digits: Dat
 def _beyond_the_data(joined: World, dataset: Dataset) -> str:
     config = parse({"train": {"batch_size": 1000}, "variants": {"baseline": WEAK}})
     made = plan(config, "baseline", CPU)
-    with pytest.raises(ConfigError) as caught, Assembly(config, made, joined, dataset, "resident").training(0):
+    with pytest.raises(ConfigError) as caught, Assembly(made, joined, dataset, "resident").training(0):
         pass
     return str(caught.value)
 

@@ -20,7 +20,6 @@ from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.errors import PipelineError, first_line
-from pipeline.params import Config
 from pipeline.plans import Plan
 from pipeline.profiling.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_dataset
 from pipeline.profiling.ledger.tracker import Call, KernelWatch, Standing, resident_bytes, watched_step
@@ -52,9 +51,9 @@ class PredictionError(PipelineError):
     """A variant's memory cannot be foreseen. The message says why."""
 
 
-def predicted(config: Config, plan: Plan, dataset: Dataset, placement: Placement | None = None) -> Ledger:
+def predicted(plan: Plan, dataset: Dataset, placement: Placement | None = None) -> Ledger:
     """One rank's ledger without the device, by a ``Rehearsal``. Raises PredictionError and ModelError."""
-    return Rehearsal(config, plan, dataset, placement).ledger(plan.micro_batch_size)
+    return Rehearsal(plan, dataset, placement).ledger(plan.micro_batch_size)
 
 
 class Rehearsal:
@@ -74,11 +73,11 @@ class Rehearsal:
     ``placement`` None: what params.yaml says, with ``auto`` taken for resident. Raises ModelError.
     """
 
-    def __init__(self, config: Config, plan: Plan, dataset: Dataset, placement: Placement | None = None) -> None:
-        self.config, self.plan, self.dataset = config, plan, dataset
-        self.placement = placement or ("streamed" if config.train.placement == "streamed" else "resident")
+    def __init__(self, plan: Plan, dataset: Dataset, placement: Placement | None = None) -> None:
+        self.plan, self.dataset = plan, dataset
+        self.placement = placement or ("streamed" if plan.train.placement == "streamed" else "resident")
         with torch.random.fork_rng(devices=[]):
-            self._model = models.of_job(config.train, dataset.shape, len(dataset.classes))
+            self._model = models.of_job(plan.train, dataset.shape, len(dataset.classes))
         self._tries: dict[int, dict[Call, int]] = {}
 
     def ledger(self, micro_batch_size: int) -> Ledger:
@@ -98,7 +97,7 @@ class Rehearsal:
             raise
         except Exception as error:
             raise PredictionError(
-                f"variants.{self.plan.name}: {self.config.train.model} with {micro_batch_size} sample(s) a micro-batch "
+                f"variants.{self.plan.name}: {self.plan.train.model} with {micro_batch_size} sample(s) a micro-batch "
                 "cannot be rehearsed on tensors without values: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
@@ -173,11 +172,11 @@ class Rehearsal:
             rank=0,
             world_size=processes,
             seed=0,
-            augment=self.config.train.augment,
+            augment=self.plan.train.augment,
             placement="resident",
             device=ALONE.device,
         )
-        training = Training(plan, self.config.train, model, dataset, batches, ALONE, seed=0)
+        training = Training(plan, model, dataset, batches, ALONE, seed=0)
         training.losses = training.take_step.losses = UnreadLosses(ALONE)
         return training
 

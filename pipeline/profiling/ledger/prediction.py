@@ -63,7 +63,7 @@ def show(
     for name in names or config.variants:
         try:
             plan = plan_of(config, name, machine)
-            rehearsal = Rehearsal(config, plan, dataset, placement)
+            rehearsal = Rehearsal(plan, dataset, placement)
             found = rehearsal.ledger(plan.micro_batch_size)
             largest = None if memory_bytes is None else rehearsal.largest_batch(memory_bytes)
         except (ConfigError, PredictionError) as error:
@@ -75,7 +75,7 @@ def show(
         table.append([name, *(_in_words(getattr(found, field)) for field in COLUMNS.values())])
         if memory_bytes is not None:
             table[-1] += [
-                "too large" if largest is None or largest < plan.job(train).batch_size else "fits",
+                "too large" if largest is None or largest < plan.train.batch_size else "fits",
                 "none" if largest is None else str(largest),
             ]
             if largest and largest + plan.processes * plan.micro_batches > len(dataset.train):

@@ -143,10 +143,10 @@ def _quiet(device: torch.device) -> Iterator[None]:
 def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any]) -> None:
     """What each process does."""
     keep_freed_memory()
-    with assembled(config, plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
+    with assembled(plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
         world, seed = assembly.world, config.train.seeds[0]
-        longer = _long_enough(config, len(assembly.dataset.train) // plan.job(config.train).batch_size)
-        with replace(assembly, config=longer).training(seed) as training:
+        longer = _long_enough(plan, config.profile.steps, len(assembly.dataset.train))
+        with replace(assembly, plan=longer).training(seed) as training:
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
             ranks = tuple(world.gather(StepTimes.of(found.times())))
             snapshot = _memory_snapshot(training, Path(scratch, "memory.pickle"))
@@ -181,12 +181,12 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
             print(f"profile: {results.profile_directory(plan.name) / 'profile.md'}", flush=True)
 
 
-def _long_enough(config: Config, steps_per_epoch: int) -> Config:
-    """``config`` with as many epochs as the profile needs steps, and no row of history inside its windows."""
-    train = config.train
-    steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (config.profile.steps + 1)
-    epochs = 4 + -(-steps // max(1, steps_per_epoch))  # a window that does not fit waits for the next one
-    return config.with_train(epochs=max(epochs, train.epochs), history_every_steps=10**9)
+def _long_enough(plan: Plan, profiled_steps: int, samples: int) -> Plan:
+    """``plan`` with as many epochs as the profile needs steps, and no row of history inside its windows."""
+    train = plan.train
+    steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (profiled_steps + 1)
+    epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit waits for the next one
+    return plan.with_train(epochs=max(epochs, train.epochs), history_every_steps=10**9)
 
 
 def _memory_snapshot(training: Training, file: Path) -> bool:

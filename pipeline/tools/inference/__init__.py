@@ -47,13 +47,15 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     asked, seed = config.infer, config.train.seeds[0]
     weights = checkpoints.weights(_result(config, name), seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}
-    quick = config.with_train(deterministic=False)
     forms: list[Form] = []
     noise: list[Noise] = []
     devices: list[Literal["cpu", "cuda"]] = ["cpu", "cuda"] if plan.device == "cuda" else ["cpu"]
     for device in devices:
         alone = plan.model_copy(update={"device": device, "processes": 1, "model_processes": 1})
-        with assembled(quick, alone, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
+        with (
+            assembled(alone.with_train(deterministic=False), prepared) as assembly,
+            tempfile.TemporaryDirectory() as scratch,
+        ):
             world, dataset = assembly.world, assembly.dataset
             model = models.of_job(config.train, dataset.shape, len(dataset.classes))
             _load(model, weights, name, seed)

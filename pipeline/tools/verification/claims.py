@@ -368,7 +368,7 @@ class Verifier:
         settled = self._settled(plan)
         new = [task for task in tasks if (settled, task, repeat) not in self._seen]
         if new:
-            with observer(self.config, plan, self.prepared, self.folder) as observe:
+            with observer(plan, self.prepared, self.folder) as observe:
                 for task in new:
                     self._seen[settled, task, repeat] = observe(task, f"{len(self._seen)}.pt")
         return [self._seen[settled, task, repeat] for task in tasks]

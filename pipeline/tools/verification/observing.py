@@ -19,7 +19,6 @@ from pipeline import models
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import forked
-from pipeline.params import Config
 from pipeline.plans import Plan
 from pipeline.tools.verification.natures import keep_still
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
@@ -107,16 +106,16 @@ class Observed:
 
 
 @contextmanager
-def observer(config: Config, plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Task, str], Observed]]:
+def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Task, str], Observed]]:
     """The variant in fresh processes: ``observe(task, name)``, which writes its file to ``folder/name``."""
-    with forked(_observing, (config, plan, prepared), plan.processes, preload=PRELOAD) as ask:
+    with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         ask(None)
         yield lambda task, name: ask((task, folder / name))[0]
 
 
-def _observing(config: Config, plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
+def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's model prints is no part of the table
-    with assembled(config, plan, prepared) as assembly:
+    with assembled(plan, prepared) as assembly:
         found = None
         while request := (yield found):
             task, file = request
@@ -125,10 +124,10 @@ def _observing(config: Config, plan: Plan, prepared: Path) -> Generator[Any, Any
 
 def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
     """Train as ``task`` says, on this rank of the variant's world."""
-    config = assembly.config
-    dataset = miniature(assembly.dataset, config.train.batch_size)
-    small = replace(assembly, config=config.with_train(**_shrunk(task, config.train.learning_rate)), dataset=dataset)
-    with small.training(config.train.seeds[0], change_model=_change(task, file.parent)) as training:
+    plan = assembly.plan
+    dataset = miniature(assembly.dataset, plan.train.batch_size // plan.scale)
+    small = replace(assembly, plan=plan.with_train(**_shrunk(task, plan)), dataset=dataset)
+    with small.training(plan.train.seeds[0], change_model=_change(task, file.parent)) as training:
         _spoil(training, task)
         # Read by all ranks together, so all of them hear of a loss that is not finite, and none waits for another.
         training.losses = training.take_step.losses = DeviceLosses(training.world)
@@ -186,10 +185,12 @@ def first_images(dataset: Dataset, batches: int = 1) -> list[Tensor]:
     return [images for images, _ in islice(found, batches)]
 
 
-def _shrunk(task: Task, learning_rate: float) -> dict[str, Any]:
+def _shrunk(task: Task, plan: Plan) -> dict[str, Any]:
     """What the miniature has under ``train`` instead of the job's."""
     changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
-    return changes | (PLAIN_SGD if task.what == "step" else {"learning_rate": task.rate * learning_rate})
+    if task.what == "step":
+        return changes | PLAIN_SGD | {"learning_rate": plan.scale * RATE}
+    return changes | {"learning_rate": task.rate * plan.train.learning_rate}
 
 
 def _loss_scales(training: Training) -> list[float]:
