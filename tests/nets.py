@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pipeline.distributed import ALONE as ALONE
 from pipeline.params import Train, Variant
 from pipeline.plans import Plan
+from pipeline.step import Losses, TrainingStep
+from pipeline.techniques import Inputs, Technique
+from pipeline.training.losses import HostLosses
 
 
 def make_plan(
@@ -69,3 +74,30 @@ def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     """Copies of all gradients, in parameter order."""
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+INPUTS = Inputs((1, 8, 8), batch)
+
+
+def make_step(
+    model: nn.Module,
+    techniques: Sequence[Technique] = (),
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    losses: Losses | None = None,
+    micro_batches: int = 1,
+) -> TrainingStep:
+    """The step of a model that the techniques have changed. No optimizer: one that changes nothing."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
+    step = TrainingStep(model, F.cross_entropy, optimizer, losses or HostLosses(ALONE), micro_batches)
+    for technique in techniques:
+        technique.change_step(step)
+    return step
+
+
+def take_within(technique: Technique, take: Callable[[Any], None]) -> None:
+    """Take a step in which nothing happens but ``take``, as the technique changes it."""
+    step = make_step(nn.Linear(1, 1))
+    step.take = take
+    technique.change_step(step)
+    step(iter(()))

@@ -250,7 +250,7 @@ def test_one_process_is_this_one() -> None:
 
 
 def steps_until_interrupted(world: World, heard_at: list[int], meet_every: int = 1) -> int:
-    with interruption(world, free_steps=meet_every - 1) as heard:
+    with interruption(world, max_step_skew=meet_every - 1) as heard:
         for step in range(1, 100):
             if step % meet_every == 0:
                 world.sum_(torch.ones(1))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World
 from pipeline.models.loss_and_metric import ObjectiveError
-from pipeline.training.evaluation import Mould, Score, evaluate
+from pipeline.training.evaluation import Score, UnshardedModel, evaluate
 from tests.nets import ALONE, batch, conv_net
 from tests.ranks import run_ranks
 
@@ -72,12 +72,12 @@ def test_a_mould_casts_the_same_model_from_its_state() -> None:
     model.register_buffer("scale", torch.tensor(3.0), persistent=False)  # in no state dict
     images, _ = batch()
     model(images)  # BatchNorm's statistics move
-    mould, state = Mould(model), {name: value.clone() for name, value in model.state_dict().items()}
+    unsharded, state = UnshardedModel(model), {name: value.clone() for name, value in model.state_dict().items()}
     expected = model.eval()(images)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    cast = mould.cast(state, torch.device("cpu")).eval()
+    cast = unsharded.cast(state, torch.device("cpu")).eval()
     assert torch.equal(cast(images), expected)
     assert cast.get_buffer("scale").item() == 3.0
 
@@ -94,5 +94,5 @@ def test_a_mould_copies_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = conv_net(norm=True)
     for kind in (torch.nn.Parameter, torch.Tensor):
         monkeypatch.setattr(kind, "__deepcopy__", None)
-    form = Mould(model)._form
+    form = UnshardedModel(model)._form
     assert {tensor.device.type for tensor in (*form.parameters(), *form.buffers())} == {"meta"}

@@ -97,7 +97,7 @@ def test_nothing_is_due_when_nothing_changed(checkout: Clone) -> None:
 def test_what_no_number_depends_on_runs_nothing_again(checkout: Clone) -> None:
     for file, pattern, replacement in [
         ("pipeline/training/loop.py", r"\A", "# A remark.\n"),
-        ("pipeline/training/step.py", r'    """One optimizer update', '    """Exactly one optimizer update'),
+        ("pipeline/training/loop.py", r'    """One seed', '    """Exactly one seed'),
         (
             "pipeline/training/loop.py",
             r"self\.steps \+= 1",

@@ -19,11 +19,11 @@ class Interruption:
     The first signal waits for the step. A single process takes a second one literally and ends at once; ranks cannot
     tell it from their launcher's, which passes on what the whole group has heard, so they stay with the first.
 
-    ``free_steps``: how many steps a rank may be ahead of the main one, because not every step waits for all ranks.
+    ``max_step_skew``: how many steps a rank may be ahead of the main one, because not every step waits for all ranks.
     """
 
-    def __init__(self, world: World, free_steps: int = 0) -> None:
-        self.world, self.free_steps = world, free_steps
+    def __init__(self, world: World, max_step_skew: int = 0) -> None:
+        self.world, self.max_step_skew = world, max_step_skew
         self.signal: int | None = None
         """The signal that this process has heard."""
         self._steps = 0
@@ -54,7 +54,7 @@ class Interruption:
                 store.add("interrupted", 1)
                 self._announced = True
             if self.world.is_main and self._last is None and store.add("interrupted", 0) == self.world.size:
-                store.set("last_step", str(self._steps + 1 + self.free_steps))
+                store.set("last_step", str(self._steps + 1 + self.max_step_skew))
             if self._last is None and store.check(["last_step"]):
                 self._last = int(store.get("last_step"))
         except RuntimeError:  # the launcher is gone, and the store with it: its end was the signal
@@ -69,13 +69,13 @@ class Interruption:
 
 
 @contextmanager
-def interruption(world: World, free_steps: int = 0) -> Iterator[Interruption]:
+def interruption(world: World, max_step_skew: int = 0) -> Iterator[Interruption]:
     """While the block runs, SIGINT and SIGTERM end no process; see ``Interruption``. For the main thread.
 
     Nor do they afterwards on ranks that have heard one, which are to end by themselves: a launcher passes on, perhaps
     late, what the whole group has heard.
     """
-    heard = Interruption(world, free_steps)
+    heard = Interruption(world, max_step_skew)
     before = {number: signal.signal(number, heard._hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield heard

@@ -110,7 +110,7 @@ class World:
             for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(mean.view(tensor.shape))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.size > 1:
             dist.barrier()

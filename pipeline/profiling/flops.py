@@ -14,7 +14,7 @@ from pipeline import models
 from pipeline.distributed import ALONE
 from pipeline.plans import Plan
 from pipeline.results import Flops
-from pipeline.techniques import Technique, of_plan
+from pipeline.techniques import Inputs, Technique, of_plan
 
 _SAMPLES = 2
 """Counted at once: BatchNorm does not train on a single value a channel. The count is proportional to them."""
@@ -91,12 +91,11 @@ def _count(model: nn.Module, techniques: list[Technique], images: torch.Tensor) 
 
 
 def _count_on(device: str, model: nn.Module, techniques: list[Technique], images: torch.Tensor) -> int:
-    model = copy.deepcopy(model).to(device)
-    for technique in techniques:
-        technique.see_data((images.shape[1], images.shape[2], images.shape[3]))
-        model = technique.wrap_model(model)
-    images = images.to(device)
+    model, images = copy.deepcopy(model).to(device), images.to(device)
     labels = torch.zeros(len(images), dtype=torch.int64, device=device)
+    inputs = Inputs((images.shape[1], images.shape[2], images.shape[3]), lambda: (images, labels))
+    for technique in techniques:
+        model = technique.change_model(model, inputs)
     with FlopCounterMode(display=False) as counter:
         F.cross_entropy(model(images), labels).backward()
     total: int = counter.get_total_flops()

@@ -8,37 +8,9 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import TECHNIQUE_CLASSES, entry, outside
 from pipeline.plans import Plan
-from pipeline.techniques.base import (
-    Accumulate,
-    Backward,
-    Criterion,
-    Forward,
-    HoldSync,
-    Losses,
-    MicroBatches,
-    Step,
-    Stored,
-    Technique,
-    Update,
-    ZeroGrad,
-)
+from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
 
-__all__ = [
-    "Accumulate",
-    "Backward",
-    "Criterion",
-    "Forward",
-    "HoldSync",
-    "Losses",
-    "MicroBatches",
-    "Step",
-    "Stored",
-    "Technique",
-    "Update",
-    "ZeroGrad",
-    "chosen",
-    "of_plan",
-]
+__all__ = ["Checkpointed", "Inputs", "Stored", "Technique", "chosen", "of_plan"]
 
 
 def of_plan(plan: Plan) -> list[type[Technique]]:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from pipeline.errors import ConfigError
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Inputs, Technique
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around a block's forward pass, and around its repetition."""
@@ -49,14 +49,14 @@ class ActivationCheckpointing(Technique):
     name = "activation_checkpointing"
     recomputes = True
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         found = list(blocks(model))
         if not found:
             raise ConfigError(
                 f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its parts has parts of "
                 "its own. Put layers that belong together into an nn.Sequential, or take activation_checkpointing out."
             )
-        for block in self.choice(model, found):
+        for block in self.choice(model, found, inputs.shape):
             block.forward = _recomputed(block, self.contexts())  # the instance's own: names in the state dict stay
         return model
 
@@ -66,7 +66,12 @@ class ActivationCheckpointing(Technique):
         asked = self.plan.applied.activation_checkpointing
         return f"variants.{self.plan.name}.activation_checkpointing: found {str(asked).lower()}"
 
-    def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
+    def choice(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        found: Sequence[nn.Module],
+        shape: tuple[int, int, int],  # noqa: ARG002
+    ) -> Sequence[nn.Module]:
         """The blocks to checkpoint, of all that were ``found``."""
         return found
 
@@ -84,12 +89,12 @@ class SelectiveCheckpointing(ActivationCheckpointing):
 
     name = "selective_checkpointing"
 
-    def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    def choice(self, model: nn.Module, found: Sequence[nn.Module], shape: tuple[int, int, int]) -> Sequence[nn.Module]:
         for block in found:
             for module in block.modules():
                 if getattr(module, "inplace", False) is True:
                     module.inplace = False  # type: ignore[assignment]
-        return super().choice(model, found)
+        return super().choice(model, found, shape)
 
     def contexts(self) -> Callable[[], Contexts]:
         return partial(create_selective_checkpoint_contexts, _KEPT)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.techniques.base import Forward, Technique
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Inputs, Technique
 
 LEAST_BYTES = 2**16
 """Of a tensor, for it to be moved: a smaller copy costs more than the memory is worth."""
@@ -28,19 +29,20 @@ class ActivationOffload(Technique):
     """
 
     name = "activation_offload"
-    foreseen = False
+    estimable = False
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         self.model = model
-        self.copies = torch.cuda.Stream(self.world.device)
         return model
 
-    def wrap_forward(self, forward: Forward) -> Forward:
+    def change_step(self, step: TrainingStep) -> None:
+        forward, copies = step.forward, torch.cuda.Stream(self.world.device)
+
         def offloaded(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with _offloaded(self.copies, {_storage(tensor) for tensor in (*self.model.parameters(), images)}):
+            with _offloaded(copies, {_storage(tensor) for tensor in (*self.model.parameters(), images)}):
                 return forward(images, labels)
 
-        return offloaded
+        step.forward = offloaded
 
 
 @dataclass(frozen=True)

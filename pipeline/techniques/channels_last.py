@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.techniques.base import Forward, Technique
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Inputs, Technique
 
 
 class ChannelsLast(Technique):
@@ -16,13 +17,15 @@ class ChannelsLast(Technique):
 
     name = "channels_last"
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         return model.to(memory_format=torch.channels_last)
 
-    def wrap_forward(self, forward: Forward) -> Forward:
+    def change_step(self, step: TrainingStep) -> None:
+        forward = step.forward
+
         def channels_last(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             if images.dim() == 4:
                 images = images.contiguous(memory_format=torch.channels_last)
             return forward(images, labels)
 
-        return channels_last
+        step.forward = channels_last

@@ -28,13 +28,10 @@ class CheckpointingBudget(ActivationCheckpointing):
 
     name = "checkpointing_budget"
 
-    def see_data(self, shape: tuple[int, int, int]) -> None:
-        self._shape = shape
-
-    def choice(self, model: nn.Module, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    def choice(self, model: nn.Module, found: Sequence[nn.Module], shape: tuple[int, int, int]) -> Sequence[nn.Module]:
         fraction = float(self.plan.applied.activation_checkpointing)
         try:
-            images = (self.plan.micro_batch_size, *self._shape)
+            images = (self.plan.micro_batch_size, *shape)
             kept = measured(model, found, images, DTYPES.get(self.plan.applied.precision))
         except Exception as error:  # whatever the model does that needs values
             raise ConfigError(

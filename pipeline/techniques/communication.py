@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map_only
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.plans import Plan
-from pipeline.techniques.base import Step, Stored, Technique
+from pipeline.step import MicroBatches, TrainingStep
+from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
 
 RANK = 2
 """Of PowerSGD's factors: that of the paper's image classifiers."""
@@ -32,9 +33,9 @@ LOCAL_STEPS = 4
 class _Hook(Technique):
     """What is reduced, and how, is up to ``reduce``."""
 
-    foreseen = False
+    estimable = False
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         assert isinstance(model, DistributedDataParallel)
         # A lambda, for DDP refuses annotations that are text. What it refers to must not refer to the model: a circle
         # through DDP's reducer, which is not Python's, would never be freed.
@@ -87,7 +88,7 @@ class PowerSGD(_Hook):
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
         """Parameter -> error and Q, of those that are in no bucket yet."""
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         self._parameters = list(model.parameters())
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
@@ -101,7 +102,7 @@ class PowerSGD(_Hook):
                 f"variants.{self.plan.name}.communication_hook: found 'powersgd', but the model has no matrix of which "
                 f"factors of rank {RANK} would leave less than half; allowed: another hook."
             )
-        return super().wrap_model(model)
+        return super().change_model(model, inputs)
 
     def begin_after(self, warmup_steps: int) -> None:
         self.torch_state.start_powerSGD_iter = max(DENSE_STEPS, warmup_steps)
@@ -204,15 +205,15 @@ class PostLocalSGD(_Hook):
 
     name = "post_local_sgd"
     shards_model = True
-    free_steps = LOCAL_STEPS - 1
+    max_step_skew = LOCAL_STEPS - 1
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         self.torch_state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
         self.steps = 0
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        model = super().wrap_model(model)
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        model = super().change_model(model, inputs)
         self._parameters = list(model.parameters())
         self._names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]  # type: ignore[union-attr]
         return model
@@ -223,28 +224,28 @@ class PostLocalSGD(_Hook):
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         return post_localSGD_hook.post_localSGD_hook(self.torch_state, bucket)
 
-    def wrap_step(self, step: Step) -> Step:
-        def averaged(batches: Any) -> None:
-            step(batches)
+    def change_step(self, step: TrainingStep) -> None:
+        take = step.take
+
+        def averaged(micro_batches: MicroBatches) -> None:
+            take(micro_batches)
             self.steps += 1
             local_steps = self.steps - self.torch_state.start_localSGD_iter
             if local_steps > 0 and local_steps % LOCAL_STEPS == 0:
                 self.world.average_(self._parameters)
 
-        return averaged
+        step.take = averaged
 
-    def wrap_model_state(self, stored: Stored) -> Stored:
+    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
+        stored, self._optimizer_state = checkpoint.model, checkpoint.optimizer
+
         def read() -> dict[str, Any]:
             own = stored.read()
             mean = {name: own[name].clone() for name in self._names}
             self.world.average_(list(mean.values()))
             return own | mean
 
-        return Stored(read, stored.load)
-
-    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:  # noqa: ARG002
-        self._optimizer_state = stored
-        return stored
+        checkpoint.model = Stored(read, stored.load)
 
     def state(self) -> dict[str, Any]:
         own = {"parameters": [p.detach() for p in self._parameters], "optimizer": self._optimizer_state.read()}

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.plans import Plan
-from pipeline.techniques.base import Backward, Forward, Technique
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Inputs, Technique
 
 CACHE = Path(".cache/inductor")
 """Below the checkout. Generated code, of TorchInductor and of Triton, is found again there by later processes."""
@@ -40,7 +41,7 @@ class Compile(Technique):
     """
 
     name = "compile"
-    foreseen = False
+    estimable = False
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
@@ -55,7 +56,7 @@ class Compile(Technique):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read at its first use
         import torch._inductor.compile_fx  # noqa: F401
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         self.prepare_process()
         torch._dynamo.reset()  # what an earlier seed compiled counts against a limit
         if isinstance(model, DistributedDataParallel):
@@ -71,19 +72,18 @@ class Compile(Technique):
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 
-    def wrap_forward(self, forward: Forward) -> Forward:
-        def compiled(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def change_step(self, step: TrainingStep) -> None:
+        forward, backward = step.forward, step.backward
+
+        def compiled_forward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             with self._explained():
                 return forward(images, labels)
 
-        return compiled
-
-    def wrap_backward(self, backward: Backward) -> Backward:
-        def compiled(loss: torch.Tensor) -> None:
+        def compiled_backward(loss: torch.Tensor) -> None:
             with self._explained():  # the backward pass is compiled when it first runs
                 backward(loss)
 
-        return compiled
+        step.forward, step.backward = compiled_forward, compiled_backward
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
@@ -12,7 +12,10 @@ from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
 from pipeline.params import GRAPH_WARMUP_STEPS
 from pipeline.plans import Plan
-from pipeline.techniques.base import MicroBatches, Step, Technique, Update
+from pipeline.step import MicroBatches, TrainingStep
+from pipeline.techniques.base import Technique
+
+Take = Callable[[MicroBatches], None]
 
 
 class CudaGraph(Technique):
@@ -27,7 +30,7 @@ class CudaGraph(Technique):
     """
 
     name = "cuda_graph"
-    foreseen = False
+    estimable = False
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
@@ -38,38 +41,36 @@ class CudaGraph(Technique):
         self._rates: list[torch.Tensor] = []
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:
-        self._optimizer = optimizer
-        return update
+    def change_step(self, step: TrainingStep) -> None:
+        self._optimizer, take = step.optimizer, step.take
 
-    def wrap_step(self, step: Step) -> Step:
         def graphed(micro_batches: MicroBatches) -> None:
             batch = list(islice(micro_batches, self.plan.micro_batches))
             self._copy_rates()
             if self._warmup_steps < GRAPH_WARMUP_STEPS:
                 self._warmup_steps += 1
-                self._beside(step, batch)
+                self._beside(take, batch)
                 return
             if self.graph is None:
-                self.graph = self._recorded(step, batch)  # which runs nothing
+                self.graph = self._recorded(take, batch)  # which runs nothing
             else:
                 for place, values in zip(self._inputs, batch, strict=True):
                     place[0].copy_(values[0])
                     place[1].copy_(values[1])
             self.graph.replay()
 
-        return graphed
+        step.take = graphed
 
-    def _beside(self, step: Step, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _beside(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The step as it is, on the stream on which it will be recorded."""
         here = torch.cuda.current_stream(self.world.device)
         self._stream = self._stream or torch.cuda.Stream(self.world.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream), self._rates_on_device():
-            step(iter(batch))
+            take(iter(batch))
         here.wait_stream(self._stream)
 
-    def _recorded(self, step: Step, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.CUDAGraph:
+    def _recorded(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.CUDAGraph:
         self._inputs = [(images.clone(), labels.clone()) for images, labels in batch]
         graph = torch.cuda.CUDAGraph()
         capturable = [group["capturable"] for group in self._optimizer.param_groups if "capturable" in group]
@@ -80,7 +81,7 @@ class CudaGraph(Technique):
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
                 self._rates_on_device(),
             ):
-                step(iter(self._inputs))
+                take(iter(self._inputs))
         except RuntimeError as error:
             raise PipelineError(
                 f"variants.{self.plan.name}.cuda_graph: found true, but a step cannot be recorded: "

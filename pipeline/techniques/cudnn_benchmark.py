@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.techniques.base import MicroBatches, Step, Technique
+from pipeline.step import MicroBatches, TrainingStep
+from pipeline.techniques.base import Technique
 
 
 class CudnnBenchmark(Technique):
@@ -15,13 +16,15 @@ class CudnnBenchmark(Technique):
 
     name = "cudnn_benchmark"
 
-    def wrap_step(self, step: Step) -> Step:
+    def change_step(self, step: TrainingStep) -> None:
+        take = step.take
+
         def searching(micro_batches: MicroBatches) -> None:
             before = torch.backends.cudnn.benchmark
             torch.backends.cudnn.benchmark = True
             try:
-                step(micro_batches)
+                take(micro_batches)
             finally:
                 torch.backends.cudnn.benchmark = before
 
-        return searching
+        step.take = searching

@@ -31,7 +31,7 @@ class DataLoaderData(Technique):
 
     name = "dataloader"
     placement = "dataloader"
-    foreseen = False
+    estimable = False
 
     @classmethod
     def prepare_process(cls) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Inputs, Technique
 
 
 class DataParallel(Technique):
@@ -19,9 +19,9 @@ class DataParallel(Technique):
     """
 
     name = "data_parallel"
-    foreseen = False
+    estimable = False
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         return nn.DataParallel(model, device_ids=list(range(self.plan.devices_per_process)))
 
     def state(self) -> dict[str, Any]:

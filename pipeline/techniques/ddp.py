@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.plans import Plan
-from pipeline.techniques.base import Accumulate, Forward, HoldSync, Losses, Technique
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Inputs, Technique
 
 _NO_BROADCAST = (
     "forward_sync_buffers"
@@ -42,12 +42,12 @@ class GradientsBesideBuckets(DDPOption):
     """Gradients are no views of the buckets."""
 
     name = "gradients_beside_buckets"
-    foreseen = False
+    estimable = False
 
     def arguments(self) -> dict[str, Any]:
         return {"gradient_as_bucket_view": False}
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         self._gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return model
 
@@ -86,17 +86,17 @@ class Replicated(Technique):
     model, and forgets the gradients.
     """
 
-    def preview(self, sample: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._sample = sample
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        self._inputs = inputs
+        return model
 
-    def wrap_accumulate(self, accumulate: Accumulate, forward: Forward, losses: Losses) -> Accumulate:  # noqa: ARG002
-        self._forward = forward
-        return accumulate
+    def change_step(self, step: TrainingStep) -> None:
+        self._step = step
 
     def arrange_buckets(self, model: DistributedDataParallel) -> None:
         """As after a first step. Buffers stay as they are; random states do not."""
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._forward(*self._sample()).backward()
+        self._step.forward(*self._inputs.sample()).backward()
         for parameter in model.parameters():
             parameter.grad = None
         for buffer, values in before:
@@ -115,11 +115,14 @@ class DDP(Replicated):
     def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
         self.arrange_buckets(self.model)
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        self.model = replicated(model, self.plan, self.world)
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        self.model = replicated(super().change_model(model, inputs), self.plan, self.world)
         return self.model
 
-    def wrap_forward(self, forward: Forward) -> Forward:
+    def change_step(self, step: TrainingStep) -> None:
+        super().change_step(step)
+        forward = step.forward
+
         def told(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             try:
                 return forward(images, labels)
@@ -133,7 +136,5 @@ class DDP(Replicated):
                     "the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
                 ) from error
 
-        return told
-
-    def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002
-        return self.model.no_sync
+        step.forward = told
+        step.no_sync = self.model.no_sync

@@ -20,8 +20,9 @@ from pipeline.distributed import own_part
 from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.plans import Plan
+from pipeline.step import TrainingStep
 from pipeline.techniques.activation_checkpointing import blocks
-from pipeline.techniques.base import HoldSync, Stored, Technique
+from pipeline.techniques.base import Checkpointed, Inputs, Technique
 from pipeline.techniques.parts import whole_model, whole_optimizer
 
 
@@ -44,9 +45,9 @@ class FSDP(Technique):
 
     name = "fsdp"
     shards_model = True
-    foreseen = False
+    estimable = False
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         units = list(blocks(model))
         self._check(model, units)
         model.to(memory_format=torch.contiguous_format)  # all that it shards; channels_last is left to the input
@@ -84,23 +85,21 @@ class FSDP(Technique):
 
         return replace(choice, cls=make)
 
-    def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:  # noqa: ARG002
+    def change_step(self, step: TrainingStep) -> None:
         @contextmanager
-        def hold() -> Iterator[None]:
+        def no_sync() -> Iterator[None]:
             self.model.set_requires_gradient_sync(False)
             try:
                 yield
             finally:
                 self.model.set_requires_gradient_sync(True)
 
-        return hold
+        step.no_sync = no_sync
 
-    def wrap_model_state(self, stored: Stored) -> Stored:
+    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(self.model, nn.Module)
-        return whole_model(stored, self.model, {})
-
-    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:
-        return whole_optimizer(stored, optimizer, {})
+        checkpoint.model = whole_model(checkpoint.model, self.model, {})
+        checkpoint.optimizer = whole_optimizer(checkpoint.optimizer, optimizer, {})
 
     def _check(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Raise ConfigError for a model whose parameters cannot be shared out unit by unit."""

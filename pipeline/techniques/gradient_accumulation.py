@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from pipeline.plans import Plan
-from pipeline.techniques.base import Forward, Technique
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Technique
 
 
 class GradientAccumulation(Technique):
@@ -20,11 +21,13 @@ class GradientAccumulation(Technique):
     def is_asked(cls, plan: Plan) -> bool:
         return super().is_asked(plan) and plan.applied.parallelism != "pipeline"
 
-    def wrap_forward(self, forward: Forward) -> Forward:
+    def change_step(self, step: TrainingStep) -> None:
+        forward = step.forward
+
         def share(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return forward(images, labels) / self.plan.micro_batches
 
-        return share
+        step.forward = share
 
 
 class AutoMicroBatch(GradientAccumulation):

@@ -6,7 +6,7 @@ from torch import nn
 
 from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Inputs, Technique
 
 LEAST_VALUES = 4096
 """Of a tensor, for bitsandbytes to keep its moments in 8 bits."""
@@ -20,13 +20,13 @@ class LowBitOptimizer(Technique):
     """
 
     name = "low_bit_optimizer"
-    foreseen = False
+    estimable = False
 
     @classmethod
     def prepare_process(cls) -> None:
         import bitsandbytes.optim  # noqa: F401
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         if all(parameter.numel() < LEAST_VALUES for parameter in model.parameters()):
             raise ConfigError(
                 f"variants.{self.plan.name}.optimizer_state: found '8bit', but {type(model).__name__} has no parameter "

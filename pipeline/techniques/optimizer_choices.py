@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.techniques.base import Technique, ZeroGrad
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Technique
 
 
 class ForeachOptimizer(Technique):
@@ -38,7 +39,7 @@ class FactoredOptimizer(Technique):
     """
 
     name = "factored_optimizer"
-    foreseen = False  # it looks at a value in each step: the count of steps
+    estimable = False  # it looks at a value in each step: the count of steps
 
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         options = {key: choice.options[key] for key in ("lr", "weight_decay")}
@@ -50,5 +51,5 @@ class ZeroedGradients(Technique):
 
     name = "zeroed_gradients"
 
-    def wrap_zero_grad(self, zero_grad: ZeroGrad, optimizer: torch.optim.Optimizer) -> ZeroGrad:  # noqa: ARG002
-        return partial(optimizer.zero_grad, set_to_none=False)
+    def change_step(self, step: TrainingStep) -> None:
+        step.zero_grad = partial(step.optimizer.zero_grad, set_to_none=False)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from pipeline.techniques.base import Technique, Update
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Technique
 
 
 class OptimizerInBackward(Technique):
@@ -20,13 +21,13 @@ class OptimizerInBackward(Technique):
 
     name = "optimizer_in_backward"
 
-    def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:
-        self.optimizer, self.update = optimizer, update
-        for number, group in enumerate(optimizer.param_groups):
+    def change_step(self, step: TrainingStep) -> None:
+        self.optimizer, self.update = step.optimizer, step.update
+        for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._update, number))
-        return lambda: None
+        step.update = lambda: None
 
     def _update(self, number: int, parameter: torch.Tensor) -> None:
         """What happens when ``parameter``, of the optimizer's group ``number``, has its gradient."""

@@ -17,7 +17,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from pipeline.distributed import World
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.plans import Plan, WhyNotHeldBy
-from pipeline.techniques.base import Accumulate, Criterion, Forward, Losses, MicroBatches, Stored, Technique
+from pipeline.step import MicroBatches, TrainingStep
+from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
 from pipeline.techniques.chain import NotAChain, chain, joined
 from pipeline.techniques.cutting import Cut, best_cut, described, parts
 from pipeline.techniques.precision import BFloat16
@@ -44,7 +45,7 @@ class Pipeline(Technique):
 
     name = "pipeline"
     shards_model = True
-    foreseen = False
+    estimable = False
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
@@ -76,15 +77,12 @@ class Pipeline(Technique):
         why_not = why_not or f"{type(model).__name__} can be cut into {most} part(s) at most"
         return lambda stages: f"{why_not}; {_ALLOWED}" if stages > most else None
 
-    def preview(self, sample: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._sample = sample
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         self._model = model
         found: Cut | str | None = None
         if self.world.is_main:  # the others wait: on a CPU they would take cores from the rank that measures
             try:
-                found = best_cut(model, self._sample()[0], self._stages, self.world, self._autocast)
+                found = best_cut(model, inputs.sample()[0], self._stages, self.world, self._autocast)
                 print(f"{self.plan.name}: {described(found, self.plan.micro_batches)}", flush=True)
             except NotAChain as reason:
                 found = str(reason)
@@ -97,15 +95,12 @@ class Pipeline(Technique):
         self._split(found)
         return self._module
 
-    def wrap_criterion(self, criterion: Criterion) -> Criterion:
-        if self._is_last:
-            return lambda logits, labels: criterion(logits, labels) / self.plan.micro_batches
-        return lambda output, labels: output  # noqa: ARG005
+    def change_step(self, step: TrainingStep) -> None:
+        criterion = step.criterion
 
-    def wrap_accumulate(self, accumulate: Accumulate, forward: Forward, losses: Losses) -> Accumulate:  # noqa: ARG002
         def scheduled(micro_batches: MicroBatches) -> None:
             if self._schedule is None:
-                self._schedule = self._scheduled(forward, losses)
+                self._schedule = self._scheduled(step)
             images, labels = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
             self._schedule.step(
                 *([torch.cat(images)] if self._index == 0 else []),  # it cuts them up again
@@ -116,9 +111,18 @@ class Pipeline(Technique):
                 held = (parameter.grad for parameter in self._module.parameters())
                 self.world.average_([gradient for gradient in held if gradient is not None], self._alike)
 
-        return scheduled
+        step.accumulate = scheduled
+        if self._is_last:
+            step.criterion = lambda logits, labels: criterion(logits, labels) / self.plan.micro_batches
+        else:
+            step.criterion = lambda output, labels: output  # noqa: ARG005
 
-    def wrap_model_state(self, stored: Stored) -> Stored:
+    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        checkpoint.model = self._whole_model(checkpoint.model)
+        checkpoint.optimizer = self._whole_optimizer(checkpoint.optimizer)
+
+    def _whole_model(self, stored: Stored) -> Stored:
         def read() -> dict[str, Any]:
             whole = {}
             for name, tensor in stored.read().items():
@@ -140,9 +144,7 @@ class Pipeline(Technique):
 
         return Stored(read, self._again(load))
 
-    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:
-        self._optimizer = optimizer
-
+    def _whole_optimizer(self, stored: Stored) -> Stored:
         def read() -> dict[str, Any]:
             own = stored.read()
             places = self._places()
@@ -246,12 +248,12 @@ class Pipeline(Technique):
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(held)}
 
-    def _scheduled(self, forward: Forward, losses: Losses) -> PipelineScheduleSingle:
+    def _scheduled(self, step: TrainingStep) -> PipelineScheduleSingle:
         begin, end = self._bounds
         entering = self._cut.forms[begin].empty()
         leaving = entering if self._is_last else self._cut.forms[end].empty()
         stage = PipelineStage(
-            _Arriving() if self._is_last else _Passing(forward),
+            _Arriving() if self._is_last else _Passing(step),
             self._index,
             self._stages,
             self.world.device,
@@ -262,8 +264,10 @@ class Pipeline(Technique):
 
         def loss(passing: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             """The last stage's forward pass, which needs the labels; the schedule has them here alone."""
-            share = forward(passing, labels)
-            losses.add(share.detach() * self._stages)  # losses are averaged over ranks, of which one a pipeline has any
+            share = step.forward(passing, labels)
+            step.losses.add(
+                share.detach() * self._stages
+            )  # losses are averaged over ranks, of which one a pipeline has any
             return share
 
         schedule = _SCHEDULES[self.plan.applied.schedule]
@@ -288,12 +292,12 @@ class _Stage(nn.Module):
 class _Passing(nn.Module):
     """The step's forward, techniques included, as the schedule calls it where no label is needed."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, step: TrainingStep) -> None:
         super().__init__()
-        self._forward = forward
+        self._step = step
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:
-        return self._forward(passing, torch.empty(0, dtype=torch.int64, device=passing.device))
+        return self._step.forward(passing, torch.empty(0, dtype=torch.int64, device=passing.device))
 
 
 class _Arriving(nn.Module):

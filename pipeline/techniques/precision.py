@@ -8,7 +8,8 @@ import torch
 
 from pipeline.distributed import World
 from pipeline.plans import Plan
-from pipeline.techniques.base import Backward, Forward, Technique, Update
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Technique
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What autocast computes in, by the variant's ``precision``."""
@@ -20,12 +21,14 @@ class BFloat16(Technique):
     name = "bf16"
     dtype = DTYPES["bf16"]
 
-    def wrap_forward(self, forward: Forward) -> Forward:
+    def change_step(self, step: TrainingStep) -> None:
+        forward = step.forward
+
         def autocast(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             with torch.autocast(self.world.device.type, dtype=self.dtype):
                 return forward(images, labels)
 
-        return autocast
+        step.forward = autocast
 
 
 class Float16(BFloat16):
@@ -41,15 +44,16 @@ class Float16(BFloat16):
         super().__init__(plan, world)
         self.scaler = torch.amp.GradScaler(world.device.type)
 
-    def wrap_backward(self, backward: Backward) -> Backward:
-        return lambda loss: backward(self.scaler.scale(loss))
+    def change_step(self, step: TrainingStep) -> None:
+        super().change_step(step)
+        backward = step.backward
 
-    def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
-        def scaled() -> None:
-            self.scaler.step(optimizer)
+        def update() -> None:
+            self.scaler.step(step.optimizer)
             self.scaler.update()
 
-        return scaled
+        step.backward = lambda loss: backward(self.scaler.scale(loss))
+        step.update = update
 
     def state(self) -> dict[str, Any]:
         return self.scaler.state_dict()

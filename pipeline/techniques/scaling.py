@@ -6,6 +6,6 @@ from pipeline.techniques.base import Technique
 
 
 class WeakScaling(Technique):
-    """Changes the job and no part of the step: see ``Plan.job``, which derives batch and learning rate."""
+    """Changes the job and no part of the step: see ``Plan.train``, which has its batch and learning rate."""
 
     name = "weak_scaling"

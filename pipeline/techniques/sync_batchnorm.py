@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import ConfigError
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Inputs, Technique
 
 
 class SyncBatchNorm(Technique):
@@ -16,9 +16,9 @@ class SyncBatchNorm(Technique):
     """
 
     name = "sync_batchnorm"
-    foreseen = False
+    estimable = False
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         if not any(isinstance(module, _BatchNorm) for module in model.modules()):
             raise ConfigError(
                 f"variants.{self.plan.name}.sync_batchnorm: found true, but {type(model).__name__} has no BatchNorm; "

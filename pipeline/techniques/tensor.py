@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipeline.errors import ConfigError
 from pipeline.plans import WhyNotHeldBy
-from pipeline.techniques.base import HoldSync, Stored
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Checkpointed, Inputs
 from pipeline.techniques.ddp import Replicated, replicated
 from pipeline.techniques.parts import Layout, whole_model, whole_optimizer, without_random_warning
 
@@ -39,14 +40,15 @@ class Tensor(Replicated):
 
     name = "tensor"
     shards_model = True
-    draws_alike = True
-    foreseen = False
+    shared_rng = True
+    estimable = False
 
     @classmethod
     def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:  # noqa: ARG003
         return partial(_why_not_cut, model)
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        model = super().change_model(model, inputs)
         replicas, ranks = self.plan.data_processes, self.plan.model_processes
         mesh = self.world.mesh(data=replicas, model=ranks)
         rank = mesh["model"].get_local_rank()
@@ -72,14 +74,14 @@ class Tensor(Replicated):
         if self.wrapped:
             self.arrange_buckets(self.wrapped)
 
-    def wrap_hold_sync(self, hold_sync: HoldSync) -> HoldSync:
-        return self.wrapped.no_sync if self.wrapped else hold_sync
+    def change_step(self, step: TrainingStep) -> None:
+        super().change_step(step)
+        if self.wrapped:
+            step.no_sync = self.wrapped.no_sync
 
-    def wrap_model_state(self, stored: Stored) -> Stored:
-        return whole_model(stored, self.model, self.layouts)
-
-    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:
-        return whole_optimizer(stored, optimizer, self.layouts)
+    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
+        checkpoint.model = whole_model(checkpoint.model, self.model, self.layouts)
+        checkpoint.optimizer = whole_optimizer(checkpoint.optimizer, optimizer, self.layouts)
 
     def _fitting(self, model: nn.Module, ranks: int) -> list[Pair]:
         """The pairs that can be cut. Raises ConfigError if there is none."""

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from pipeline.techniques.base import MicroBatches, Step, Technique
+from pipeline.step import MicroBatches, TrainingStep
+from pipeline.techniques.base import Technique
 
 
 class TF32(Technique):
@@ -15,12 +16,14 @@ class TF32(Technique):
 
     name = "tf32"
 
-    def wrap_step(self, step: Step) -> Step:
+    def change_step(self, step: TrainingStep) -> None:
+        take = step.take
+
         def allowed(micro_batches: MicroBatches) -> None:
             with _tf32():
-                step(micro_batches)
+                take(micro_batches)
 
-        return allowed
+        step.take = allowed
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.techniques.base import Stored, Update
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Checkpointed, Inputs, Stored
 from pipeline.techniques.ddp import DDP
 
 
@@ -23,16 +24,16 @@ class Zero1(DDP):
     """
 
     name = "zero1"
-    foreseen = False
+    estimable = False
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         types = {parameter.dtype for parameter in model.parameters()}
         if len(types) > 1:
             raise ConfigError(
                 f"variants.{self.plan.name}.parallelism: found 'zero1', but {type(model).__name__} has parameters of "
                 f"{' and '.join(sorted(map(str, types)))}; allowed: 'ddp', or parameters of one type."
             )
-        return super().wrap_model(model)
+        return super().change_model(model, inputs)
 
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         def make(parameters: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -40,19 +41,19 @@ class Zero1(DDP):
 
         return OptimizerChoice(make, choice.options)
 
-    def trial_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:  # noqa: ARG002
-        """That of the rank's own share, which it sends to nobody."""
-        assert isinstance(optimizer, _SharedOut)
-        own = optimizer.optim
+    def change_step(self, step: TrainingStep) -> None:
+        super().change_step(step)
+        assert isinstance(step.optimizer, _SharedOut)
+        own = step.optimizer.optim
 
-        def tried() -> None:
+        def update_own_share() -> None:
             for group in own.param_groups:
                 group["lr"] = 0.0
             own.step()
 
-        return tried
+        step.trial_update = update_own_share
 
-    def wrap_optimizer_state(self, stored: Stored, optimizer: torch.optim.Optimizer) -> Stored:  # noqa: ARG002
+    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(optimizer, _SharedOut)
 
         def read() -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Zero1(DDP):
             parts = self.world.gather(own["state"])
             return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
 
-        return Stored(read, optimizer.load_own_state)
+        checkpoint.optimizer = Stored(read, optimizer.load_own_state)
 
 
 def _passed_on(name: str) -> property:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from pipeline.models import loss_and_metric
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
-from pipeline.techniques import of_plan
+from pipeline.techniques import Inputs, of_plan
 from pipeline.techniques.precision import DTYPES
 from pipeline.training.failures import OutOfMemory, without_deterministic_form
 from pipeline.training.loop import Training
@@ -53,10 +54,12 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
         for kind in of_plan(found):
             if kind.name == found.applied.parallelism:
                 return plan_of(config, name, machine, None, kind.why_not_held_by(model, dataset.shape))
-            technique = kind(found, ALONE)
-            technique.see_data(dataset.shape)
-            model = technique.wrap_model(model)
+            model = kind(found, ALONE).change_model(model, Inputs(dataset.shape, _no_sample))
     raise AssertionError(f"{found.applied.parallelism} is no technique")
+
+
+def _no_sample() -> NoReturn:
+    raise AssertionError("no technique that comes before a parallelism tries the model")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class Score:
         return self.correct / self.count
 
 
-class Mould:
+class UnshardedModel:
     """A single-device model's form without its weights, from which a model that ranks hold in parts is cast whole."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -70,8 +70,8 @@ def _work(
         everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
         here = dict.fromkeys(device for host, devices in everywhere if host == platform.node() for device in devices)
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
-        free_steps = max((technique.free_steps for technique in of_plan(plan)), default=0)
-        with following, sampler or nullcontext(), interruption(world, free_steps) as heard:
+        max_step_skew = max((technique.max_step_skew for technique in of_plan(plan)), default=0)
+        with following, sampler or nullcontext(), interruption(world, max_step_skew) as heard:
             environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
             job = Job(config, assembly, environment_hash, depends_on, device_name, started, sampler, heard)
             runs = [job.train(seed) for seed in config.train.seeds]

@@ -19,12 +19,12 @@ from pipeline.measurement.windows import Clock, Memory
 from pipeline.models import loss_and_metric, optimizers
 from pipeline.plans import Plan
 from pipeline.results import HistoryRow
-from pipeline.techniques import Stored, chosen
+from pipeline.step import TrainingStep
+from pipeline.techniques import Checkpointed, Inputs, Stored, chosen
 from pipeline.training import checkpoints
-from pipeline.training.evaluation import Mould, Score, evaluate
+from pipeline.training.evaluation import Score, UnshardedModel, evaluate
 from pipeline.training.failures import OutOfMemory, is_out_of_memory, without_deterministic_form
 from pipeline.training.losses import DeviceLosses, HostLosses, NonFiniteLoss
-from pipeline.training.step import TrainingStep
 
 
 class Training:
@@ -54,26 +54,25 @@ class Training:
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.techniques = chosen(plan, world)
         sharded = any(technique.shards_model for technique in self.techniques)
-        self._mould = Mould(self.model) if sharded else None
+        self._unsharded = UnshardedModel(self.model) if sharded else None
         wrapped, optimizer = self.model, optimizers.of_job(train)
+        inputs = Inputs(dataset.shape, lambda: next(batches.epoch(0)))
         for technique in self.techniques:
-            technique.see_data(dataset.shape)
-            technique.preview(self._sample)
-            wrapped = technique.wrap_model(wrapped)
+            wrapped = technique.change_model(wrapped, inputs)
             optimizer = technique.change_optimizer(optimizer)
         self.optimizer = optimizer.make(wrapped.parameters())
         self.objective = loss_and_metric.of_job(train, len(dataset.classes), world.device)
         self.losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
-        self.take_step = TrainingStep(
-            wrapped, self.objective.loss, self.optimizer, self.losses, self.techniques, plan.micro_batches
+        self.take_step = TrainingStep(wrapped, self.objective.loss, self.optimizer, self.losses, plan.micro_batches)
+        checkpoint = Checkpointed(
+            Stored(self.model.state_dict, self.model.load_state_dict),
+            Stored(self.optimizer.state_dict, self.optimizer.load_state_dict),
         )
-        self.model_state = Stored(self.model.state_dict, self.model.load_state_dict)
-        """That of the single-device model, whatever the ranks hold of it."""
-        self.optimizer_state = Stored(self.optimizer.state_dict, self.optimizer.load_state_dict)
         for technique in self.techniques:
-            self.model_state = technique.wrap_model_state(self.model_state)
-            self.optimizer_state = technique.wrap_optimizer_state(self.optimizer_state, self.optimizer)
-        alike = any(technique.draws_alike for technique in self.techniques)
+            technique.change_step(self.take_step)
+            technique.change_checkpoint(checkpoint, self.optimizer)
+        self.model_state, self.optimizer_state = checkpoint.model, checkpoint.optimizer
+        alike = any(technique.shared_rng for technique in self.techniques)
         stream = world.rank // plan.model_processes if alike else world.rank
         torch.manual_seed(seed + 1_000_003 * (stream + 1))
 
@@ -126,10 +125,7 @@ class Training:
         finds the state that an optimizer makes in its first step.
         """
         step = self.take_step
-        step.syncs = [step.hold_sync] * min(2, len(step.syncs))  # all after the first find gradients to add to
-        update = step.update
-        for technique in self.techniques:
-            update = technique.trial_update(update, self.optimizer)
+        step.syncs = [False] * min(2, len(step.syncs))  # all after the first find gradients to add to
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -137,7 +133,7 @@ class Training:
             step.zero_grad()
             step.accumulate(self.batches.epoch(0))
 
-        for part in (gradients, update, gradients):
+        for part in (gradients, step.trial_update or step.update, gradients):
             failed = torch.zeros((), device=self.world.device)
             try:
                 part()
@@ -223,13 +219,10 @@ class Training:
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(state["last_row"])
         checkpoints.restore_random_state(mine["random"])
 
-    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return next(self.batches.epoch(0))
-
     def _open(self) -> None:
         for detector in self.detectors:
             detector.open()
-        self.world.meet()  # or the time that one rank's detectors take would be all ranks' first step's
+        self.world.barrier()  # or the time that one rank's detectors take would be all ranks' first step's
         self.memory.open()
         self.clock.open()
 
@@ -247,7 +240,7 @@ class Training:
         row = self._row(self.clock.train_seconds)
         self._between_phases()
         started = self.clock.now()
-        model = self._mould.cast(self.model_state.read(), self.world.device) if self._mould else self.model
+        model = self._unsharded.cast(self.model_state.read(), self.world.device) if self._unsharded else self.model
         self.score = evaluate(model, self.dataset, self.world, self.plan.micro_batch_size, self.objective)
         self.evaluate_seconds += self.clock.now() - started
         self._between_phases()

@@ -16,9 +16,9 @@ import yaml
 from pipeline import results
 from pipeline.params import Config, Machine, load, parse
 from pipeline.results import Result
+from pipeline.step import TrainingStep
 from pipeline.tools import variant_sets
 from pipeline.training import job
-from pipeline.training.step import TrainingStep
 from tests.as_if_cuda import Traffic, played
 from tests.conftest import ROOT
 from tests.workspaces import PREPARED, furnish

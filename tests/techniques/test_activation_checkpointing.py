@@ -18,7 +18,7 @@ from pipeline.techniques.activation_checkpointing import (
     _statistics_held,
     blocks,
 )
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan
 
 PLAN = make_plan(activation_checkpointing=True)
 KINDS = [ActivationCheckpointing, SelectiveCheckpointing]
@@ -31,7 +31,7 @@ def forward_backward_flops(model: nn.Module, images: torch.Tensor) -> int:
 
 
 def _checkpointed(model: nn.Module, kind: type[ActivationCheckpointing] = ActivationCheckpointing) -> nn.Module:
-    return kind(PLAN, ALONE).wrap_model(copy.deepcopy(model))
+    return kind(PLAN, ALONE).change_model(copy.deepcopy(model), INPUTS)
 
 
 def _step(model: nn.Module) -> list[torch.Tensor]:

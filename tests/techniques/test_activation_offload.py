@@ -13,7 +13,7 @@ from pipeline.params import Machine, parse
 from pipeline.plans import plan
 from pipeline.profiling import ledger
 from pipeline.techniques.activation_offload import ActivationOffload
-from tests.nets import batch, conv_net, gradients, make_plan
+from tests.nets import INPUTS, batch, conv_net, gradients, make_plan, make_step
 from tests.test_training import make_training, weights
 
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -47,8 +47,8 @@ def test_activations_leave_the_gpu_and_no_bit_of_the_gradients_changes() -> None
     plain = conv_net(norm=True).cuda()
     away = copy.deepcopy(plain)
     technique = ActivationOffload(make_plan(activation_offload=True), on_gpu())
-    away = technique.wrap_model(away)  # type: ignore[assignment]
-    forward = technique.wrap_forward(lambda images, labels: F.cross_entropy(away(images), labels))
+    away = technique.change_model(away, INPUTS)  # type: ignore[assignment]
+    forward = make_step(away, [technique]).forward
 
     def kept(run: object) -> tuple[torch.Tensor, int]:
         torch.cuda.synchronize()

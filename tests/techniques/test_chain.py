@@ -15,7 +15,7 @@ from torch import nn
 from pipeline import models
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 from pipeline.techniques.chain import NotAChain, balanced, chain, joined
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, INPUTS, conv_net, make_plan
 
 
 def parts_of(costs: list[float], ends: list[int]) -> list[float]:
@@ -128,7 +128,8 @@ def test_units_are_joined_to_the_one_before() -> None:
 
 
 def test_a_checkpointed_block_stays_whole() -> None:
-    model = ActivationCheckpointing(make_plan(activation_checkpointing=True), ALONE).wrap_model(conv_net(norm=True))
+    technique = ActivationCheckpointing(make_plan(activation_checkpointing=True), ALONE)
+    model = technique.change_model(conv_net(norm=True), INPUTS)
     units = chain(model)
     assert len(units) == 3
     assert any(module is model.get_submodule("1") for module in units[1].modules())

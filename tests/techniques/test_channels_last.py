@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from pipeline.data.prepared import Dataset
 from pipeline.techniques.channels_last import ChannelsLast
-from tests.nets import ALONE, batch, conv_net, make_plan
+from tests.nets import ALONE, INPUTS, batch, conv_net, make_plan, make_step
 from tests.test_training import make_training
 
 
@@ -17,11 +17,10 @@ def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
     expected = F.cross_entropy(model(images), labels)
 
     technique = ChannelsLast(make_plan(channels_last=True), ALONE)
-    changed = technique.wrap_model(model)
+    changed = technique.change_model(model, INPUTS)
     seen = []
     changed[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[index]
-    forward = technique.wrap_forward(lambda images, labels: F.cross_entropy(changed(images), labels))
-    loss = forward(images, labels)
+    loss = make_step(changed, [technique]).forward(images, labels)
 
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in changed.parameters() if p.dim() == 4)
     assert not changed[1][1][0].weight.is_contiguous()  # type: ignore[index]

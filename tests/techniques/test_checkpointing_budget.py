@@ -12,13 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.errors import ConfigError
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.checkpointing_budget import CheckpointingBudget, Kept, measured
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan
 
 
 def _technique(fraction: float) -> CheckpointingBudget:
-    technique = CheckpointingBudget(make_plan(activation_checkpointing=fraction), ALONE)
-    technique.see_data((1, 8, 8))
-    return technique
+    return CheckpointingBudget(make_plan(activation_checkpointing=fraction), ALONE)
 
 
 def _kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
@@ -54,10 +52,10 @@ def test_what_a_forward_pass_keeps_is_measured_without_one(parts: dict[str, bool
 def test_what_is_kept_is_within_the_budget_and_no_bit_of_gradients_and_buffers_changes(fraction: float) -> None:
     plain = conv_net(norm=True, dropout=True)
     technique = _technique(fraction)
-    limited = technique.wrap_model(copy.deepcopy(plain))
+    limited = technique.change_model(copy.deepcopy(plain), INPUTS)
     images, labels = batch(32)
     everything = _kept_bytes(copy.deepcopy(plain), images)
-    within = _kept_bytes(_technique(fraction).wrap_model(copy.deepcopy(plain)), images)
+    within = _kept_bytes(_technique(fraction).change_model(copy.deepcopy(plain), INPUTS), images)
     assert within <= fraction * everything
     assert technique.findings()["kept_activations_fraction"] == pytest.approx(within / everything)
     for model in (plain, limited):
@@ -70,7 +68,7 @@ def test_what_is_kept_is_within_the_budget_and_no_bit_of_gradients_and_buffers_c
 def test_a_small_saving_recomputes_less_than_all() -> None:
     images, _ = batch(32)
     plain, little, much = (_flops(model, images) for model in (
-        conv_net(), _technique(0.8).wrap_model(conv_net()), _technique(0.3).wrap_model(conv_net())
+        conv_net(), _technique(0.8).change_model(conv_net(), INPUTS), _technique(0.3).change_model(conv_net(), INPUTS)
     ))  # fmt: skip
     assert plain < little < much
 
@@ -108,9 +106,9 @@ def test_a_budget_that_no_choice_keeps_is_refused_with_the_least_that_can_be() -
     with pytest.raises(
         ConfigError, match=r"variants\.tried\.activation_checkpointing: found 0\.01, but with all 3 "
     ) as no:
-        _technique(0.01).wrap_model(conv_net())
+        _technique(0.01).change_model(conv_net(), INPUTS)
     least = float(str(no.value).split("still keeps ")[1].split()[0])
-    assert _technique(least + 0.001).wrap_model(conv_net())
+    assert _technique(least + 0.001).change_model(conv_net(), INPUTS)
 
 
 class _LooksAtValues(nn.Module):
@@ -125,9 +123,9 @@ class _LooksAtValues(nn.Module):
 
 def test_a_model_that_looks_at_values_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot be measured on tensors without values .*; allowed: false, true or"):
-        _technique(0.5).wrap_model(_LooksAtValues())
+        _technique(0.5).change_model(_LooksAtValues(), INPUTS)
 
 
 def test_a_model_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Sequential keeps no activations; allowed: false\."):
-        _technique(0.5).wrap_model(nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))))
+        _technique(0.5).change_model(nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), INPUTS)

@@ -20,7 +20,7 @@ from pipeline.techniques.communication import LOCAL_STEPS, RANK
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, INPUTS, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights
 
@@ -227,7 +227,7 @@ def _scalar(joined: World) -> None:
     plan = make_plan(parallelism="ddp", processes=2, communication_hook="powersgd")
     model: nn.Module = Scaled()
     for technique in chosen(plan, joined):
-        model = technique.wrap_model(model)
+        model = technique.change_model(model, INPUTS)
 
 
 def test_powersgd_refuses_a_parameter_that_is_no_matrix() -> None:
@@ -237,14 +237,14 @@ def test_powersgd_refuses_a_parameter_that_is_no_matrix() -> None:
 
 def test_post_local_sgd_says_how_far_ranks_may_be_apart() -> None:
     plans = [make_plan(parallelism="ddp", processes=2, communication_hook=hook) for hook in ("none", "post_local_sgd")]
-    assert [max(technique.free_steps for technique in of_plan(plan)) for plan in plans] == [0, LOCAL_STEPS - 1]
+    assert [max(technique.max_step_skew for technique in of_plan(plan)) for plan in plans] == [0, LOCAL_STEPS - 1]
 
 
 def _flat(joined: World) -> None:
     plan = make_plan(parallelism="ddp", processes=2, communication_hook="powersgd")
     model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
     for technique in chosen(plan, joined):
-        model = technique.wrap_model(model)
+        model = technique.change_model(model, INPUTS)
 
 
 def test_powersgd_refuses_a_model_that_it_would_send_as_it_is() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config as inductor
 from torch._inductor.graph import GraphLowering
@@ -30,8 +29,7 @@ from pipeline.profiling.ledger import measured
 from pipeline.techniques import chosen
 from pipeline.techniques.compile import Compile
 from pipeline.training.losses import HostLosses
-from pipeline.training.step import TrainingStep
-from tests.nets import ALONE, batch, conv_net, make_plan
+from tests.nets import ALONE, INPUTS, batch, conv_net, make_plan, make_step
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, rows_of
 
@@ -123,7 +121,7 @@ def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too
     try:
         technique = Compile(make_plan(compile="default"), ALONE)
         with fresh_cache():
-            loss = technique.wrap_model(nn.Linear(3, 2))(torch.ones(5, 3)).sum()
+            loss = technique.change_model(nn.Linear(3, 2), INPUTS)(torch.ones(5, 3)).sum()
             thread = threading.Thread(target=loss.backward)  # as autograd has one for each GPU
             thread.start()
             thread.join()
@@ -136,7 +134,7 @@ def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too
 def test_the_gradient_comes_from_generated_code() -> None:
     technique = Compile(make_plan(compile="default"), ALONE)
     model = conv_net()
-    wrapped = technique.wrap_model(model)
+    wrapped = technique.change_model(model, INPUTS)
     assert "CompiledFunction" in type(wrapped(batch()[0]).grad_fn).__name__
     assert "CompiledFunction" not in type(model(batch()[0]).grad_fn).__name__
 
@@ -179,9 +177,9 @@ def _steps(joined: World, applied: list[dict[str, Any]]) -> list[tuple[float, in
         techniques, net = chosen(plan, joined), conv_net()
         wrapped: Any = net
         for technique in techniques:
-            wrapped = technique.wrap_model(wrapped)
+            wrapped = technique.change_model(wrapped, INPUTS)
         optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), HostLosses(joined)
-        step = TrainingStep(wrapped, F.cross_entropy, optimizer, losses, techniques, plan.micro_batches)
+        step = make_step(wrapped, techniques, optimizer=optimizer, losses=losses, micro_batches=plan.micro_batches)
         for _ in range(3):
             step(zip(images.chunk(plan.micro_batches), labels.chunk(plan.micro_batches), strict=True))
         made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
@@ -264,7 +262,7 @@ def test_the_measured_ledger_knows_what_generated_code_takes(digits: Dataset) ->
 
 
 def test_what_it_takes_cannot_be_foreseen() -> None:
-    assert not Compile.foreseen
+    assert not Compile.estimable
 
 
 @pytest.mark.slow
@@ -275,10 +273,10 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch\n"
         "from pipeline.techniques.compile import Compile\n"
-        "from tests.nets import ALONE, make_plan\n"
+        "from tests.nets import ALONE, INPUTS, make_plan\n"
         "Compile.prepare_process()\n"
         "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())\n"
-        "Compile(make_plan(compile='default'), ALONE).wrap_model(net)(torch.ones(4, 8)).sum().backward()\n"
+        "Compile(make_plan(compile='default'), ALONE).change_model(net, INPUTS)(torch.ones(4, 8)).sum().backward()\n"
         "print(json.dumps(torch._dynamo.utils.counters['inductor']))\n"
     )
     places = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}

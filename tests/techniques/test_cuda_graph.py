@@ -62,7 +62,7 @@ def test_the_recording_is_a_part_of_the_warm_up() -> None:
 def test_it_wraps_all_of_a_step() -> None:
     techniques = chosen(make_plan(cuda_graph=True, cudnn_benchmark=True, gradient_accumulation=2), ALONE)
     assert [technique.name for technique in techniques][-2:] == ["cuda_graph", "cudnn_benchmark"]
-    assert not CudaGraph.foreseen
+    assert not CudaGraph.estimable
 
 
 # On a GPU.

@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
 from pipeline.plans import plan
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, conv_net, make_plan, take_within
 from tests.test_training import make_training, rows_of
 
 
@@ -43,7 +43,7 @@ def test_it_is_put_back_when_a_step_fails() -> None:
         raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011
-        CudnnBenchmark(make_plan(cudnn_benchmark=True), ALONE).wrap_step(fails)(iter([]))
+        take_within(CudnnBenchmark(make_plan(cudnn_benchmark=True), ALONE), fails)
     assert torch.backends.cudnn.benchmark is False
 
 

@@ -151,7 +151,7 @@ def test_the_workers_load_is_the_job_s_own(digits: Dataset) -> None:
 
 
 def test_what_no_figure_counts_is_not_foreseen() -> None:
-    assert not DataLoaderData.foreseen
+    assert not DataLoaderData.estimable
 
 
 def test_workers_without_a_dataloader_are_refused() -> None:

@@ -19,7 +19,7 @@ from pipeline.params import Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.techniques.data_parallel import DataParallel
 from pipeline.training.loop import Training
-from tests.nets import batch, conv_net, gradients, make_plan
+from tests.nets import INPUTS, batch, conv_net, gradients, make_plan
 from tests.test_training import make_training
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,7 +90,7 @@ def test_every_gpu_computes_its_part_and_the_gradients_are_the_whole_batch_s() -
     images, labels = (part.to(world.device) for part in batch(32))
     plain, parallel = conv_net().to(world.device), conv_net().to(world.device)
     made = make_plan(parallelism="data_parallel", devices_per_process=count)
-    wrapped = DataParallel(made, world).wrap_model(parallel)
+    wrapped = DataParallel(made, world).change_model(parallel, INPUTS)
     assert isinstance(wrapped, nn.DataParallel)
     seen: list[tuple[int, int]] = []
     parallel[0][0].register_forward_hook(lambda _, inputs, __: seen.append((inputs[0].get_device(), len(inputs[0]))))  # type: ignore[index]

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pipeline.data.prepared import Dataset
@@ -14,8 +13,7 @@ from pipeline.params import Machine, Variant, parse
 from pipeline.plans import plan
 from pipeline.techniques import chosen
 from pipeline.training.losses import HostLosses
-from pipeline.training.step import TrainingStep
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan, make_step
 from tests.ranks import run_ranks
 from tests.test_training import make_training
 
@@ -31,7 +29,7 @@ def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float,
     techniques = chosen(plan, joined)
     wrapped: nn.Module = model
     for technique in techniques:
-        wrapped = technique.wrap_model(wrapped)
+        wrapped = technique.change_model(wrapped, INPUTS)
     reductions = []
     if joined.size > 1:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -42,9 +40,7 @@ def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float,
 
         wrapped.register_comm_hook(None, counted)  # type: ignore[operator]
     losses = HostLosses(joined)
-    step = TrainingStep(
-        wrapped, F.cross_entropy, torch.optim.SGD(wrapped.parameters(), lr=0.0), losses, techniques, micro_batches
-    )
+    step = make_step(wrapped, techniques, losses=losses, micro_batches=micro_batches)
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     step(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
     return gradients(model), losses.take(), len(reductions)
@@ -77,9 +73,9 @@ def _options(joined: World) -> dict[str, Any]:
         model, techniques = conv_net(), chosen(plan, joined)
         wrapped: nn.Module = model
         for technique in techniques:
-            wrapped = technique.wrap_model(wrapped)
+            wrapped = technique.change_model(wrapped, INPUTS)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        step = TrainingStep(wrapped, F.cross_entropy, optimizer, HostLosses(joined), techniques, 1)
+        step = make_step(wrapped, techniques, optimizer=optimizer, losses=HostLosses(joined))
         for seed in range(3):
             images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32, seed))
             step(iter([(images, labels)]))

@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import optimizers
 from pipeline.results import Ledger
 from pipeline.techniques import chosen
-from tests.nets import batch, conv_net, make_plan
+from tests.nets import INPUTS, batch, conv_net, make_plan, make_step
 from tests.parallel import (
     TRAIN,
     Observed,
@@ -100,7 +100,7 @@ def _gathered(joined: World) -> dict[str, Any]:
         plan = make_plan(parallelism="fsdp", processes=joined.size, **options)
         (technique,) = chosen(plan, joined)
         model: Any = conv_net(norm=True)
-        technique.wrap_model(model)
+        technique.change_model(model, INPUTS)
         dtypes: list[torch.dtype] = []
         model[0][0].register_forward_hook(lambda _m, _i, output, to=dtypes: to.append(output.dtype))
         model[0][1].register_forward_hook(lambda m, i, _o, to=dtypes: to.extend([i[0].dtype, m.weight.dtype]))
@@ -114,7 +114,7 @@ def _gathered(joined: World) -> dict[str, Any]:
         F.cross_entropy(logits, labels).backward()
         seen[name]["gradients"] = {parameter.grad.dtype for parameter in model.parameters()}
         seen[name]["after"] = held_bytes(model[0].parameters())
-    with technique.wrap_hold_sync(lambda: None)():  # type: ignore[arg-type, return-value]
+    with make_step(model, [technique]).no_sync():
         for parameter in model.parameters():
             parameter.grad = None
         F.cross_entropy(model(images), labels).backward()
@@ -175,7 +175,7 @@ class _Mixed(nn.Module):
 def _complaint(joined: World, net: type[nn.Module]) -> str:
     (technique,) = chosen(make_plan(parallelism="fsdp", processes=joined.size), joined)
     with pytest.raises(ConfigError) as caught:
-        technique.wrap_model(net())
+        technique.change_model(net(), INPUTS)
     return str(caught.value)
 
 

@@ -4,22 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from pipeline.techniques import Technique, chosen
+from pipeline.techniques import chosen
 from pipeline.training.losses import HostLosses
-from pipeline.training.step import TrainingStep
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, batch, conv_net, gradients, make_plan, make_step
 
 
 def _gradients(micro_batches: int) -> tuple[list[torch.Tensor], float]:
     """The gradients of one step over the same 32 samples, and its loss."""
     plan = make_plan(gradient_accumulation=micro_batches)
     model, (images, labels) = conv_net(), batch(32)
-    techniques: list[Technique] = chosen(plan, ALONE)
     losses = HostLosses(ALONE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainingStep(model, F.cross_entropy, optimizer, losses, techniques, micro_batches)
+    step = make_step(model, chosen(plan, ALONE), losses=losses, micro_batches=micro_batches)
     step(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
     return gradients(model), losses.take()
 
@@ -43,13 +39,6 @@ def test_only_one_micro_batch_is_asked_for_at_a_time() -> None:
 
     model = conv_net()
     model.register_forward_hook(lambda *_: order.append("forward"))
-    step = TrainingStep(
-        model,
-        F.cross_entropy,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        HostLosses(ALONE),
-        chosen(plan, ALONE),
-        4,
-    )
+    step = make_step(model, chosen(plan, ALONE), micro_batches=4)
     step(micro_batches())
     assert order == ["input", "forward"] * 4

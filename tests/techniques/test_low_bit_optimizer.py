@@ -12,7 +12,7 @@ from pipeline.params import Machine, parse
 from pipeline.plans import plan
 from pipeline.profiling import ledger
 from pipeline.techniques import chosen, low_bit_optimizer
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, INPUTS, conv_net, make_plan
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
 WITHOUT = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -56,7 +56,7 @@ def test_what_it_takes_is_not_foreseen(digits: Dataset) -> None:
 def test_a_model_of_which_nothing_would_be_kept_in_8_bits_is_refused() -> None:
     (technique,) = chosen(make_plan(optimizer_state="8bit"), ALONE)
     with pytest.raises(ConfigError, match="Sequential has no parameter of 4096 values or more"):
-        technique.wrap_model(conv_net())
+        technique.change_model(conv_net(), INPUTS)
 
 
 class TestWithTheLibrary:

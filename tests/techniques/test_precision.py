@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.techniques.precision import BFloat16, Float16
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, batch, conv_net, gradients, make_plan, make_step
 
 
 @pytest.mark.parametrize(("technique", "dtype"), [(BFloat16, torch.bfloat16), (Float16, torch.float16)])
@@ -15,8 +15,7 @@ def test_convolutions_run_in_16_bits_and_loss_and_gradients_stay_in_32(
     model, (images, labels) = conv_net(), batch()
     seen = []
     model[0][0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))  # type: ignore[index]
-    applied = technique(make_plan(precision=technique.name), ALONE)
-    loss = applied.wrap_forward(lambda images, labels: F.cross_entropy(model(images), labels))(images, labels)
+    loss = make_step(model, [technique(make_plan(precision=technique.name), ALONE)]).forward(images, labels)
     loss.backward()
     assert seen == [dtype]
     assert loss.dtype == torch.float32
@@ -27,8 +26,9 @@ def test_convolutions_run_in_16_bits_and_loss_and_gradients_stay_in_32(
 def _scaled_step(technique: Float16, parameter: torch.nn.Parameter, loss: torch.Tensor) -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.zero_grad()
-    technique.wrap_backward(torch.Tensor.backward)(loss)
-    technique.wrap_update(optimizer.step, optimizer)()
+    step = make_step(torch.nn.Identity(), [technique], optimizer=optimizer)
+    step.backward(loss)
+    step.update()
 
 
 def test_the_scaler_saves_gradients_that_float16_would_lose() -> None:

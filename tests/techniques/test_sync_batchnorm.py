@@ -13,14 +13,14 @@ from pipeline.params import Machine, parse
 from pipeline.plans import plan
 from pipeline.techniques import chosen
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan
 from tests.ranks import run_ranks
 
 PLAN = make_plan(parallelism="ddp", processes=2, sync_batchnorm=True)
 
 
 def test_every_batchnorm_is_replaced_and_names_stay() -> None:
-    model = SyncBatchNorm(PLAN, ALONE).wrap_model(conv_net(norm=True))
+    model = SyncBatchNorm(PLAN, ALONE).change_model(conv_net(norm=True), INPUTS)
     assert sum(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) == 2
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     assert list(model.state_dict()) == list(conv_net(norm=True).state_dict())
@@ -28,7 +28,7 @@ def test_every_batchnorm_is_replaced_and_names_stay() -> None:
 
 def test_a_model_without_batchnorm_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"variants\.tried\.sync_batchnorm: found true, but Sequential has no Batch"):
-        SyncBatchNorm(PLAN, ALONE).wrap_model(conv_net())
+        SyncBatchNorm(PLAN, ALONE).change_model(conv_net(), INPUTS)
 
 
 def test_it_needs_a_gpu() -> None:
@@ -44,7 +44,7 @@ def _statistics(joined: World, sync: bool) -> tuple[list[torch.Tensor], dict[str
     model = conv_net(norm=True).to(here.device)
     wrapped: nn.Module = model
     for technique in chosen(plan, here):
-        wrapped = technique.wrap_model(wrapped)
+        wrapped = technique.change_model(wrapped, INPUTS)
     images, labels = (part.chunk(joined.size)[joined.rank].to(here.device) for part in batch(32))
     F.cross_entropy(wrapped(images), labels).backward()
     return [each.cpu() for each in gradients(model)], {name: each.cpu() for name, each in model.named_buffers()}

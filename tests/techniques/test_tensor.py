@@ -13,7 +13,7 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.techniques import chosen
 from pipeline.techniques.tensor import pairs
-from tests.nets import conv_net, make_plan
+from tests.nets import INPUTS, conv_net, make_plan
 from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
 from tests.ranks import run_ranks
 
@@ -116,7 +116,7 @@ def test_layers_that_are_used_twice_or_normalised_between_are_left_alone() -> No
 def _complaint(joined: World, net: nn.Module) -> str:
     (technique,) = chosen(make_plan(**TENSOR, processes=joined.size), joined)
     with pytest.raises(ConfigError) as caught:
-        technique.wrap_model(net)
+        technique.change_model(net, INPUTS)
     return str(caught.value)
 
 

@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
 from pipeline.plans import plan
 from pipeline.techniques.tf32 import TF32
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, conv_net, make_plan, take_within
 from tests.test_training import make_training
 
 OLD = Machine(gpus=1, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -48,7 +48,7 @@ def test_it_is_off_again_after_a_step_that_fails() -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        TF32(make_plan(precision="tf32"), ALONE).wrap_step(fails)(iter(()))
+        take_within(TF32(make_plan(precision="tf32"), ALONE), fails)
     assert allowed() == (False, False)
 
 
@@ -89,5 +89,5 @@ def test_products_are_rounded_to_ten_bits(product: Callable[[torch.Tensor, torch
         errors.append(float((product(left, right) - truth).abs().max()))
 
     step(None)
-    TF32(make_plan(precision="tf32"), ALONE).wrap_step(step)(iter(()))
+    take_within(TF32(make_plan(precision="tf32"), ALONE), step)
     assert errors[0] < 1e-3 < errors[1] < 1.0

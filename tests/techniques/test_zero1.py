@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import optimizers
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques import chosen
-from tests.nets import conv_net, make_plan
+from tests.nets import INPUTS, conv_net, make_plan
 from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training
 from tests.ranks import run_ranks
 from tests.test_training import make_training, weights
@@ -40,7 +40,7 @@ def _left_out(joined: World) -> tuple[bool, bool, bool]:
         nn.init.ones_(parameter)
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
     choice = technique.change_optimizer(optimizers.of_job(TRAIN.model_copy(update={"weight_decay": 0.0})))
-    optimizer: Any = choice.make(technique.wrap_model(net).parameters())
+    optimizer: Any = choice.make(technique.change_model(net, INPUTS).parameters())
 
     def step() -> float:
         before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -66,7 +66,7 @@ def _left_out_unfused(joined: World) -> tuple[bool, bool]:
     net = nn.Linear(8, 8)
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
     choice = OptimizerChoice(torch.optim.SGD, {"lr": 0.1, "foreach": True})
-    optimizer: Any = technique.change_optimizer(choice).make(technique.wrap_model(net).parameters())
+    optimizer: Any = technique.change_optimizer(choice).make(technique.change_model(net, INPUTS).parameters())
     scaler, changes = torch.amp.GradScaler("cpu"), []
     scaler.scale(torch.ones(()))
     for gradient in (torch.inf, 1.0):
@@ -89,7 +89,7 @@ def test_an_overflow_and_a_loss_scale_reach_the_rank_s_own_optimizer() -> None:
 def _complaint(joined: World) -> str:
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
     with pytest.raises(ConfigError) as caught:
-        technique.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()))
+        technique.change_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()), INPUTS)
     return str(caught.value)
 
 

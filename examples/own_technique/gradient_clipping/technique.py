@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.techniques import Technique, Update
+from pipeline.step import TrainingStep
+from pipeline.techniques import Technique
 
 from . import Options
 
@@ -14,12 +15,13 @@ class GradientClipping(Technique):
 
     name = "gradient_clipping"
 
-    def wrap_update(self, update: Update, optimizer: torch.optim.Optimizer) -> Update:
+    def change_step(self, step: TrainingStep) -> None:
+        update = step.update
         options = Options.model_validate(self.plan.applied.extra[self.name])
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
 
         def clipped() -> None:
             torch.nn.utils.clip_grad_norm_(parameters, options.max_norm)
             update()
 
-        return clipped
+        step.update = clipped

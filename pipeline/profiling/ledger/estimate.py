@@ -85,7 +85,7 @@ class Rehearsal:
 
         Raises PredictionError if the model cannot run on fake tensors, because it looks at a value, say.
         """
-        unforeseen = [each.name for each in of_plan(self.plan) if not each.foreseen]
+        unforeseen = [each.name for each in of_plan(self.plan) if not each.estimable]
         if unforeseen:
             raise PredictionError(
                 f"variants.{self.plan.name}: what {' and '.join(unforeseen)} takes cannot be foreseen; measure it."
@@ -206,11 +206,15 @@ class Rehearsal:
                 dataset = replace(dataset, train=Split(dataset.train.images[rows], dataset.train.labels[rows]))
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
                 training = self._training(copy.deepcopy(self._model), dataset, samples, 1, 1)
-                training.take_step.update = lambda: None  # nothing here needs it, and its state can be large
                 watch = KernelWatch()
-                watched_step(training, watch)
+                with training.take_step.instrument(update=lambda _: _nothing):  # its state can be large
+                    watched_step(training, watch)
             self._tries[samples] = watch.inside
         return self._tries[samples]
+
+
+def _nothing() -> None:
+    """An update that nobody needs."""
 
 
 @contextmanager
@@ -265,7 +269,7 @@ def _use_buckets(training: Training) -> None:
         place = bucket.as_strided(parameter.shape, parameter.stride(), start)
         parameter.register_post_accumulate_grad_hook(functools.partial(move, place))
         start += parameter.numel()
-    training.take_step.syncs = [hold] * (len(training.take_step.syncs) - 1) + [nullcontext]
+    training.take_step.no_sync = hold
 
 
 def _aim(peaks: Mapping[int, int], limit: int) -> int:

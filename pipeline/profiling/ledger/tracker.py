@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import own_part
 from pipeline.profiling.ledger.allocation_trace import Tape
 from pipeline.results import Ledger
-from pipeline.techniques import MicroBatches
 from pipeline.training.loop import Training
 
 Call = tuple[str, int]
@@ -89,28 +88,23 @@ class Watch:
 def watched_step(training: Training, watch: Watch) -> Tape:
     """Take one step of ``training`` and watch it, from a moment at which the last step's gradients are forgotten."""
     step, parameters = training.take_step, list(training.model.parameters())
-    backward, accumulate = step.backward, step.accumulate
 
     def note() -> None:
         watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
-    def noted(loss: torch.Tensor) -> None:
-        backward(loss)
-        note()
+    def noting(part: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted(argument: Any) -> None:
+            part(argument)
+            note()
 
-    def accumulated(micro_batches: MicroBatches) -> None:
-        accumulate(micro_batches)
-        note()  # a pipeline's schedule takes the backward passes itself
+        return noted
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
     step.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
-    step.backward, step.accumulate = noted, accumulated
-    try:
-        with watch.recording() as tape:
-            step(watch.arriving(training.batches.epoch(epoch, start)))
-            training.world.synchronise()
-    finally:
-        step.backward, step.accumulate = backward, accumulate
+    # A pipeline's schedule takes the backward passes itself.
+    with step.instrument(backward=noting, accumulate=noting), watch.recording() as tape:
+        step(watch.arriving(training.batches.epoch(epoch, start)))
+        training.world.synchronise()
     return tape
 
 

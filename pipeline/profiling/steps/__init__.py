@@ -10,8 +10,8 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,10 +28,10 @@ from pipeline.profiling.steps import trace
 from pipeline.profiling.steps.findings import Facts, findings
 from pipeline.profiling.steps.profile_file import Operator, Profile, StepTimes
 from pipeline.profiling.steps.tables import markdown
+from pipeline.step import MicroBatches, TrainingStep
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
 from pipeline.training.measured import dataset_of, device_name_of, setup_of
-from pipeline.training.step import TrainingStep
 
 __all__ = ["Profile", "annotate", "run", "window"]
 
@@ -56,26 +56,33 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     launch(_work, (config, plan, prepared, environment.read()), plan.processes)
 
 
-def annotate(step: TrainingStep) -> None:
-    """Name the parts of ``step`` in the profiler's trace, from now on."""
+def annotated(step: TrainingStep) -> AbstractContextManager[None]:
+    """While the block runs, the profiler's trace names the parts of ``step``."""
 
-    def take(micro_batches: Iterator[Any]) -> None:
-        with record_function(trace.STEP):
-            whole(_marked(micro_batches))
+    def taking(whole: Callable[[MicroBatches], None]) -> Callable[[MicroBatches], None]:
+        def take(micro_batches: MicroBatches) -> None:
+            with record_function(trace.STEP):
+                whole(_marked(micro_batches))
 
-    def named(name: str, part: Any) -> Any:
-        def annotated(*arguments: Any) -> Any:
-            with record_function(name):
-                return part(*arguments)
+        return take
 
-        return annotated
+    def named(name: str) -> Callable[[Any], Any]:
+        def naming(part: Any) -> Any:
+            def annotated(*arguments: Any) -> Any:
+                with record_function(name):
+                    return part(*arguments)
 
-    whole = step.take
-    step.take = take
-    step.accumulate = named(trace.ACCUMULATE, step.accumulate)
-    step.forward = named(trace.FORWARD, step.forward)
-    step.backward = named(trace.BACKWARD, step.backward)
-    step.update = named(trace.OPTIMIZER, step.update)
+            return annotated
+
+        return naming
+
+    return step.instrument(
+        take=taking,
+        accumulate=named(trace.ACCUMULATE),
+        forward=named(trace.FORWARD),
+        backward=named(trace.BACKWARD),
+        update=named(trace.OPTIMIZER),
+    )
 
 
 def _marked(items: Iterator[T]) -> Iterator[T]:
@@ -112,10 +119,13 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     training.settle(training.train.warmup_steps)
     training.advance(training.train.warmup_steps)
     plain = advance()
-    annotate(training.take_step)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     windows = schedule(wait=0, warmup=1, active=1, repeat=1)
-    with _quiet(device), profile(activities=activities, schedule=windows) as profiler:
+    with (
+        annotated(training.take_step),
+        _quiet(device),
+        profile(activities=activities, schedule=windows) as profiler,
+    ):
         left = per_epoch - training.steps % per_epoch
         training.advance(LEAD_STEPS if left >= LEAD_STEPS + steps else left + 1)
         profiler.step()
