@@ -93,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a git revision, measured beside this work tree, or a recorded reports/comparison.json",
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
+    plan = add("plan", _plan, "Print what a variant's step is composed of here: techniques, order, what is left out.")
+    plan.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     memory = add("predict-memory", _predict_memory, "Predict variants' peak memory without running them; does it fit?")
     memory.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     memory.add_argument(
@@ -229,6 +231,13 @@ def _promote(_: argparse.Namespace) -> None:
     from pipeline import environment, params, tracking
 
     tracking.promote(params.load(), environment.checked_out())
+
+
+def _plan(parsed: argparse.Namespace) -> None:
+    from pipeline import environment, params
+    from pipeline.tools import composition
+
+    composition.show(params.load(), parsed.variant, environment.machine())
 
 
 def _predict_memory(parsed: argparse.Namespace) -> None:

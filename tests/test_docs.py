@@ -147,7 +147,7 @@ def test_the_architecture_s_stages_are_those_of_dvc() -> None:
 def test_the_hooks_of_the_page_are_ones_that_there_are() -> None:
     page = (ROOT / "docs" / "adding-a-technique.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`.*?) \|", page, re.MULTILINE)))
-    assert "wrap_model" in named
+    assert "change_model" in named
     (technique,) = (
         each
         for each in tree("pipeline.techniques.base").body

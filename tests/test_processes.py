@@ -94,7 +94,7 @@ def _measure_as_bench_and_gate_do(_: Config) -> None:
 
 
 def _verify(config: Config) -> None:
-    with observer(config, plan(config, "ddp", CPU_ONLY), PREPARED, Path()) as observe:
+    with observer(plan(config, "ddp", CPU_ONLY), PREPARED, Path()) as observe:
         assert observe(Task("step"), "gradients").file.exists()
 
 
