@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
+        import pydantic  # noqa: F401  (as every command does)
+
         from pipeline.errors import PipelineError, redacted
     except ModuleNotFoundError as error:
         print(
