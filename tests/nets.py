@@ -60,9 +60,13 @@ def conv_net(*, norm: bool = False, dropout: bool = False, seed: int = 0) -> nn.
 
 
 def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """``conv_net`` with BatchNorm, as a ``train.model`` of the user's own for scikit-learn's digits."""
+    """``conv_net`` with BatchNorm, as a ``train.model`` of the user's own for scikit-learn's digits.
+
+    A layer of it is wide enough that bitsandbytes keeps its optimizer's state in 8 bits.
+    """
     assert (channels, height, width, classes) == (1, 8, 8, 10)
-    return conv_net(norm=True)
+    *blocks, classifier = conv_net(norm=True)
+    return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU()), classifier)
 
 
 def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

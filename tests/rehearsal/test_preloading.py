@@ -32,6 +32,7 @@ def drivers_loaded(code: str) -> set[tuple[str, str]]:
     return set(re.findall(r"file=(libcuda|libnvidia-ml)\.so\S* .*loaded by (\S+)", done.stderr))
 
 
+@pytest.mark.slow
 def test_to_be_forked_from_is_no_reason_to_ask_a_driver() -> None:
     modules = {*arm.PRELOAD, *observing.PRELOAD}
     by_libraries = drivers_loaded("import torch")  # some of NVIDIA's load it when they are loaded, and ask nothing

@@ -31,8 +31,8 @@ SENT: dict[str, tuple[Sent, ...]] = {
     "ddp-bf16-compression": (HALVED,),
     "ddp-powersgd": ({"allreduce": (3, 6_440)},),  # vectors as they are, then both factors of rank 2
     "ddp-post-local-sgd": ({}, REDUCED),
-    # Two norms: mean, deviation and count of each rank, and two sums backward; the smaller net's gradients.
-    "ddp-sync-batchnorm": ({"allgather": (2, 400), "allreduce": (3, 7_976)},),
+    # Two norms: mean, deviation and count of each rank, and two sums backward; the other net's gradients.
+    "ddp-sync-batchnorm": ({"allgather": (2, 400), "allreduce": (3, 24_616)},),
     "pipeline-1f1b": STAGES,
     "pipeline-gpipe": STAGES,
     "pipeline-checkpointed": STAGES,

@@ -253,21 +253,26 @@ def test_a_gpu_with_little_memory_takes_more_micro_batches(
     train = {
         "device": "cuda",
         "seeds": [0],
-        "epochs": 1,
+        "epochs": 4,
         "batch_size": 1024,
-        "model": "resnet18",
+        "model": "small_cnn",
         "warmup_fraction": 0.0,
+        "warmup_steps": 1,
     }
     params = PARAMS | {"train": PARAMS["train"] | train, "compare": {"baseline": "asked"}}
     found: dict[Any, Result] = {}
-    torch.cuda.set_per_process_memory_fraction(2**29 / torch.cuda.get_device_properties(0).total_memory)
     try:
-        for accumulation in ("auto", None):
+        for accumulation in (1, "auto", None):
             values = {"gradient_accumulation": accumulation or found["auto"].micro_batches}
             config = parse(params | {"variants": {"asked": values}})
             Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
             job.run(config, "asked", environment.machine(), PREPARED)
             found[accumulation] = results.read(results.result_file("asked"), config)
+            if accumulation == 1:
+                needed = found[1].runs[0].peak_memory_bytes
+                assert needed
+                total = torch.cuda.get_device_properties(0).total_memory
+                torch.cuda.set_per_process_memory_fraction(0.9 * needed / total)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert found["auto"].micro_batches > 1

@@ -101,7 +101,7 @@ def test_every_gpu_computes_its_part_and_the_gradients_are_the_whole_batch_s() -
     torch.testing.assert_close(gradients(parallel), gradients(plain), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("its random generator")
 def test_a_resumed_run_draws_on_every_gpu_as_before_and_the_largest_gpu_s_memory_counts(digits: Dataset) -> None:
     world, count = on_gpus()
 
