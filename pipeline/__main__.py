@@ -7,11 +7,6 @@ from pipeline import interpreter
 if sys.argv[1:2] != ["gate"]:  # its two sides are processes of their own, which say it for themselves
     interpreter.let_threads_sleep()
 
+from pipeline import cli
 
-def main() -> int:
-    from pipeline import cli
-
-    return cli.main()
-
-
-interpreter.run(main)
+sys.exit(cli.main())

@@ -1,4 +1,4 @@
-"""How a process of Python begins and ends, and how quickly: with torch come half a million objects."""
+"""How a process of Python begins, and when it ends with the one that started it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import atexit
 import ctypes
 import fcntl
 import gc
-import io
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
@@ -88,45 +86,4 @@ def importing() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if len(sys.modules) > modules:  # else garbage of earlier work would stay, for nothing
             gc.freeze()
-            atexit.register(gc.unfreeze)  # a process that is taken apart in the end has to find them again
-
-
-def run(main: Callable[[], int]) -> NoReturn:
-    """End the process with the exit code that ``main`` returns, and leave the rest to the system. Call it once, first.
-
-    At its end Python takes its modules apart, object by object: with torch that is a second, after which the system
-    takes back the memory anyway. Threads are waited for, what is registered with ``atexit`` runs, and files that
-    somebody left open are written to their ends, as ever.
-    """
-    code = 1  # after an exception that nobody catches
-
-    def leave() -> None:
-        try:
-            _flush()
-        except OSError:  # a reader that has left, a full disk: Python's own end says so
-            return
-        os._exit(code)
-
-    atexit.register(leave)  # the first to be registered is called last
-    try:
-        code = main()
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            code = end.code or 0
-        raise
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-        raise
-    sys.exit(code)
-
-
-def _flush() -> None:
-    """Write out what is still in a buffer: of C's standard output, and of any file of Python's. Raises OSError."""
-    libc = ctypes.CDLL(None)
-    libc.fflush(ctypes.c_void_p.in_dll(libc, "__stdoutp" if sys.platform == "darwin" else "stdout"))
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # text first, for it goes through the others
-    files = [each for each in gc.get_objects() if type(each) in kinds]
-    for kind in kinds:
-        for file in files:
-            if type(file) is kind and not file.closed:
-                file.flush()
+            atexit.register(gc.unfreeze)  # Python's end has to find them again
