@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 def ask(name: str, seconds: float) -> Answer:
     """Run the probe ``name`` and give it ``seconds``."""
-    package = str(Path(__file__).parents[2])
+    package = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     failure, late = "", False
     try:
