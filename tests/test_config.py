@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline import params
 from pipeline.errors import ConfigError, PipelineError, redacted
-from pipeline.params import Config, Machine, Variant, load, parse
+from pipeline.params import Config, Machine, load, parse
 from pipeline.plans import plan, plans
 
 ROOT = Path(__file__).parent.parent
@@ -29,8 +29,8 @@ NEW_GPUS = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=False)
 def with_key(dotted: str, value: Any) -> dict[str, Any]:
     """The shipped params with one key changed."""
     values = copy.deepcopy(SHIPPED)
-    *parents, last = dotted.split(".")
-    section = values
+    *parents, last = (int(part) if part.isdigit() else part for part in dotted.split("."))
+    section: Any = values
     for parent in parents:
         section = section[parent]
     section[last] = value
@@ -55,91 +55,59 @@ def test_sections_are_frozen() -> None:
 
 
 MISTAKES = [
-    (
-        "trian",
-        {},
-        "unknown key; allowed: fetch, prepare, train, bench, profile, infer, compare, gate, publish, variants. "
-        "Did you mean 'train'?",
-    ),
-    ("train.augment.flp", True, "unknown key; allowed: crop_padding, flip, cutout. Did you mean 'flip'?"),
-    ("train.augment.xyz", True, "unknown key; allowed: crop_padding, flip, cutout."),
-    (
-        "variants.memory.activation_checkpoint",
-        True,
-        f"unknown key; allowed: {', '.join(Variant.model_fields)}. Did you mean 'activation_checkpointing'?",
-    ),
+    ("trian", {}, "unknown key; allowed: fetch, prepare,", "Did you mean 'train'?"),
+    ("train.augment.flp", True, "unknown key; allowed: crop_padding, flip, cutout. ", "Did you mean 'flip'?"),
+    ("train.augment.xyz", True, "unknown key; allowed: crop_padding, flip, cutout.", ""),
+    ("variants.memory.activation_checkpoint", True, "unknown key", "Did you mean 'activation_checkpointing'?"),
     (
         "variants.memory.activation_checkpointing",
         1.5,
-        "found 1.5; expected 'selective' or true or false or a number above 0 below 1.",
+        "found 1.5;",
+        "true or false or 'selective' or a number below 1.",
     ),
-    (
-        "variants.memory.activation_checkpointing",
-        "some",
-        "found 'some'; expected 'selective' or true or false or a number above 0 below 1.",
-    ),
-    (
-        "train.model",
-        "my_models.mlp",
-        "found 'my_models.mlp'; expected the name of a model, or module:factory of your own, such as my_models:mlp.",
-    ),
-    ("train.epochs", "three", "found 'three'; expected a whole number above 0."),
-    ("train.epochs", 2.5, "found 2.5; expected a whole number above 0."),
-    ("train.epochs", True, "found true; expected a whole number above 0."),
-    ("train.epochs", 0, "found 0; expected a whole number above 0."),
-    ("train.epochs", None, "found null; expected a whole number above 0."),
-    ("train.warmup_fraction", 2, "found 2; expected a number from 0 to 1."),
-    ("compare.target_accuracy", 1, "found 1; expected a number above 0 below 1."),
-    ("train.learning_rate", float("inf"), "found inf; expected a number above 0. It must be finite."),
-    ("train.augment.flip", "yes", "found 'yes'; expected true or false."),
-    ("train.optimizer", "adam", "found 'adam'; expected 'sgd' or 'adamw'."),
-    ("train.seeds", [], "found []; expected a list of 1 or more, each a whole number from 0 to 4294967295."),
-    ("train.seeds", [0, 0], "found [0, 0]; each seed may stand there once."),
-    ("train", None, "found null; expected a mapping. Write train: {} to take its defaults."),
-    ("train.augment", None, "found null; expected a mapping. Leave it out to take its defaults."),
-    ("variants", None, "found null; expected a mapping that is not empty."),
-    ("fetch.mirror", False, "found false; expected null or text."),
-    ("publish.experiment", "", "found ''; expected text that is not empty."),
-    ("prepare.image_size", [8], "found [8]; expected null or a list of 2, each a whole number above 0."),
-    ("compare.baseline", "base", "found 'base', which is not under variants; allowed: baseline, ddp, memory."),
-    ("variants", {}, "found {}; expected a mapping that is not empty."),
-    (
-        "variants.new",
-        None,
-        "found null; expected a mapping. For one device, fp32 and no technique write new: {}",
-    ),
-    (
-        "variants.Big Name",
-        {},
-        "not a variant's name; allowed: text of lower-case letters, digits, '-' and '_', "
-        "which begins with a letter or digit.",
-    ),
-    (
-        "variants.memory.processes",
-        2,
-        "found 2 without a parallelism; set parallelism: ddp, or take processes out.",
-    ),
+    ("variants.memory.activation_checkpointing", "some", "found 'some';", "true or false or 'selective' or a number."),
+    ("train.model", "my_models.mlp", "found 'my_models.mlp';", "module:factory of your own, such as my_models:mlp."),
+    ("train.epochs", "three", "found 'three';", "a whole number."),
+    ("train.epochs", 2.5e20, "found 2.5e+20;", "a whole number."),
+    ("train.epochs", True, "found true;", "a whole number."),
+    ("train.epochs", 0, "found 0;", "above 0."),
+    ("train.epochs", None, "found null;", "a whole number."),
+    ("train.warmup_fraction", 2, "found 2;", "up to 1."),
+    ("compare.target_accuracy", 1, "found 1;", "below 1."),
+    ("train.learning_rate", float("inf"), "found inf;", "a finite number."),
+    ("train.augment.flip", "yes", "found 'yes';", "true or false."),
+    ("train.optimizer", "adam", "found 'adam';", "'sgd' or 'adamw'. Did you mean 'adamw'?"),
+    ("train.optimizer", 7, "found 7;", "'sgd' or 'adamw'."),
+    ("train.seeds", [], "found [];", "1 or more entries."),
+    ("train.seeds", [0, 0], "found [0, 0];", "each seed may stand there once."),
+    ("train.seeds.1", -1, "found -1;", "from 0."),
+    ("train", None, "found null;", "a mapping, such as {}"),
+    ("train.augment", None, "found null;", "a mapping, such as {}"),
+    ("variants", None, "found null;", "a mapping."),
+    ("fetch.mirror", False, "found false;", "text."),
+    ("publish.experiment", "", "found '';", "text that is not empty."),
+    ("publish.registered_model", "a/b", "found 'a/b';", "text that matches ^[^/:]+$."),
+    ("prepare.image_size", [8], "found [8];", "2 or more entries."),
+    ("prepare.image_size", [8, 9, 9], "found [8, 9, 9];", "2 or fewer entries."),
+    ("prepare.image_size", 8, "found 8;", "a list."),
+    ("compare.baseline", "base", "found 'base',", "allowed: baseline, ddp, memory."),
+    ("variants", {}, "found {};", "1 or more entries."),
+    ("variants.new", None, "found null;", "a mapping, such as {}"),
+    ("variants.Big Name", {}, "found 'Big Name';", "text that matches ^[a-z0-9][a-z0-9_-]*$."),
+    ("variants.memory.processes", 2, "found 2 without a parallelism;", "set parallelism: ddp, or take processes out."),
+    ("variants.ddp.processes", 0, "found 0;", "a number from 1 or 'auto'."),
+    ("variants.ddp.processes", [1], "found [1];", "a whole number or 'auto'."),
+    ("variants.ddp.7", True, "found 7;", "text: quote it."),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "message"), MISTAKES)
-def test_a_mistake_is_named_with_what_was_found_and_what_is_allowed(key: str, value: Any, message: str) -> None:
-    assert complaint(with_key(key, value)) == f"params.yaml: {key}: {message}"
-
-
-def test_a_mistake_inside_a_list_is_named_with_its_place() -> None:
-    assert complaint(with_key("train.seeds", [0, -1])) == (
-        "params.yaml: train.seeds.1: found -1; expected a whole number from 0 to 4294967295."
-    )
-    assert complaint(with_key("prepare.image_size", [8, "9"])) == (
-        "params.yaml: prepare.image_size.1: found '9'; expected a whole number above 0."
-    )
-
-
-def test_a_key_that_is_not_text() -> None:
-    assert complaint(with_key("variants.ddp", {7: 1})) == (
-        "params.yaml: variants.ddp.7: found the key 7; expected text: quote it."
-    )
+@pytest.mark.parametrize(("key", "value", "found", "allowed"), MISTAKES)
+def test_a_mistake_is_named_with_what_was_found_and_what_is_allowed(
+    key: str, value: Any, found: str, allowed: str
+) -> None:
+    [line] = complaint(with_key(key, value)).splitlines()
+    assert line.startswith(f"params.yaml: {key}: {found}")
+    assert allowed in line
 
 
 def test_an_image_folder_needs_its_directory_and_a_size() -> None:
@@ -147,14 +115,6 @@ def test_an_image_folder_needs_its_directory_and_a_size() -> None:
         "params.yaml: fetch.image_folder: found null; dataset image_folder needs the directory's path.",
         "params.yaml: prepare.image_size: found null; dataset image_folder needs [height, width].",
     ]
-
-
-@pytest.mark.parametrize("value", [0, -2, "all", 1.5, None])
-def test_a_union_gets_one_message_that_lists_all_it_allows(value: Any) -> None:
-    lines = complaint(with_key("variants.ddp.processes", value)).splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("params.yaml: variants.ddp.processes: found ")
-    assert lines[0].endswith("expected 'auto' or a whole number from 1 to 65536.")
 
 
 @pytest.mark.parametrize(
@@ -172,16 +132,20 @@ def test_every_mistake_is_listed() -> None:
     assert len(complaint(values).splitlines()) == 3
 
 
-@pytest.mark.parametrize(("text", "written"), [("1e-3", "1.0e-3"), ("5E4", "5.0e+4"), ("1.5e3", "1.5e+3")])
-def test_a_number_that_yaml_reads_as_text_is_explained(text: str, written: str) -> None:
-    message = complaint(with_key("train.learning_rate", yaml.safe_load(text)))
-    assert f"found {text!r}" in message
+@pytest.mark.parametrize(
+    ("key", "text", "written"),
+    [
+        ("train.learning_rate", "1e-3", "0.001"),
+        ("train.learning_rate", "5E-6", "5.0e-06"),
+        ("bench.max_minutes", "1.5e3", "1500"),
+        ("train.epochs", "1e2", "100"),
+    ],
+)
+def test_a_number_that_yaml_reads_as_text_is_explained(key: str, text: str, written: str) -> None:
+    message = complaint(with_key(key, yaml.safe_load(text)))
+    assert f"{key}: found {text!r}; " in message
     assert message.endswith(f"as a number it is written {written}.")
-    assert isinstance(yaml.safe_load(written), float), "the advice must work"
-
-
-def test_a_whole_number_written_with_an_exponent_is_explained() -> None:
-    assert complaint(with_key("train.epochs", "1e2")).endswith("as a number it is written in digits alone.")
+    parse(with_key(key, yaml.safe_load(written)))
 
 
 def test_no_variants_at_all() -> None:

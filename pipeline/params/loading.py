@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
-import math
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,7 @@ def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
         config = Config.model_validate(values)
         problems = list(_contradictions(config))
     except ValidationError as error:
-        problems = _explained(error.errors(include_url=False))
+        problems = _mistakes(error, values)
     if problems:
         raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
     return config
@@ -60,14 +58,9 @@ def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
 
 def schema() -> str:
     """The JSON Schema of params.yaml (``params.schema.json``), with which editors complete and check it."""
-    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **_schema()}, indent=2) + "\n"
-
-
-@functools.cache
-def _schema() -> dict[str, Any]:
     described = Config.model_json_schema()
     described["properties"]["variants"]["additionalProperties"] = False  # a name that does not fit is no variant
-    return described
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
 
 
 def _contradictions(config: Config) -> Iterator[str]:
@@ -178,106 +171,71 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _explained(errors: list[Any]) -> list[str]:
-    """Pydantic's errors, one line a key: path, what was found there, what is allowed."""
-    lines: dict[tuple[Any, ...], str] = {}
-    for error in errors:
-        path, node = _located(error["loc"])
-        where = ".".join(map(str, path))
-        if error["type"] == "extra_forbidden":
-            known = list(_resolved(_located(path[:-1])[1])["properties"])
-            close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            lines[path] = f"{where}: unknown key; allowed: {', '.join(known)}.{hint}"
-        elif error["type"] == "missing":
-            lines[path] = f"{where}: missing; it is required."
-        elif error["loc"][-1] == "[key]":
-            lines[path] = (
-                f"{where}: not a variant's name; allowed: text of lower-case letters, digits, '-' and '_', "
-                "which begins with a letter or digit."
-            )
-        elif error["type"] == "invalid_key":
-            lines[path] = f"{where}: found the key {_shown(path[-1])}; expected text: quote it."
-        else:
-            found = error["input"]
-            lines[path] = f"{where}: found {_shown(found)}; expected {_allowed(node)}.{_advice(found, node, path)}"
-    return list(lines.values())
+_ALLOWED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt:.12g}",
+    "greater_than_equal": "a number from {ge:.12g}",
+    "int_type": "a whole number",
+    "invalid_key": "text: quote it",
+    "less_than": "a number below {lt:.12g}",
+    "less_than_equal": "a number up to {le:.12g}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_type": "a mapping, such as {{}}, which leaves all at its defaults",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_short": "text that is not empty",
+    "string_type": "text",
+    "too_long": "{max_length} or fewer entries",
+    "too_short": "{min_length} or more entries",
+}
+"""Type of pydantic's error -> what is allowed, in which its context stands. Of other types, pydantic's own words."""
 
 
-def _located(location: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The keys of params.yaml in a pydantic location, which names union branches too, and the schema at its end."""
-    path: list[Any] = []
-    node = _schema()
-    for part in location:
-        below = _below(node, part)
-        if below is not None:
+def _mistakes(error: ValidationError, values: Any) -> list[str]:
+    """A line for each key that is wrong in ``values``: its path, what was found there, what is allowed."""
+    at: dict[tuple[Any, ...], list[Any]] = {}
+    for each in error.errors(include_url=False):
+        at.setdefault(_path(each, values), []).append(each)
+    return [f"{'.'.join(map(str, path)).removesuffix('.[key]')}: {_mistake(path, at[path])}" for path in at]
+
+
+def _path(error: Any, values: Any) -> tuple[Any, ...]:
+    """The error's location without the branches of unions, which pydantic names too: they are not in ``values``."""
+    path = []
+    for part in error["loc"]:
+        inside = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
+        if part in inside or part == "[key]" or error["type"] == "missing":
             path.append(part)
-            node = below
-        elif "anyOf" not in node and part != "[key]":  # an unknown key
-            path.append(part)
-    return tuple(path), node
+        values = values[part] if part in inside else None
+    return tuple(path)
 
 
-def _below(node: dict[str, Any], part: Any) -> dict[str, Any] | None:
-    """The schema of key or index ``part`` in ``node``; None if ``node`` describes none."""
-    node = _resolved(node)
-    found: dict[str, Any] | None = None
-    if part in node.get("properties", {}):
-        found = node["properties"][part]
-    elif "patternProperties" in node and part != "[key]":
-        found = next(iter(node["patternProperties"].values()))
-    elif isinstance(part, int):
-        found = next((each["items"] for each in (node, *node.get("anyOf", [])) if "items" in each), None)
-    return found
+def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
+    """What is wrong at ``path``: of a union, every branch has its error."""
+    found, kinds = errors[0]["input"], {each["type"] for each in errors}
+    if "missing" in kinds:
+        return "missing; it is required."
+    if "extra_forbidden" in kinds:
+        section: Any = Variant if path[0] == "variants" else Config
+        for key in path[:-1] if section is Config else ():
+            section = section.model_fields[key].annotation
+        return f"unknown key; allowed: {', '.join(section.model_fields)}.{_closest(path[-1], section.model_fields)}"
+    allowed = " or ".join(_ALLOWED.get(each["type"], "{msg}").format(**each, **each.get("ctx", {})) for each in errors)
+    hint = _closest(found, re.findall("'(.*?)'", allowed) if "literal_error" in kinds else ())
+    exponent = isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", found)
+    if exponent and kinds & {"float_type", "int_type"}:
+        number = float(found)
+        written = yaml.safe_dump(int(number) if number.is_integer() else number).split()[0]
+        hint = f" YAML reads this as text; as a number it is written {written}."
+    return f"found {_shown(found)}; expected {allowed}.{hint}"
 
 
-def _resolved(node: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = _schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-    return found
-
-
-def _allowed(node: dict[str, Any]) -> str:
-    """What a part of the schema allows, in words."""
-    node = _resolved(node)
-    if "anyOf" in node:
-        return " or ".join(sorted(map(_allowed, node["anyOf"]), key=lambda words: (len(words), words)))
-    if "const" in node:
-        return repr(node["const"])
-    if "enum" in node:
-        *others, last = map(repr, node["enum"])
-        return f"{', '.join(others)} or {last}"
-    kind = node.get("type")
-    if kind in ("integer", "number"):
-        noun = "a whole number" if kind == "integer" else "a number"
-        limits = (
-            ("from", "minimum"),
-            ("above", "exclusiveMinimum"),
-            ("to", "maximum"),
-            ("below", "exclusiveMaximum"),
-        )
-        return " ".join([noun, *(f"{word} {node[key]:.12g}" for word, key in limits if key in node)])
-    if kind == "array":
-        least = node.get("minItems", 0)
-        count = least if least == node.get("maxItems") else f"{least} or more"
-        return f"a list of {count}, each {_allowed(node['items'])}"
-    words = {"boolean": "true or false", "null": "null", "string": "text", "object": "a mapping"}
-    return words[str(kind)] + (" that is not empty" if node.get("minLength") or node.get("minProperties") else "")
-
-
-def _advice(found: Any, node: dict[str, Any], path: tuple[Any, ...]) -> str:
-    if isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", found) and "number" in _allowed(node):
-        mantissa, exponent = re.split("[eE]", found)
-        written = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent):+d}"
-        if "whole" in _allowed(node):
-            written = "in digits alone"
-        return f" YAML reads this as text; as a number it is written {written}."
-    if isinstance(found, float) and not math.isfinite(found):
-        return " It must be finite."
-    if found is None and path[0] == "variants" and len(path) == 2:
-        return f" For one device, fp32 and no technique write {path[1]}: {{}}"
-    if found is None and _allowed(node) == "a mapping":
-        return f" {'Leave it out' if len(path) > 1 else f'Write {path[0]}: {{}}'} to take its defaults."
-    return ""
+def _closest(found: Any, allowed: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(found), allowed, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _shown(value: Any) -> str:
