@@ -23,7 +23,7 @@ from pipeline.tools.doctor import params as doctor
 from tests.nets import ALONE, make_plan
 from tests.outside import EXAMPLE, forget, put_on_path, write_example_metadata, write_metadata
 from tests.ranks import run_ranks
-from tests.test_config import PLAIN_CPU, SHIPPED
+from tests.test_params import PLAIN_CPU, SHIPPED
 from tests.test_training import make_training
 
 ROOT = Path(__file__).parent.parent
