@@ -73,7 +73,7 @@ def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
         "allocator_retries": None,
         "resumes": 0,
         "refusals": (),
-        "model_sha256": hashlib.sha256(str(seed).encode()).hexdigest(),
+        "model_sha256": hashlib.sha256(f"{seed} {test_correct}".encode()).hexdigest(),
     }
     return Run(**values | changes)
 

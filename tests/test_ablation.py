@@ -71,7 +71,7 @@ def test_accuracy_is_that_of_a_trained_variant_which_applies_exactly_this() -> N
     ]
     arms = [*bench_of(alone=(1.3, 1.0)).arms, make_arm("wide", applied={"channels_last": True})]
     bench = make_bench(measured, arms=tuple(arms))
-    same, lost, unknown = accuracy([0.0] * 3, 0.01), accuracy([-0.03] * 3, 0.01), accuracy([0.0], 0.01)
+    same, lost, unknown = accuracy([0.0] * 3, 0.01, 0.9), accuracy([-0.03] * 3, 0.01, 0.9), accuracy([0.0], 0.01, 0.9)
     for known, verdict in ((same, "pays"), (lost, "trades"), (unknown, "undecided")):
         share = found(bench, {"stack": lost, "wide": known})["channels_last"]
         assert (share.accuracy_from, share.accuracy, share.verdict) == ("wide", known, verdict)
@@ -87,7 +87,7 @@ def test_how_many_processes_is_a_part_of_what_was_trained(processes: int | str, 
         make_arm("stack", "with", "ddp", applied={"parallelism": "ddp"}, world_size=2, backend="gloo"),
         make_arm("ddp", applied=ddp, world_size=world_size, backend="gloo"),
     ]
-    share = found(make_bench(make_results(), arms=tuple(arms)), {"ddp": accuracy([0.0] * 3, 0.01)})["ddp"]
+    share = found(make_bench(make_results(), arms=tuple(arms)), {"ddp": accuracy([0.0] * 3, 0.01, 0.9)})["ddp"]
     assert share.accuracy_from == ("ddp" if same else None)
 
 

@@ -14,6 +14,7 @@ from pipeline.comparison.compare import (
     Compared,
     Comparison,
     ComparisonError,
+    accuracy_difference,
     compare,
     read_all,
     techniques,
@@ -127,12 +128,33 @@ def test_the_arms_are_paired_round_by_round() -> None:
 
 
 def test_one_seed_never_supports_no_loss_of_accuracy() -> None:
-    one = [make_run(0)]
-    measured = [make_result("baseline", one), make_result("other", one)]
+    measured = [make_result("baseline", [make_run(0)]), make_result("other", [make_run(0, model_sha256="0" * 64)])]
     other = make_comparison(measured, make_bench(measured, throughput={"other": 2.0})).variants[1]
     assert other.accuracy
     assert (other.verdict, other.accuracy.decision) == ("undecided", "undecided")
     assert other.reasons == ("accuracy is undecided: one seed supports no statement (add some to train.seeds)",)
+
+
+def test_the_same_weights_have_the_same_accuracy() -> None:
+    """Whatever arithmetic counted them, and of whatever number of seeds."""
+    baseline = make_result("baseline", [make_run(0, test_correct=9000), make_run(1, test_correct=9010)])
+    counted = [make_run(run.seed, test_correct=8800, model_sha256=run.model_sha256) for run in baseline.runs]
+    other = make_comparison([baseline, make_result("other", counted)]).variants[1].accuracy
+    assert other
+    assert (other.decision, other.low_fraction, other.mean_fraction, other.high_fraction) == ("same", 0.0, 0.0, 0.0)
+    difference = accuracy_difference(make_result("other", [counted[0], make_run(1, test_correct=9110)]), baseline)
+    assert [each.difference_fraction for each in difference.seeds] == [0.0, 0.01]
+
+
+def test_an_accuracy_is_bounded_by_the_baselines() -> None:
+    rights = {"baseline": (5000, 9000, 7000), "other": (9900, 8000, 9800)}
+    measured = [
+        make_result(name, [make_run(seed, test_correct=right) for seed, right in enumerate(each)])
+        for name, each in rights.items()
+    ]
+    other = make_comparison(measured, make_bench(measured)).variants[1].accuracy
+    assert other
+    assert other.high_fraction == pytest.approx(0.3)
 
 
 def test_what_is_undecided_says_what_would_decide_it() -> None:

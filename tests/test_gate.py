@@ -22,7 +22,7 @@ from pipeline.benchmark.rounds import Asked, Rounds
 from pipeline.comparison.verdicts import Accuracy, Spent, accuracy
 from pipeline.environment import checked_out, code, stages
 from pipeline.errors import ConfigError
-from pipeline.gate import copies, recording, side_by_side
+from pipeline.gate import copies, decision, recording, side_by_side
 from pipeline.gate.copies import check_arms, commit_of
 from pipeline.gate.decision import GateError, Judged, judge, noises
 from pipeline.params import Config, Margins, Variant, parse
@@ -139,12 +139,15 @@ def test_samples_that_are_no_pairs_know_no_drift() -> None:
 
 
 def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
-    lost = accuracy([-0.03, -0.031, -0.029], 0.01)
+    lost = accuracy([-0.03, -0.031, -0.029], 0.01, 0.9)
     assert judged(arm(), accuracies={"baseline": lost}).outcome == "worse"
-    found = judged(arm(), accuracies={"baseline": accuracy([-0.03], 0.01)})
+    found = judged(arm(), accuracies={"baseline": accuracy([-0.03], 0.01, 0.9)})
     assert found.outcome == "passed"
     assert found.variants[0].accuracy is not None
     assert found.variants[0].accuracy.decision == "undecided"
+    there, here = {0: 0.5, 1: 0.9, 2: 0.7}, {0: 0.99, 1: 0.8, 2: 0.98}
+    wide = decision.accuracies(1000, {"baseline": there}, {"baseline": here}, 0.01)
+    assert wide["baseline"].high_fraction == pytest.approx(0.3), "no more than all can be right"
 
 
 def test_what_is_undecided_is_no_alarm() -> None:

@@ -285,7 +285,7 @@ def test_a_calm_machine_is_seldom_distrusted() -> None:
 
 
 def test_accuracy_of_equal_differences() -> None:
-    found = verdicts.accuracy([0.004, 0.004, 0.004], 0.01)
+    found = verdicts.accuracy([0.004, 0.004, 0.004], 0.01, 0.9)
     assert (found.decision, found.seeds, found.margin_fraction, found.more_seeds) == ("same", 3, 0.01, None)
     assert (found.mean_fraction, found.low_fraction, found.high_fraction) == pytest.approx((0.004, 0.004, 0.004))
 
@@ -300,10 +300,13 @@ def test_accuracy_of_equal_differences() -> None:
         ([-0.009, -0.012, -0.007], "undecided"),
         ([0.0], "undecided"),
         ([-0.5], "undecided"),
+        ([0.19, 0.2], "undecided"),
+        ([-0.2, -0.2], "undecided"),
+        ([0.0, 0.0], "undecided"),
     ],
 )
 def test_accuracy_is_decided_at_the_margin(differences: list[float], decision: Decision) -> None:
-    found = verdicts.accuracy(differences, 0.01)
+    found = verdicts.accuracy(differences, 0.01, 0.9)
     assert found.decision == decision
     assert found.mean_fraction == pytest.approx(statistics.fmean(differences))
     assert (found.more_seeds is None) == (decision != "undecided" or len(differences) == 1)
@@ -313,19 +316,36 @@ def test_the_interval_lies_inside_the_margins_exactly_if_it_is_the_same() -> Non
     differences = [-0.002, 0.001, 0.004]
     half = 2.919986 * statistics.stdev(differences) / math.sqrt(3)  # t's 95% quantile with two degrees of freedom
     for margin, decision in ((0.001 + half + 1e-6, "same"), (0.001 + half - 1e-6, "undecided")):
-        found = verdicts.accuracy(differences, margin)
+        found = verdicts.accuracy(differences, margin, 0.9)
         assert (found.low_fraction, found.high_fraction) == pytest.approx((0.001 - half, 0.001 + half), abs=1e-8)
         assert found.decision == decision
 
 
 def test_one_seed_has_no_interval() -> None:
-    found = verdicts.accuracy([0.0], 0.01)
+    found = verdicts.accuracy([0.0], 0.01, 0.9)
     assert (found.low_fraction, found.high_fraction, found.seeds, found.more_seeds) == (None, None, 1, None)
+
+
+def test_the_baselines_weights_have_its_accuracy_whatever_the_number_of_seeds() -> None:
+    for seeds in (1, 2, 3):
+        found = verdicts.accuracy([0.0] * seeds, 0.01, 0.9, 0.02, identical=True)
+        assert (found.decision, found.low_fraction, found.high_fraction, found.seeds) == ("same", 0.0, 0.0, seeds)
+        assert accuracy_reasons(found) == []
+
+
+def test_no_bound_lies_beyond_what_is_possible() -> None:
+    found = verdicts.accuracy([0.25, -0.05, 0.0, 0.3], 0.01, 0.7)
+    half = 2.353363 * statistics.stdev([0.25, -0.05, 0.0, 0.3]) / 2  # t's 95% quantile with three degrees of freedom
+    assert (found.low_fraction, found.high_fraction) == pytest.approx((0.125 - half, 0.3))
+    mirrored = verdicts.accuracy([-0.25, 0.05, 0.0, -0.3], 0.01, 0.3)
+    assert (mirrored.low_fraction, mirrored.high_fraction) == pytest.approx((-0.3, half - 0.125))
+    advice = (accuracy_reasons(each.model_copy(update={"more_seeds": None})) for each in (found, mirrored))
+    assert len({text for (text,) in advice}) == 1  # of the whole interval, not of the part that is shown
 
 
 @given(st.lists(st.floats(-0.05, 0.05), min_size=1, max_size=8), st.floats(0.001, 0.05))
 def test_accuracy_lost_and_gained_mirror_each_other(differences: list[float], margin: float) -> None:
-    plain, mirrored = (verdicts.accuracy([sign * each for each in differences], margin) for sign in (1, -1))
+    plain, mirrored = (verdicts.accuracy([sign * each for each in differences], margin, 0.5) for sign in (1, -1))
     assert mirrored.decision == MIRRORED.get(plain.decision, plain.decision)
     assert mirrored.mean_fraction == pytest.approx(-plain.mean_fraction)
 
@@ -403,7 +423,7 @@ UNDECIDED = [1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0]
 
 def test_a_decided_figure_needs_no_reason() -> None:
     assert ratio_reasons(ratio([12.0] * 6, [10.0] * 6), THROUGHPUT, TEN_IN_TEN_MINUTES) == []
-    assert accuracy_reasons(verdicts.accuracy([0.0, 0.0], 0.01)) == []
+    assert accuracy_reasons(verdicts.accuracy([0.0, 0.0, 0.0], 0.01, 0.9)) == []
 
 
 def test_an_undecided_ratio_says_what_would_decide_it() -> None:
@@ -451,8 +471,12 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
         (text,) = accuracy_reasons(found)
         return text
 
-    assert reason(verdicts.accuracy([0.0], 0.01)).startswith("accuracy is undecided: one seed supports no statement")
-    some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01)
+    assert reason(verdicts.accuracy([0.0], 0.01, 0.9)).startswith(
+        "accuracy is undecided: one seed supports no statement"
+    )
+    two = verdicts.accuracy([0.0, 0.0], 0.01, 0.9)
+    assert reason(two).startswith("accuracy is undecided with 2 seeds: about 1 more would decide")
+    some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01, 0.9)
     assert reason(some) == (
         f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide (add them to train.seeds)"
     )

@@ -74,8 +74,13 @@ def compare(
         arm, difference = _arm(bench, "variant", result.variant), accuracy_difference(result, baseline)
         throughput = verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, noise_throughput)
         memory = verdicts.ratio(arm, reference, MEMORY, margins.memory, noise_memory)
+        weights = [{run.seed: run.model_sha256 for run in each.runs} for each in (result, baseline)]
         accuracy = verdicts.accuracy(
-            [each.difference_fraction for each in difference.seeds], margins.accuracy, 1 / baseline.dataset.test_count
+            [each.difference_fraction for each in difference.seeds],
+            margins.accuracy,
+            baseline.summary.test_accuracy_mean_fraction,
+            1 / baseline.dataset.test_count,
+            identical=weights[0] == weights[1],
         )
         known = [throughput.decision, accuracy.decision]
         known += [] if verdicts.untold((arm, reference), MEMORY) else [memory.decision]
@@ -127,12 +132,19 @@ def compare(
 
 
 def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
-    """Per-seed differences of test accuracy, from the exact counts. Both must hold the same seeds and test set."""
+    """Per-seed differences of test accuracy, from the exact counts; 0 where both ended in the same weights.
+
+    Both must hold the same seeds and test set.
+    """
     theirs = {run.seed: run for run in baseline.runs}
     differences = [
         SeedDifference(
             seed=run.seed,
-            difference_fraction=(run.test_correct - theirs[run.seed].test_correct) / run.test_count,
+            difference_fraction=(
+                0.0
+                if run.model_sha256 == theirs[run.seed].model_sha256
+                else (run.test_correct - theirs[run.seed].test_correct) / run.test_count
+            ),
         )
         for run in result.runs
     ]

@@ -249,7 +249,12 @@ class Equivalence:
 
 
 def equivalence(
-    differences: ArrayLike, margin: float, *, confidence: float = 0.95, resolution: float = 0.0
+    differences: ArrayLike,
+    margin: float,
+    *,
+    confidence: float = 0.95,
+    resolution: float = 0.0,
+    limits: tuple[float, float] = (-math.inf, math.inf),
 ) -> Equivalence:
     """Whether paired differences (variant minus baseline, one a seed, in the margin's unit) are too small to matter.
 
@@ -259,8 +264,9 @@ def equivalence(
 
     One difference supports nothing: its interval is infinite and its p-values are 1. Two or more that are all the same
     leave the test no doubt: the interval has no width. Differences of counts often are the same by chance;
-    ``resolution`` is their smallest step, and the deviation counts as no less. Raises ValueError for no or non-finite
-    differences, or a margin that is not positive.
+    ``resolution`` is their smallest step, and the deviation counts as no less. The interval of two or more is cut off at
+    ``limits``, beyond which no mean can lie. Raises ValueError for no or non-finite differences, or a margin that is not
+    positive.
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
@@ -275,7 +281,8 @@ def equivalence(
     half = float(stdtrit(count - 1, confidence)) * error
     p_lower = float(stdtr(count - 1, -_quotient(mean + margin, error)))
     p_upper = float(stdtr(count - 1, _quotient(mean - margin, error)))
-    return Equivalence(mean, mean - half, mean + half, deviation, count, margin, confidence, p_lower, p_upper)
+    low, high = max(mean - half, limits[0]), min(mean + half, limits[1])
+    return Equivalence(mean, low, high, deviation, count, margin, confidence, p_lower, p_upper)
 
 
 def _quotient(distance: float, error: float) -> float:

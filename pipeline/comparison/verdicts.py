@@ -31,6 +31,8 @@ THROUGHPUT = Quantity("samples_per_second", "throughput", higher_is_better=True)
 MEMORY = Quantity("peak_memory_bytes", "peak memory", higher_is_better=False)
 
 
+FEWEST_SEEDS = 3
+"""Fewer decide no difference of accuracy: how far two lie apart says little about how far others would."""
 LONGEST_MINUTES = 60
 MOST_SEEDS = 20
 """To measure for longer, or to train more of them, is no advice."""
@@ -91,7 +93,8 @@ class Accuracy(Record):
     mean_fraction: float
     low_fraction: float | None
     high_fraction: float | None
-    """The interval that lies inside the margins exactly if both tests reject; None for a single seed."""
+    """The interval that lies inside the margins exactly if both tests reject, cut off at accuracies of 0 and 1; None for
+    a single seed, unless its weights are the baseline's."""
     seeds: int
     margin_fraction: float
     decision: Decision
@@ -175,16 +178,33 @@ def decided(
     )
 
 
-def accuracy(differences: Sequence[float], margin: float, resolution: float = 0.0) -> Accuracy:
-    """``differences`` in test accuracy, one a seed; ``resolution``: what one test sample makes."""
-    test = stats.equivalence(differences, margin, resolution=resolution)
+def accuracy(
+    differences: Sequence[float], margin: float, base: float, resolution: float = 0.0, *, identical: bool = False
+) -> Accuracy:
+    """``differences`` in test accuracy, one a seed, from a mean of ``base``; ``resolution``: what one test sample makes.
+
+    ``identical``: every seed ended in the baseline's weights, bit by bit, and no number of seeds would tell more.
+    Otherwise fewer than ``FEWEST_SEEDS`` are undecided.
+    """
+    if identical:
+        return Accuracy(
+            mean_fraction=0.0, low_fraction=0.0, high_fraction=0.0, seeds=len(differences), margin_fraction=margin,
+            decision="same", more_seeds=None,
+        )  # fmt: skip
+    test = stats.equivalence(differences, margin, resolution=resolution, limits=(-base, 1 - base))
     decision: Decision = "undecided"
-    if test.equivalent:
+    more_seeds = None
+    if test.count < FEWEST_SEEDS:
+        needed = stats.seeds_needed(test)
+        more_seeds = None if needed is None else max(needed, FEWEST_SEEDS - test.count)
+    elif test.equivalent:
         decision = "same"
     elif test.inferior:
         decision = "worse"
     elif test.superior:
         decision = "better"
+    else:
+        more_seeds = stats.seeds_needed(test)
     return Accuracy(
         mean_fraction=test.mean,
         low_fraction=test.low if math.isfinite(test.low) else None,
@@ -192,7 +212,7 @@ def accuracy(differences: Sequence[float], margin: float, resolution: float = 0.
         seeds=test.count,
         margin_fraction=margin,
         decision=decision,
-        more_seeds=stats.seeds_needed(test) if decision == "undecided" else None,
+        more_seeds=more_seeds,
     )
 
 
@@ -247,7 +267,8 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
         return [f"{undecided}: about {accuracy.more_seeds} more would decide (add them to train.seeds)"]
-    mean, half = accuracy.mean_fraction, accuracy.mean_fraction - accuracy.low_fraction
+    mean = accuracy.mean_fraction
+    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one of them may be cut off
     margin = stats.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
         f"{undecided} at the margin of {100 * accuracy.margin_fraction:g} percentage points; {MOST_SEEDS} more could "

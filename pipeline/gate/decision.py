@@ -257,7 +257,8 @@ def accuracies(
     for name, there in base.items():
         here = head.get(name, {})
         check_seeds(there, here)
-        found[name] = verdicts.accuracy([here[seed] - there[seed] for seed in sorted(there)], margin, 1 / test_count)
+        differences = [here[seed] - there[seed] for seed in sorted(there)]
+        found[name] = verdicts.accuracy(differences, margin, statistics.fmean(there.values()), 1 / test_count)
     return found
 
 
