@@ -264,9 +264,9 @@ def equivalence(
 
     One difference supports nothing: its interval is infinite and its p-values are 1. Two or more that are all the same
     leave the test no doubt: the interval has no width. Differences of counts often are the same by chance;
-    ``resolution`` is their smallest step, and the deviation counts as no less. The interval of two or more is cut off at
-    ``limits``, beyond which no mean can lie. Raises ValueError for no or non-finite differences, or a margin that is not
-    positive.
+    ``resolution`` is their smallest step, and the deviation counts as no less. The interval of two or more is cut off
+    at ``limits``, beyond which no mean can lie. Raises ValueError for no or non-finite differences, or a margin that is
+    not positive.
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():

@@ -93,8 +93,8 @@ class Accuracy(Record):
     mean_fraction: float
     low_fraction: float | None
     high_fraction: float | None
-    """The interval that lies inside the margins exactly if both tests reject, cut off at accuracies of 0 and 1; None for
-    a single seed, unless its weights are the baseline's."""
+    """The interval that lies inside the margins exactly if both tests reject, cut off at accuracies of 0 and 1; None
+    for a single seed, unless its weights are the baseline's."""
     seeds: int
     margin_fraction: float
     decision: Decision
@@ -181,7 +181,7 @@ def decided(
 def accuracy(
     differences: Sequence[float], margin: float, base: float, resolution: float = 0.0, *, identical: bool = False
 ) -> Accuracy:
-    """``differences`` in test accuracy, one a seed, from a mean of ``base``; ``resolution``: what one test sample makes.
+    """``differences`` in test accuracy, one a seed, from a mean of ``base``; ``resolution``: of one test sample.
 
     ``identical``: every seed ended in the baseline's weights, bit by bit, and no number of seeds would tell more.
     Otherwise fewer than ``FEWEST_SEEDS`` are undecided.
