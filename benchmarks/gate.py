@@ -60,7 +60,7 @@ def _slower(step):
 
 TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """
-"""Appended to training.py. A step on a CPU is done when it returns, so its wall time grows by just that share."""
+"""Appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by just that share."""
 
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
 
@@ -151,7 +151,7 @@ def full(trials: int) -> dict[str, Any]:
         }
         checkout = _checkout(Path(folder, "checkout"), config, **sections)
         checkout.commit()
-        training = checkout.path / "pipeline" / "training.py"
+        training = checkout.path / "pipeline" / "training" / "loop.py"
         plain = training.read_text(encoding="utf-8")
         for _ in range(trials):
             for kind, change in (("equal", "\n# A comment.\n"), ("slower", PLANTED)):
@@ -168,7 +168,7 @@ def full(trials: int) -> dict[str, Any]:
 
 def plant(checkout: Checkout) -> None:
     """Make the checkout's training slower."""
-    with (checkout.path / "pipeline" / "training.py").open("a", encoding="utf-8") as file:
+    with (checkout.path / "pipeline" / "training" / "loop.py").open("a", encoding="utf-8") as file:
         file.write(PLANTED)
 
 

@@ -36,7 +36,8 @@ class TrainingStep:
         self.criterion = criterion
         """Logits [b, classes] and labels int64 [b] to their mean loss, a scalar."""
         self.forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._forward
-        """Images float32 [b, C, H, W] and labels int64 [b] to this micro-batch's share of the loss, a scalar."""
+        """Images float32 [b, C, H, W] and labels int64 [b] to the micro-batch's mean loss, a scalar; gradient
+        accumulation makes it 1/N of that, its share of the step's."""
         self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
         """Adds the gradients of a loss to the parameters'."""
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext

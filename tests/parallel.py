@@ -15,7 +15,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World, own_part
 from pipeline.params import Config, Machine, Train, Variant
 from pipeline.plans import plan
-from pipeline.techniques.parts import Layout
+from pipeline.techniques.sharded_state import Layout
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from tests.ranks import run_ranks

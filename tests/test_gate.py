@@ -1086,7 +1086,7 @@ def _planted(step, rate):
 
 TrainingStep.__call__, optimizers.learning_rate = _planted(TrainingStep.__call__, optimizers.learning_rate)
 """
-"""Appended to training.py: a step takes three times as long and keeps its batch, and the learning rate is too low."""
+"""Appended to training/loop.py: a step takes three times as long, keeps its batch, and learns too slowly."""
 
 
 @pytest.fixture(scope="module")
@@ -1107,7 +1107,7 @@ def earnest(tmp_path_factory: pytest.TempPathFactory) -> Clone:
         "variants": {"baseline": {}},
     }
     made = Clone(tmp_path_factory.mktemp("earnest"), params)
-    stats = made.path / "pipeline" / "stats.py"
+    stats = made.path / "pipeline" / "comparison" / "stats.py"
     plain = stats.read_text(encoding="utf-8")
     stats.write_text(plain.replace("NEGLIGIBLE = 0.001\n", "NEGLIGIBLE = 1000.0\n"), encoding="utf-8")
     made.commit()
@@ -1125,7 +1125,7 @@ def against_head(clone: Clone, exit_code: int) -> tuple[str, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
 def test_a_comment_passes(earnest: Clone) -> None:
-    training = earnest.path / "pipeline" / "training.py"
+    training = earnest.path / "pipeline" / "training" / "loop.py"
     plain = training.read_text(encoding="utf-8")
     training.write_text(f"{plain}\n# A comment.\n", encoding="utf-8")
     before = earnest.run("git", "status", "--short")
@@ -1140,7 +1140,7 @@ def test_a_comment_passes(earnest: Clone) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
 def test_a_slower_loop_a_leak_and_a_lower_accuracy_are_caught(earnest: Clone) -> None:
-    with (earnest.path / "pipeline" / "training.py").open("a", encoding="utf-8") as file:
+    with (earnest.path / "pipeline" / "training" / "loop.py").open("a", encoding="utf-8") as file:
         file.write(PLANTED)
     output, baseline = against_head(earnest, 1)
     assert "**Worse than the base: throughput (baseline), peak memory (baseline), accuracy (baseline).**\n" in output

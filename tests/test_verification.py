@@ -115,45 +115,49 @@ rough = replace(entry("rough", "rounding"), roundoff=2.0**20)
 class Drops(Technique):
     name = "drops_gradient"
 
-    def wrap_update(self, update, optimizer):
+    def change_step(self, step):
+        update, parameters = step.update, step.optimizer.param_groups[0]["params"]
         def dropped():
-            optimizer.param_groups[0]["params"][-1].grad.zero_()  # the last bias
+            parameters[-1].grad.zero_()  # the last bias
             update()
-        return dropped
+        step.update = dropped
 
 class Doubles(Technique):
     name = "doubles_gradients"
 
-    def wrap_backward(self, backward):
-        return lambda loss: backward(loss * 2)
+    def change_step(self, step):
+        backward = step.backward
+        step.backward = lambda loss: backward(loss * 2)
 
 class Loses(Technique):
     name = "loses_a_rank"
 
-    def wrap_backward(self, backward):
+    def change_step(self, step):
         import os
-        return lambda loss: backward(loss * (os.environ["RANK"] != "1"))
+        backward = step.backward
+        step.backward = lambda loss: backward(loss * (os.environ["RANK"] != "1"))
 
 class Skips(Technique):
     name = "skips_a_micro_batch"
 
-    def wrap_backward(self, backward):
-        self.taken = 0
+    def change_step(self, step):
+        backward, self.taken = step.backward, 0
         def skipping(loss):
             self.taken += 1
             backward(loss * (self.taken % 2))
-        return skipping
+        step.backward = skipping
 
 class Explodes(Technique):
     name = "explodes"
 
-    def wrap_backward(self, backward):
-        return lambda loss: backward(loss * 1e30)
+    def change_step(self, step):
+        backward = step.backward
+        step.backward = lambda loss: backward(loss * 1e30)
 
 class Forgets(Technique):
     name = "forgets_dropout"
 
-    def wrap_model(self, model):
+    def change_model(self, model, inputs):
         for block in model.children():
             self.wrap(block)
         return model
@@ -165,33 +169,33 @@ class Forgets(Technique):
 class Nearly(Technique):
     name = "nearly_nothing"
 
-    def wrap_backward(self, backward):
-        return lambda loss: backward(loss * (1 + 2.0 ** -22))
+    def change_step(self, step):
+        backward = step.backward
+        step.backward = lambda loss: backward(loss * (1 + 2.0 ** -22))
 
 class Decays(Technique):
     name = "forgets_decay"
 
-    def wrap_update(self, update, optimizer):
-        for group in optimizer.param_groups:
+    def change_step(self, step):
+        for group in step.optimizer.param_groups:
             group["weight_decay"] = 0.0
-        return update
 
 class Differs(Technique):
     name = "differs_by_process"
 
-    def wrap_update(self, update, optimizer):
+    def change_step(self, step):
         import os
-        amount = 1e-5 * (os.getpid() % 1000)
+        amount, update = 1e-5 * (os.getpid() % 1000), step.update
         def scaled():
-            for parameter in optimizer.param_groups[0]["params"]:
+            for parameter in step.optimizer.param_groups[0]["params"]:
                 parameter.grad.mul_(1 + amount)
             update()
-        return scaled
+        step.update = scaled
 
 class Refuses(Technique):
     name = "refuses_to_train"
 
-    def wrap_model(self, model):
+    def change_model(self, model, inputs):
         raise RuntimeError("not today")
 
 class Rough(Technique):

@@ -51,7 +51,7 @@ _NATIVE_BF16_CAPABILITY = (8, 0)
 _TF32_CAPABILITY = (8, 0)
 
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
-"""What ``config.relied_on`` returns: section -> who -> names."""
+"""What ``plans.relied_on`` returns: section -> who -> names."""
 
 
 def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     between, on which every number depends.
 
     Sizes are whole GiB, powers watts; ``None`` means unknown, and of a setting that its value is not told
-    (``variables``). ``relied_on`` (``config.relied_on``) names what is
+    (``variables``). ``relied_on`` (``plans.relied_on``) names what is
     optional, and who uses it: its versions stand apart, because nobody else's numbers depend on them. Take it in the
     process that a person started: launchers set variables such as OMP_NUM_THREADS in their workers.
     """

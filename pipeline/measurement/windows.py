@@ -1,4 +1,4 @@
-"""Time and memory: each number that a result holds is defined here, once."""
+"""Time and memory of a rank's steps; ``training.measured.window_of`` makes all ranks' numbers of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""params.yaml, read into frozen, validated models; and what a machine makes of a variant.
+"""params.yaml, read into frozen, validated models; and what each technique declares.
 
 Nothing here imports torch: a mistake in params.yaml is reported in the first second, before any
 work, with the path of the key, what was found there and what is allowed.

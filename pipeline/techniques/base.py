@@ -1,6 +1,6 @@
 """What a technique may change of a training: its hooks.
 
-Each ``change_`` hook is called once, when a run is set up, in the order in which they stand here: all techniques
+Each ``change_`` hook is called when a run is set up, in the order in which they stand here: all techniques
 change the model and the choice of the optimizer, one after the other; the optimizer and the plain step are made of
 that; then all change the step and what a checkpoint holds. Nothing is asked again inside a step, so a technique that
 is not applied costs nothing.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeline.distributed import World
-from pipeline.techniques.chain import NotAChain, balanced, chain, joined
+from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
 
 RUNS = 5
 """Of each unit, forward and backward, to measure its cost."""

@@ -23,7 +23,7 @@ from pipeline.plans import Plan
 from pipeline.step import TrainingStep
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.base import Checkpointed, Inputs, Technique
-from pipeline.techniques.parts import whole_model, whole_optimizer
+from pipeline.techniques.sharded_state import whole_model, whole_optimizer
 
 
 def _dimensions(plan: Plan) -> dict[str, int]:

@@ -48,7 +48,7 @@ class Float16(BFloat16):
         super().change_step(step)
         backward = step.backward
 
-        def update() -> None:
+        def update() -> None:  # in the place of the step's: what changes ``update`` has to come later
             self.scaler.step(step.optimizer)
             self.scaler.update()
 

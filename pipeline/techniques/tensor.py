@@ -19,7 +19,7 @@ from pipeline.plans import WhyNotHeldBy
 from pipeline.step import TrainingStep
 from pipeline.techniques.base import Checkpointed, Inputs
 from pipeline.techniques.ddp import Replicated, replicated
-from pipeline.techniques.parts import Layout, whole_model, whole_optimizer, without_random_warning
+from pipeline.techniques.sharded_state import Layout, whole_model, whole_optimizer, without_random_warning
 
 _ELEMENT_BY_ELEMENT = (
     *(nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),

@@ -1,1 +1,1 @@
-"""The step, the loop around it, and the job that runs it for every seed."""
+"""The loop around the step, evaluation, checkpoints, and the job that trains every seed."""

@@ -39,7 +39,7 @@ DETERMINISTIC = "deterministic"
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
-    """``config.plan`` for who starts the processes, with no more of them than can hold the model together.
+    """``plans.plan`` for who starts the processes, with no more of them than can hold the model together.
 
     ``prepared``: where the data set lies. Under a launcher the processes are there, and find out themselves. Raises
     PipelineError.

@@ -33,7 +33,7 @@ from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
 from pipeline.training.measured import dataset_of, device_name_of, setup_of
 
-__all__ = ["Profile", "annotate", "run", "window"]
+__all__ = ["Profile", "annotated", "run", "window"]
 
 T = TypeVar("T")
 

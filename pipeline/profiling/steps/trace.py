@@ -29,7 +29,7 @@ from pipeline.profiling.steps.intervals import Span, Spans, difference, intersec
 STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
     f"step/{part}" for part in ("whole", "input", "accumulate", "forward", "backward", "optimizer")
 )
-"""Names of the annotations around the parts of a step (``profiling.annotate``)."""
+"""Names of the annotations around the parts of a step (``annotated``)."""
 
 WORK = ("optimizer", "forward", "backward", "rest")
 """The optimizer first: inside the backward pass, a node of that covers it."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline import models
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
-from pipeline.techniques.chain import NotAChain, balanced, chain, joined
+from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
 from tests.nets import ALONE, INPUTS, conv_net, make_plan
 
 
