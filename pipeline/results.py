@@ -81,9 +81,10 @@ class Window(Record):
     input_wait_fraction: float | None
     """Share of the window spent waiting for input, on the rank that waited longest."""
     peak_memory_bytes: int | None
-    """The largest rank's. CUDA: max_memory_allocated. CPU: own resident memory at its peak above that after import."""
+    """What counts. On GPUs, which have a memory each, the largest rank's; on a CPU the sum over the ranks, which share
+    it. The ranks' own peaks need not fall together, so that sum can be a little more than was ever taken at once."""
     peak_memory_rank_bytes: tuple[int | None, ...]
-    """The same, one a rank."""
+    """One a rank. CUDA: max_memory_allocated. CPU: own resident memory at its peak above that after import."""
     peak_reserved_bytes: int | None
     """CUDA: max_memory_reserved, largest rank. None on CPU."""
     driver_memory_bytes: int | None = None
@@ -209,7 +210,7 @@ class Ledger(Record):
     rest_bytes: int
     """What belongs to none of them: libraries' workspaces, the allocator's rounding; on a CPU also its free blocks."""
     peak_bytes: int
-    """Of the largest rank, by the definition of ``Window.peak_memory_bytes``."""
+    """Of the largest rank, by the definition of ``Window.peak_memory_rank_bytes``."""
     tensors_bytes: int
     """Of the peak, what tensors take, as the allocator counts it. CUDA: the peak itself."""
 

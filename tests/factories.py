@@ -172,7 +172,7 @@ def make_window(
         "step_p99_ms": speed and 1.4 * 256e3 / speed,
         "input_wait_fraction": speed and 0.004,
         "peak_memory_bytes": peak_memory_bytes,
-        "peak_memory_rank_bytes": (peak_memory_bytes,) * processes,
+        "peak_memory_rank_bytes": (peak_memory_bytes // processes,) * processes,
         "peak_reserved_bytes": None,
         "allocator_retries": None,
         "refusals": (),

@@ -304,6 +304,14 @@ def test_figures_are_medians_of_the_samples_that_were_not_refused() -> None:
     assert (found.peak_memory_bytes, found.refused) == (4000, 1)  # the seventh sample's memory counts
 
 
+def test_each_process_s_peak_is_shown_beside_what_counts() -> None:
+    results = make_results()
+    baseline, ddp, _ = make_comparison(results, make_bench(results)).variants
+    assert baseline.peak_memory_rank_bytes == (baseline.peak_memory_bytes,)
+    assert ddp.peak_memory_bytes is not None
+    assert ddp.peak_memory_rank_bytes == pytest.approx((ddp.peak_memory_bytes / 2,) * 2, abs=1)
+
+
 def test_beside_the_peak_on_a_gpu_stands_what_allocator_and_driver_held() -> None:
     windows = [
         make_window(peak_reserved_bytes=100 * index, driver_memory_bytes=200 * index, allocator_retries=index // 7)
@@ -348,7 +356,7 @@ def test_what_no_sample_knows_is_unknown() -> None:
         for arm in bench.arms
     )
     comparison = make_comparison([BASELINE], bench.model_copy(update={"arms": blind}))
-    assert comparison.variants[0].peak_memory_bytes is None
+    assert (comparison.variants[0].peak_memory_bytes, comparison.variants[0].peak_memory_rank_bytes) == (None, ())
     assert comparison.noise_memory.why_untrusted
     assert "this machine does not tell" in comparison.noise_memory.why_untrusted
 

@@ -294,7 +294,7 @@ def test_the_least_difference_of_memory_is_told_where_it_counts(capsys: pytest.C
     gate.run(configured(), str(recorded()))
     assert "3% of memory, 1 percentage" in capsys.readouterr().out
     gate.run(configured(), str(recorded(memory={"memory": 0.1})))
-    assert "3% of memory (but at least 1 MiB), 1 percentage" in capsys.readouterr().out
+    assert "3% of memory (but at least 1 MiB a process), 1 percentage" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("checkout")

@@ -62,7 +62,12 @@ def test_throughput_is_the_global_batch_over_the_slowest_rank() -> None:
         assert found.refusals == ()
 
 
-def test_input_and_memory_are_those_of_the_rank_that_has_most() -> None:
+def test_processes_of_one_cpu_share_its_memory() -> None:
+    found = window(rank([0.1] * 4, peak=108 * MIB), rank([0.1] * 4, peak=100 * MIB))
+    assert (found.peak_memory_bytes, found.peak_memory_rank_bytes) == (208 * MIB, (108 * MIB, 100 * MIB))
+
+
+def test_input_and_gpu_memory_are_those_of_the_rank_that_has_most() -> None:
     found = window(
         rank([0.1] * 4, wait=0.1, peak=300 * MIB, retries=0), rank([0.2] * 4, wait=0.04, peak=200 * MIB, retries=0)
     )

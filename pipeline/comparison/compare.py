@@ -250,6 +250,7 @@ def _from_bench(bench: Bench, variant: str, speeds: bool, memory: bool) -> dict[
         value = median(field, memory)
         return None if value is None else round(value)
 
+    ranks = [each.peak_memory_rank_bytes for each in arm.samples if each.peak_memory_bytes is not None and memory]
     speed = median("samples_per_second", speeds)
     retries = [sample.allocator_retries for sample in arm.samples if sample.allocator_retries is not None]
     predicted = ledgers.predicted if ledgers else None
@@ -258,6 +259,7 @@ def _from_bench(bench: Bench, variant: str, speeds: bool, memory: bool) -> dict[
         "samples_per_second": speed,
         **{name: median(name, speeds) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")},
         **{name: median_bytes(name) for name in ("peak_memory_bytes", "peak_reserved_bytes", "driver_memory_bytes")},
+        "peak_memory_rank_bytes": tuple(round(statistics.median(each)) for each in zip(*ranks, strict=True)),
         "allocator_retries": sum(retries) if retries else None,
         "refused": sum(bool(sample.refusals) for sample in arm.samples),
         "ledgers": ledgers,

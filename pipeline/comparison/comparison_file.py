@@ -84,7 +84,9 @@ class Compared(Record):
     step_p99_ms: float | None
     input_wait_fraction: float | None
     peak_memory_bytes: int | None
-    """The largest rank's."""
+    """What counts of the ranks': see ``results.Window``."""
+    peak_memory_rank_bytes: tuple[int, ...] = ()
+    """Of each rank, the median over the bench's samples that tell it. Empty where no peak is known or trusted."""
     peak_reserved_bytes: int | None = None
     """This and the next, on a GPU: medians of what its allocator and its driver held, of the rank with most."""
     driver_memory_bytes: int | None = None
@@ -113,7 +115,7 @@ class Compared(Record):
     training_samples_per_second: float | None
     """Of the training runs: median over seeds."""
     training_peak_memory_bytes: int | None
-    """Of the training runs: the largest rank's, largest over seeds."""
+    """Of the training runs: as in ``results.Window``, largest over seeds."""
     startup_seconds: float | None
     """Cold times: of the first seed, the only one that starts cold."""
     first_step_seconds: float | None

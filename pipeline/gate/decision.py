@@ -19,9 +19,9 @@ EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}
 
 
 HEAP_BYTES = 2**20
-"""On a CPU, by so much at least do two sides have to differ. All processes of a side are forked from one server, whose
-heap's free blocks serve their first allocations, so the rounds of one gate do not show it: equal processes of five
-servers differed by up to 0.9 MiB."""
+"""On a CPU, by so much a process at least do two sides have to differ. All processes of a side are forked from one
+server, whose heap's free blocks serve their first allocations, so the rounds of one gate do not show it: equal
+processes of five servers differed by up to 0.9 MiB."""
 
 
 class GateError(PipelineError):
@@ -179,10 +179,10 @@ def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machin
 
 
 def _resolution(arm: Arm) -> float:
-    """The share of ``arm``'s peak memory that says nothing: on a CPU ``HEAP_BYTES``."""
+    """The share of ``arm``'s peak memory that says nothing: on a CPU ``HEAP_BYTES`` a process."""
     peaks = [sample.peak_memory_bytes for sample in arm.samples if sample.peak_memory_bytes]
     on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
-    return 0.0 if on_gpu or not peaks else HEAP_BYTES / statistics.median(peaks)
+    return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / statistics.median(peaks)
 
 
 def _mostly_known(arm: Arm, quantity: Quantity) -> bool:

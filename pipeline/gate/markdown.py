@@ -16,7 +16,7 @@ def markdown(gated: Gated) -> str:
     rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
     took = "" if gated.seconds is None else f" in {gated.seconds:.0f} s"
     least = any(row.memory and row.memory.margin > margins.memory for row in rows)
-    of_memory = f" (but at least {HEAP_BYTES // 2**20} MiB)" if least else ""
+    of_memory = f" (but at least {HEAP_BYTES // 2**20} MiB a process)" if least else ""
     remarks = dict.fromkeys([*_open(gated, rows), *gated.hidden, *gated.remarks])
     lines = [
         f"**{_headline(gated, rows)}**",

@@ -72,8 +72,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Peak memory",
-            "Of the largest process, in the same windows and with the same statistics. On a GPU: the most bytes "
-            "PyTorch had allocated. On a CPU: the peak resident set above what the process held after its imports.",
+            "In the same windows and with the same statistics. On GPUs: the most bytes PyTorch had allocated, of the "
+            "process that had most, as each has a memory of its own. On a CPU: the peak resident set above what a "
+            "process held after its imports, of all processes together, as they share its memory.",
             memory,
         ),
         Column(
@@ -159,6 +160,11 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         beside = (f"{formats.times(executed / model)} executed",) if executed > model > 0 else ()
         return Cell(formats.scaled(model, "FLOP"), beside)
 
+    each_process = Column(
+        "Peak of each process",
+        "Peak memory by process; medians over rounds. On a CPU their sum counts, on GPUs the largest.",
+        lambda each: Cell(" / ".join(map(formats.size, each.peak_memory_rank_bytes)) or UNKNOWN),
+    )
     beside_the_peak = Column(
         "Reserved / driver",
         "What PyTorch's allocator held of the GPU at most, and what the driver held for the process, with CUDA's "
@@ -167,15 +173,17 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
     )
     return (
         *([beside_the_peak] if on_gpu else []),
+        *([each_process] if any(each.world_size > 1 for each in comparison.variants) else []),
         Column(
             "Predicted",
-            "Peak of what tensors take, foreseen from fake tensors without running the job on the device.",
+            "Peak of what one process's tensors take, foreseen from fake tensors without running the job on a device.",
             predicted,
         ),
         Column(
             "Tensors",
-            "What tensors took at the measured peak, as the allocator counts it, and the prediction's error. On a GPU "
-            "this is the peak itself; on a CPU the peak also holds what the allocator keeps.",
+            "What tensors took at the largest process's measured peak, as the allocator counts it, and the "
+            "prediction's error. On a GPU this is the peak itself; on a CPU the peak also holds what the allocator "
+            "keeps.",
             tensors,
         ),
         Column(

@@ -65,6 +65,7 @@ def window_of(training: Training, *, asked_steps: int, max_input_wait: float | N
     held = [each["driver_bytes"] for each in memories]
     unknown = None in peaks or any(refusal.voids_memory for refusal in refused)
     seconds = slowest["measured_seconds"]
+    counted = sum if memory.reserved_bytes is None else max  # the processes of a CPU share its memory
 
     def trusted(value: float | None) -> float | None:
         return None if refused else value
@@ -78,7 +79,7 @@ def window_of(training: Training, *, asked_steps: int, max_input_wait: float | N
         input_wait_fraction=trusted(
             max(each["input_seconds"] / each["measured_seconds"] for each in clocks) if seconds else None
         ),
-        peak_memory_bytes=None if unknown else max(peaks),
+        peak_memory_bytes=None if unknown else counted(peaks),
         peak_memory_rank_bytes=peaks,
         peak_reserved_bytes=(
             None if memory.reserved_bytes is None else max(each["reserved_bytes"] for each in memories)

@@ -109,7 +109,9 @@ def test_on_a_gpu_the_tables_show_what_allocator_and_driver_held(usual: Made) ->
     def headings(comparison: Comparison) -> list[str]:
         return [column.heading for column in tables(comparison)[2].columns]
 
-    assert "Reserved / driver" not in headings(usual.comparison)
+    assert headings(usual.comparison)[0] == "Peak of each process"
+    ddp = usual.comparison.variants[1].model_copy(update={"peak_memory_rank_bytes": (2**30, 3 * 2**29)})
+    assert plain(tables(usual.comparison)[2].columns[0].cell(ddp).value) == "1.00 GiB / 1.50 GiB"
     told = {"peak_reserved_bytes": 2**30, "driver_memory_bytes": 3 * 2**29, "allocator_retries": 2}
     variants = [each.model_copy(update=told) for each in usual.comparison.variants]
     on_gpu = usual.comparison.model_copy(update={"variants": tuple(variants)})
