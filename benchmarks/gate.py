@@ -33,7 +33,8 @@ let_threads_sleep()  # as `python -m pipeline` does
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import environment, files, params
-from pipeline.benchmark.rounds import Rounds, Server, measure, turns_on
+from pipeline.benchmark.rounds import Rounds, measure, turns_on
+from pipeline.benchmark.server import Server
 from pipeline.comparison.verdicts import Spent
 from pipeline.gate.decision import Judged, judge, noises
 from pipeline.gate.side_by_side import arms_of, steps_of

@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import params
-from pipeline.benchmark.rounds import Asked, Server, measure, steps_of
+from pipeline.benchmark.rounds import Asked, measure, steps_of
+from pipeline.benchmark.server import Server
 
 
 def noise(rounds: int = 10) -> dict[str, Any]:

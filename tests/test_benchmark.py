@@ -19,7 +19,8 @@ import yaml
 from pipeline import environment
 from pipeline.benchmark import rounds
 from pipeline.benchmark.arm import _allowed_wait
-from pipeline.benchmark.rounds import Asked, BenchError, Server, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.benchmark.rounds import Asked, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.benchmark.server import BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.params import Bench, Machine, Variant, parse
 from pipeline.results import Window, read_bench

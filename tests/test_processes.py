@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from pipeline import results
-from pipeline.benchmark.rounds import Server
+from pipeline.benchmark.server import Server
 from pipeline.distributed import forked, launch, world
 from pipeline.distributed.worlds import STORE
 from pipeline.params import Config, Machine, parse
@@ -171,7 +171,7 @@ def _wait() -> None:
 
 
 MEASURE = f"""
-from pipeline.benchmark.rounds import Server
+from pipeline.benchmark.server import Server
 with Server() as server:
     server.open("ddp", {DDP}, 10**7)
     print("open", flush=True)

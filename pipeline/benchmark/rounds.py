@@ -1,22 +1,20 @@
-"""Steady-state speed and memory of all variants, side by side: fresh processes, interleaved rounds, an A/A arm."""
+"""Steady-state speed and memory of all variants, side by side: fresh processes, interleaved rounds, an A/A arm.
+
+Three kinds of processes: this one asks; a server for each checkout (``server``, ``arm.serve``) answers; the ranks of an
+arm, which the server forks (``arm._measure``), train and measure.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
 from pipeline import environment, files
-from pipeline.errors import PipelineError
+from pipeline.benchmark.server import BenchError, Server
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Config, Machine, misplaced
 from pipeline.params import techniques as techniques_of
@@ -29,81 +27,6 @@ CALIBRATIONS = 5
 FEWEST_STEPS = 10
 FEWEST_ROUNDS = 6
 """``stats.FEWEST_PAIRS``, which the bench does not import: it need not be measured anew when statistics change."""
-
-
-class BenchError(PipelineError):
-    """A variant could not be measured. The message says which, where and why."""
-
-
-class Server(AbstractContextManager["Server"]):
-    """A process that measures the variants of the checkout ``root`` with that checkout's own code."""
-
-    def __init__(self, root: Path = Path()) -> None:
-        self.root = root
-
-    def __enter__(self) -> Server:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "arms"],
-            cwd=self.root,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.terminate()
-        self._process.communicate()
-
-    def describe(self) -> dict[str, Any]:
-        """What params.yaml, the environment and the prepared data set are there."""
-        return self._ask(do="describe")
-
-    def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
-        """Start a variant in a fresh process or world and warm it up, for ``steps`` steps in all."""
-        self._ask_of(name, do="open", values=values, steps=steps, ledgers=ledgers)
-
-    def turn(self, name: str, steps: int) -> None:
-        """``steps`` steps of an open arm."""
-        self._ask_of(name, do="turn", steps=steps)
-
-    def close(self, name: str) -> dict[str, Any]:
-        """End an open arm: ``arm.Measured`` as plain values."""
-        return self._ask_of(name, do="close")
-
-    def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
-        """The three of them: ``steps`` warm steps in one turn."""
-        self.open(name, values, steps, ledgers=ledgers)
-        self.turn(name, steps)
-        return self.close(name)
-
-    def _ask_of(self, name: str, **request: Any) -> dict[str, Any]:
-        try:
-            return self._ask(name=name, **request)
-        except BenchError as error:
-            raise BenchError(f"{name} cannot be measured: {error}") from None
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        questions, answers = self._process.stdin, self._process.stdout
-        assert questions is not None
-        assert answers is not None
-        try:
-            questions.write(json.dumps(request) + "\n")
-            questions.flush()
-            line = answers.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            status = self._process.wait()
-            raise BenchError(
-                f"the process that measures {self.root.resolve()} ended ({status}); its words stand above."
-            )
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise BenchError(answer["error"])
-        return answer
 
 
 @dataclass(frozen=True)

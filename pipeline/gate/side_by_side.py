@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from pipeline import environment, results
 from pipeline.benchmark import rounds as benchmark
-from pipeline.benchmark.rounds import Asked, Rounds, Server, measure
+from pipeline.benchmark.rounds import Asked, Rounds, measure
+from pipeline.benchmark.server import Server
 from pipeline.comparison import stats
 from pipeline.comparison.verdicts import Spent
 from pipeline.environment import ENVIRONMENT_FILE, checked_out

@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from pipeline import environment, results
-from pipeline.benchmark import rounds
+from pipeline.benchmark.server import Server
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
@@ -231,7 +231,7 @@ def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatc
     config = configure({"most": 8}, {"gradient_accumulation": "auto"})
     Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with rounds.Server() as server:
+    with Server() as server:
         answer = server.measure("tried", config.variants["tried"].model_dump(mode="json"), 5)
     assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
     assert answer["decided"] == {

@@ -1,0 +1,88 @@
+"""The process that measures a checkout's variants, as the one that asks sees it; ``arm.serve`` is the other end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pipeline.errors import PipelineError
+
+
+class BenchError(PipelineError):
+    """A variant could not be measured. The message says which, where and why."""
+
+
+class Server(AbstractContextManager["Server"]):
+    """A process that measures the variants of the checkout ``root`` with that checkout's own code."""
+
+    def __init__(self, root: Path = Path()) -> None:
+        self.root = root
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "arms"],
+            cwd=self.root,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def describe(self) -> dict[str, Any]:
+        """What params.yaml, the environment and the prepared data set are there."""
+        return self._ask(do="describe")
+
+    def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+        """Start a variant in a fresh process or world and warm it up, for ``steps`` steps in all."""
+        self._ask_of(name, do="open", values=values, steps=steps, ledgers=ledgers)
+
+    def turn(self, name: str, steps: int) -> None:
+        """``steps`` steps of an open arm."""
+        self._ask_of(name, do="turn", steps=steps)
+
+    def close(self, name: str) -> dict[str, Any]:
+        """End an open arm: ``arm.Measured`` as plain values."""
+        return self._ask_of(name, do="close")
+
+    def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
+        """The three of them: ``steps`` warm steps in one turn."""
+        self.open(name, values, steps, ledgers=ledgers)
+        self.turn(name, steps)
+        return self.close(name)
+
+    def _ask_of(self, name: str, **request: Any) -> dict[str, Any]:
+        try:
+            return self._ask(name=name, **request)
+        except BenchError as error:
+            raise BenchError(f"{name} cannot be measured: {error}") from None
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None
+        assert answers is not None
+        try:
+            questions.write(json.dumps(request) + "\n")
+            questions.flush()
+            line = answers.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = self._process.wait()
+            raise BenchError(
+                f"the process that measures {self.root.resolve()} ended ({status}); its words stand above."
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(answer["error"])
+        return answer
