@@ -10,6 +10,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -286,6 +287,28 @@ class Bench(Record):
     def to_json(self) -> str:
         values = self.model_dump(mode="json")
         return json.dumps({"schema": values.pop("schema_"), **values}, indent=1, allow_nan=False) + "\n"
+
+
+def kind_of(reason: str) -> str:
+    """Reasons of a refusal that differ in their numbers alone are of one kind."""
+    return re.sub(r"\d+", "", reason)
+
+
+def refused(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
+    """The first reason of each kind -> the numbers of the windows that were refused for one of this kind."""
+    kinds: dict[str, tuple[str, dict[int, None]]] = {}
+    for number, window in windows:
+        for reason in window.refusals:
+            kinds.setdefault(kind_of(reason), (reason, {}))[1][number] = None
+    return {reason: list(numbers) for reason, numbers in kinds.values()}
+
+
+def refusals(arm: Arm) -> list[str]:
+    """In how many rounds of the bench an arm was refused, and why: a line a kind of reason."""
+    return [
+        f"refused in {len(rounds)} of {len(arm.samples)} rounds: in round {rounds[0]}, {reason.rstrip('.')}"
+        for reason, rounds in refused(list(enumerate(arm.samples, 1))).items()
+    ]
 
 
 def summarise(runs: Sequence[Run]) -> Summary:

@@ -307,6 +307,18 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
     assert set(bench.ledgers) == set(bench.flops) == {"baseline", "ddp", "stack"}
 
 
+@pytest.mark.slow
+def test_the_terminal_says_once_why_an_arm_was_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    bench = PARAMS["bench"] | {"max_input_wait": 0.0, "ablate": []}
+    params = PARAMS | {"bench": bench, "variants": {"baseline": {}}}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    rounds.run(parse(params), CPU_ONLY)
+    said = [line.partition(" the steps waited")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said[-2:] == [
+        f"bench: {name} refused in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline again")
+    ]
+
+
 def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:
     tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
     config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})

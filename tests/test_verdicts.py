@@ -275,6 +275,18 @@ def test_a_difference_at_the_margin_itself_is_seldom_called_one() -> None:
     assert found.count("same") <= scipy_stats.binom.ppf(0.999, trials, 0.025)
 
 
+def test_what_all_suffer_from_comes_before_a_variants_own_refusals() -> None:
+    noisy = CALM.model_copy(update={"why_untrusted": "throughput: noise"})
+    refused = arm([*["it throttled"] * 5, 9.0])
+    found = [
+        verdicts.ratio(refused, arm([9.0] * 6), THROUGHPUT, 0.03, each).why_untrusted or "" for each in (CALM, noisy)
+    ]
+    assert (found[0].partition(",")[0], found[1]) == (
+        "throughput: 5 of 6 rounds had to be refused",
+        "throughput: noise",
+    )
+
+
 def test_a_calm_machine_is_seldom_distrusted() -> None:
     random, trials = np.random.default_rng(8), 300
     distrusted = sum(noise(*simulated(random, 1.0, 12)).why_untrusted is not None for _ in range(trials))

@@ -19,7 +19,7 @@ from pipeline.params import Bench as BenchSettings
 from pipeline.params import Config, Machine, misplaced
 from pipeline.params import techniques as techniques_of
 from pipeline.plans import plan
-from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window
+from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window, refusals
 
 CALIBRATION_STEPS = 20
 CALIBRATIONS = 5
@@ -249,6 +249,9 @@ def run(config: Config, machine: Machine) -> None:
     )
     files.write_text(BENCH_FILE, bench.to_json())
     print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s", flush=True)
+    for arm in rounds.arms:
+        for line in refusals(arm):
+            print(f"bench: {arm.name} {line}", flush=True)
     if rounds.interrupted:
         raise KeyboardInterrupt
 

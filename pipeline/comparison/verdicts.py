@@ -6,14 +6,13 @@ The baseline's figures are the reference: a ratio above 1 means more samples a s
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
 from pipeline.comparison import stats
-from pipeline.results import Arm, Record
+from pipeline.results import Arm, Record, kind_of
 
 Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
@@ -153,7 +152,7 @@ def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: 
     """``arm`` over ``reference``. Untrusted if the machine was too noisy, or most rounds had to be refused."""
     pairs = _pairs(arm, reference, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
-    why_untrusted = pairs.why_untrusted or machine.why_untrusted
+    why_untrusted = machine.why_untrusted or pairs.why_untrusted  # what all share first: it is said once
     return decided(interval, quantity, margin, refused=pairs.refused, why_untrusted=why_untrusted)
 
 
@@ -321,8 +320,8 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
 
 
 def most_common(reasons: Sequence[str]) -> str | None:
-    """The first reason of the most common kind: reasons that differ in their numbers alone are of one kind."""
-    kinds = [re.sub(r"\d+", "", reason) for reason in reasons]
+    """The first reason of the most common kind."""
+    kinds = [kind_of(reason) for reason in reasons]
     return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None
 
 

@@ -23,7 +23,7 @@ from pipeline.report.formats import (
     size,
     unbelieved,
 )
-from pipeline.results import Arm, Bench, Window
+from pipeline.results import Bench, refusals, refused
 
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
 """Of ``results.Ledger``, in the order in which they are shown."""
@@ -171,28 +171,12 @@ def notes(comparison: Comparison) -> list[tuple[str, str]]:
             found.append((name, f"Memory not predicted: {ledgers.why_not_predicted.rstrip('.')}."))
         found += [
             (name, f"Refused in training, seed {_listed(seeds)}: {reason.rstrip('.')}.")
-            for reason, seeds in _by_reason([(run.seed, run) for run in each.runs]).items()
+            for reason, seeds in refused([(run.seed, run) for run in each.runs]).items()
         ]
         resumed = [run.seed for run in each.runs if run.resumes]
         if resumed:
             found.append((name, f"Interrupted and resumed: seed {_listed(resumed)}."))
-    return found + [(arm.name, text) for arm in comparison.bench.arms for text in refusals(arm)]
-
-
-def refusals(arm: Arm) -> list[str]:
-    """Which of the bench's samples of an arm were refused, and why."""
-    return [
-        f"Refused in the bench, round {_listed(rounds)}: {reason.rstrip('.')}."
-        for reason, rounds in _by_reason(list(enumerate(arm.samples, 1))).items()
-    ]
-
-
-def _by_reason(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for index, window in windows:
-        for reason in dict.fromkeys(window.refusals):
-            found.setdefault(reason, []).append(index)
-    return found
+    return found + [(arm.name, text) for arm in comparison.bench.arms for text in sentences(refusals(arm))]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -192,7 +192,7 @@ def test_the_page_holds_the_evidence(page: Page) -> None:
         assert fact in page.text
     assert page.text.count("9,000 of 10,000") == 2  # of 9 runs
     assert make_run(2).model_sha256[:12] in page.text
-    assert f"Refused in the bench, round 5: {REASON}." in page.text
+    assert f"Refused in 1 of 12 rounds: in round 5, {REASON}." in page.text
     assert re.search(r"ddp\s*\d\d,\d{3}(; \d\d,\d{3}){3}; refused; .*20[12]\.\d; 20[12]\.\d", page.text)  # as numbers
     assert "127 GFLOP/s" in plain(page.text)
 

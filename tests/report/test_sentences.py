@@ -160,15 +160,15 @@ def test_notes_say_what_was_left_out_refused_and_resumed() -> None:
         make_run(1, refusals=("the GPU throttled",)),
         make_run(2, refusals=("the GPU throttled", "something recompiled."), resumes=1),
     )
-    refused = {"ddp": {4: REASON, 6: REASON, 7: "the allocator retried"}}
+    refused = {"ddp": {4: REASON, 6: REASON.replace("31", "48"), 7: "the allocator retried"}}
     comparison, _ = made([baseline, ddp, memory.model_copy(update={"runs": runs})], refused=refused)
     assert sentences.notes(comparison) == [
         ("memory", "Left out: bf16, as this CPU would emulate it."),
         ("memory", "Refused in training, seed 1, 2: the GPU throttled."),
         ("memory", "Refused in training, seed 2: something recompiled."),
         ("memory", "Interrupted and resumed: seed 2."),
-        ("ddp", f"Refused in the bench, round 5, 7: {REASON}."),
-        ("ddp", "Refused in the bench, round 8: the allocator retried."),
+        ("ddp", f"Refused in 2 of 12 rounds: in round 5, {REASON}."),
+        ("ddp", "Refused in 1 of 12 rounds: in round 8, the allocator retried."),
     ]
 
 
