@@ -207,7 +207,7 @@ def _judge(block: Mapping[str, Arm], side: str) -> Judged:
     )
     spent = Spent("gate.max_minutes", len(again.samples), None)
     machine = noises(of_base[again.variant], again, settings.max_spread, spent)
-    return judge(of_base, of_head, machine, settings.margins, {}, paired=True)
+    return judge(of_base, of_head, machine, settings.margins, {})
 
 
 def _in_words(judged: Judged) -> str:

@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--against",
         required=True,
         metavar="REVISION|FILE",
-        help="a git revision, measured beside this work tree, or a recorded reports/comparison.json",
+        help="a git revision, measured beside this work tree; or, for advice, a recorded reports/comparison.json",
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
     plan = add("plan", _plan, "Print what a variant's step is composed of here: techniques, order, what is left out.")

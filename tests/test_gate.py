@@ -74,7 +74,6 @@ def judged(
     noise: float = 0.01,
     drift: float = 0.1,
     accuracies: Mapping[str, Accuracy] | None = None,
-    paired: bool = True,
     refused: Mapping[str, Sequence[int]] = {},
 ) -> Judged:
     """``heads`` against bases of the same variants, on a machine with that noise and drift. ``refused``: variant ->
@@ -93,7 +92,7 @@ def judged(
         max_spread=0.15,
         spent=SPENT,
     )
-    return judge(base, {each.variant: each for each in heads}, found, Margins(), accuracies or {}, paired=paired)
+    return judge(base, {each.variant: each for each in heads}, found, Margins(), accuracies or {})
 
 
 def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
@@ -126,16 +125,10 @@ def test_nothing_worse_passes() -> None:
         (1.2, 1.2, ("better", "worse")),
     ],
 )
-@pytest.mark.parametrize("paired", [True, False])
-def test_what_counts_as_worse(throughput: float, memory: float, expected: tuple[str, str], paired: bool) -> None:
-    drift = 0.1 if paired else 0.0
-    found = judged(arm(throughput=throughput, memory=memory, drift=drift), drift=drift, paired=paired)
+def test_what_counts_as_worse(throughput: float, memory: float, expected: tuple[str, str]) -> None:
+    found = judged(arm(throughput=throughput, memory=memory))
     assert decisions(found) == {"baseline": expected}
     assert found.outcome == ("worse" if "worse" in expected else "passed")
-
-
-def test_samples_that_are_no_pairs_know_no_drift() -> None:
-    assert decisions(judged(arm(throughput=0.9), paired=False)) == {"baseline": ("undecided", "same")}
 
 
 def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
@@ -171,10 +164,9 @@ def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
     assert judged(arm(throughput=0.8), refused, refused={"ddp": range(10)}).outcome == "worse"
 
 
-@pytest.mark.parametrize("paired", [True, False])
-def test_what_the_head_alone_cannot_show_is_no_pass(paired: bool) -> None:
+def test_what_the_head_alone_cannot_show_is_no_pass() -> None:
     """A change that starves a variant of its input, or makes it recompile, has its samples refused, not a low ratio."""
-    found = judged(arm(drift=0), arm("head ddp", drift=0, refused=range(10)), drift=0, paired=paired)
+    found = judged(arm(), arm("head ddp", refused=range(10)))
     assert found.outcome == "untrusted"
     assert decisions(found)["ddp"] == ("untrusted", "same")
     [said] = found.hidden
@@ -187,27 +179,23 @@ def test_memory_that_the_machine_does_not_tell_is_not_judged() -> None:
     assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("same", None))
 
 
-@pytest.mark.parametrize("paired", [True, False])
-def test_a_speed_that_neither_side_tells_is_no_pass(paired: bool) -> None:
+def test_a_speed_that_neither_side_tells_is_no_pass() -> None:
     def silent(name: str, variant: str) -> Arm:
         made = arm(name, variant=variant)
         unknown = tuple(each.model_copy(update={"samples_per_second": None}) for each in made.samples)
         return made.model_copy(update={"samples": unknown})
 
     base, head, again = (silent(name, "baseline") for name in ("base baseline", "head baseline", "base baseline again"))
-    found = judge(
-        {"baseline": base}, {"baseline": head}, noises(base, again, 0.15, SPENT), Margins(), {}, paired=paired
-    )
+    found = judge({"baseline": base}, {"baseline": head}, noises(base, again, 0.15, SPENT), Margins(), {})
     assert (found.outcome, decisions(found)["baseline"]) == ("untrusted", ("untrusted", "same"))
 
 
-@pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("more_mib", "expected"), [(0.98, "same"), (1.02, "worse")])
 def test_on_a_cpu_less_than_a_heaps_free_blocks_is_no_difference(
-    more_mib: float, expected: str, paired: bool, monkeypatch: pytest.MonkeyPatch
+    more_mib: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PEAK", 10 * 2**20)
-    found = judged(arm(memory=1 + more_mib / 10, drift=0.0), drift=0.0, paired=paired)
+    found = judged(arm(memory=1 + more_mib / 10))
     assert decisions(found)["baseline"][1] == expected
 
 
@@ -223,8 +211,7 @@ def test_what_hits_all_variants_shows_in_all_of_them_together_first() -> None:
     assert slower.together is not None
     assert decisions(slower)[slower.together.variant] == ("worse", "same")
     assert slower.outcome == "worse"
-    assert judged(arm(), paired=True).together is None, "of one variant there is nothing to put together"
-    assert judged(arm(), arm("head ddp"), paired=False).together is None, "the rounds of recordings are no pairs"
+    assert judged(arm()).together is None, "of one variant there is nothing to put together"
 
 
 def test_together_means_the_ratios_of_what_is_known() -> None:
@@ -269,49 +256,37 @@ def recorded(**sides: Any) -> Path:
     return file
 
 
-@pytest.mark.usefixtures("checkout")
-def test_the_same_recording_is_no_worse(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gate.run(configured(), str(recorded())) == 0
-    text = gate.MARKDOWN_FILE.read_text(encoding="utf-8")
-    assert capsys.readouterr().out == text
-    assert text.startswith("**Nothing was shown to be worse; undecided: throughput (baseline, ddp, memory).**\n")
-    assert "a change of the machine in between cannot be told from a change of the code" in text
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    assert (values["schema"], values["exit_code"], values["outcome"], values["mode"]) == (1, 0, "passed", "recorded")
-    assert values["head"]["commit"] == "c" * 40
-    assert values["variants"][0]["accuracy"]["decision"] == "same"
+def against_recording(**sections: Any) -> tuple[int, list[str]]:
+    """The exit code against main.json, and the report's lines. No gate.json stays: on it something is promoted."""
+    gate.JSON_FILE.write_text("{}", encoding="utf-8")
+    code = gate.run(configured(**sections), "main.json")
+    assert not gate.JSON_FILE.exists()
+    return code, gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.usefixtures("checkout")
-def test_a_recording_that_was_better_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    faster = recorded(throughput={"baseline": 1.0, "ddp": 3.2, "memory": 0.8}, memory={"memory": 0.3, "ddp": 1.01})
-    assert gate.run(configured(), str(faster)) == 1
-    assert capsys.readouterr().out.startswith("**Worse than the base: throughput (ddp), peak memory (memory).**\n")
+def test_a_recording_is_advice_on_speed_and_memory_however_large_the_difference() -> None:
+    recorded(throughput={"baseline": 1.0, "ddp": 3.2, "memory": 0.8}, memory={"memory": 0.3, "ddp": 1.01})
+    code, lines = against_recording()
+    assert (code, lines[0]) == (0, "**Advisory: speed and memory decide nothing here.**")
+    assert lines[5].startswith("| ddp | 0.500 | 1.000 | ")
+    assert lines[6].startswith("| memory | 1.000 | 1.833 | ")
+    assert any("a slowdown of 10% in 40% of trials and called equal code worse in 1.7%" in line for line in lines)
 
 
 @pytest.mark.usefixtures("checkout")
-def test_the_least_difference_of_memory_is_told_where_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    gate.run(configured(), str(recorded()))
-    assert "3% of memory, 1 percentage" in capsys.readouterr().out
-    gate.run(configured(), str(recorded(memory={"memory": 0.1})))
-    assert "3% of memory (but at least 1 MiB a process), 1 percentage" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("checkout")
-def test_recorded_accuracies_are_paired_by_seed() -> None:
+@pytest.mark.parametrize("margins", [{}, {"accuracy": 0.9}])
+def test_recorded_accuracies_are_paired_by_seed_and_decide_by_the_stricter_margin(margins: dict[str, float]) -> None:
     better = [
         make_result(
             "baseline", [make_run(seed, test_correct=correct) for seed, correct in ((2, 9290), (0, 9300), (1, 9330))]
         )
     ]
-    file = Path("main.json")
-    file.write_text(make_comparison(better, make_bench(better)).to_json(), encoding="utf-8")
-    assert gate.run(configured(), str(file)) == 1
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    assert values["variants"][0]["accuracy"]["mean_fraction"] == pytest.approx(-0.03)
-    assert values["variants"][0]["accuracy"]["high_fraction"] == pytest.approx(-0.03, abs=2e-4)
-    assert "Only the head has: ddp, memory." in values["remarks"]
-    assert gate.run(configured(gate={"accuracy": False}), str(file)) == 1, "they are there"
+    Path("main.json").write_text(make_comparison(better, make_bench(better)).to_json(), encoding="utf-8")
+    code, lines = against_recording(compare={"margins": margins}, gate={"accuracy": False})
+    assert (code, lines[0].endswith("; worse: accuracy (baseline).**")) == (1, True)
+    assert [line for line in lines if "| baseline" in line and "| -3.00 (-3.02 to -2.98) **worse** |" in line]
+    assert "* Only the head has: ddp, memory." in lines
 
 
 @pytest.mark.usefixtures("checkout")
@@ -353,68 +328,21 @@ def test_what_other_variants_rely_on_is_no_other_environment() -> None:
 
 
 @pytest.mark.usefixtures("checkout")
-@pytest.mark.parametrize(
-    ("looser", "key", "counts"),
-    [
-        ({"margins": {"throughput": 0.9}}, "compare.margins.throughput", 0.03),
-        ({"margins": {"memory": 0.9}}, "compare.margins.memory", 0.03),
-        ({"margins": {"accuracy": 0.9}}, "compare.margins.accuracy", 0.01),
-        ({"max_spread": 99.0}, "compare.max_spread", 0.15),
-    ],
-)
-def test_of_margins_the_stricter_counts(looser: dict[str, Any], key: str, counts: float) -> None:
-    better = [
-        make_result("baseline", [make_run(seed, test_correct=9300 + seed) for seed in (0, 1, 2)]),
-        *make_results()[1:],
-    ]
-    faster = make_bench(better, throughput={"ddp": 3.2, "memory": 0.8}, memory={"memory": 0.3})
-    Path("main.json").write_text(make_comparison(better, faster).to_json(), encoding="utf-8")
-    assert gate.run(configured(compare=looser), "main.json") == 1
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    [said] = [remark for remark in values["remarks"] if remark.startswith(f"{key}: base {counts}")]
-    assert said.endswith(f"; {counts} counts")
-    assert values["margins"] == Margins().model_dump()
-    assert {row["throughput"]["decision"] for row in values["variants"]} >= {"worse"}
-    assert values["noise_throughput"]["max_spread"] == 0.15
-
-
-@pytest.mark.usefixtures("checkout")
-@pytest.mark.parametrize(
-    ("key", "base", "head"),
-    [
-        ("max_foreign_load", 0.1, 1.0),
-        ("max_input_wait", 0.5, 1.0),
-        ("max_minutes", 2.5, 0.1),
-        ("max_rounds", None, 6),
-        ("turns", 10, 1),
-        ("window_seconds", 1.5, 0.1),
-    ],
-)
-def test_a_comparison_by_looser_settings_is_refused(key: str, base: float | None, head: float) -> None:
-    ours = make_comparison()
-    ours.bench.config["bench"][key] = head
-    recording.COMPARISON_FILE.write_text(ours.to_json(), encoding="utf-8")
-    with pytest.raises(GateError, match=rf"bench\.{key}: base {json.dumps(base)}, head {head}$"):
-        gate.run(configured(), str(recorded()))
-    recording.COMPARISON_FILE.rename("looser.json")
-    recording.COMPARISON_FILE.write_text(make_comparison().to_json(), encoding="utf-8")
-    assert gate.run(configured(), "looser.json") == 0, "the head's are the stricter ones"
-
-
-@pytest.mark.usefixtures("checkout")
 @pytest.mark.parametrize("samples", [0, 12])
-def test_speeds_that_nobody_knows_are_no_pass(samples: int) -> None:
-    """None were taken, or none of them says anything, not even why."""
+def test_recorded_speeds_that_nobody_knows_are_not_known(samples: int) -> None:
     ours = make_comparison()
     unknown = ours.bench.arms[1].samples[0].model_copy(update={"samples_per_second": None})
     arms = [
         each.model_copy(update={"samples": (unknown,) * samples}) if each.variant == "ddp" else each
         for each in ours.bench.arms
     ]
+    ours.bench.config["bench"]["turns"] = 1
     silent = ours.model_copy(update={"bench": ours.bench.model_copy(update={"arms": tuple(arms)})})
     recording.COMPARISON_FILE.write_text(silent.to_json(), encoding="utf-8")
-    assert gate.run(configured(), str(recorded())) == 3
-    assert "throughput (ddp)" in gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()[0]
+    recorded()
+    code, lines = against_recording()
+    assert (code, [line.startswith("| ddp | not known |") for line in lines if "| ddp" in line]) == (0, [True])
+    assert "* bench.turns: base 10, head 1" in lines
 
 
 @pytest.mark.parametrize("broken", ["dvc.yaml", "no stage", "no repository", "words"])
@@ -477,7 +405,7 @@ def test_what_nobody_foresaw_is_no_decision(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("unforeseen")
 
-    monkeypatch.setattr(recording, "judge", fail)
+    monkeypatch.setattr(recording, "accuracies", fail)
     with pytest.raises(GateError, match="unforeseen"):
         gate.run(configured(), str(recorded()))
     assert "Traceback" in capsys.readouterr().err
@@ -833,7 +761,7 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
     made = "repro environment prepare"
     assert pretended.ran == [f"base {made}", f"head {made}", f"base {trained}", f"head {trained}"]
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    assert (values["mode"], values["against"], values["exit_code"]) == ("side by side", "main", 0)
+    assert (values["against"], values["exit_code"]) == ("main", 0)
     assert (values["base"]["commit"], values["head"]["commit"]) == ("a" * 40, "b" * 40 + "+")
     assert [each["name"] for each in values["base"]["arms"]] == ["base baseline again", "base baseline", "base ddp"]
     assert len(values["head"]["arms"][0]["samples"]) == 14
@@ -877,6 +805,18 @@ def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pr
         in "\n".join(lines)
     )
     assert len("\n".join(lines)) < 2000, "it goes into a pull request"
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    ("peak_mib", "told"), [(200, "3% of memory, 1"), (10, "3% of memory (but at least 1 MiB a process), 1")]
+)
+def test_the_least_difference_of_memory_is_told_where_it_counts(
+    peak_mib: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PEAK", peak_mib * 2**20)
+    gate.run(configured(), "main")
+    assert told in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
 
 
 def test_what_differs_between_the_sides_is_named(pretended: Pretended) -> None:

@@ -23,7 +23,6 @@ from pipeline.comparison.stats import (
     pairs_needed,
     pareto_front,
     seeds_needed,
-    unpaired_ratio,
 )
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -143,34 +142,6 @@ def test_intervals_cover_the_true_median_as_often_as_they_say(
         covered += interval.low <= 1.1 <= interval.high
     least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, held)
     assert least <= covered <= most
-
-
-def test_an_unpaired_ratio_is_that_of_the_medians() -> None:
-    found = unpaired_ratio([2.0] * 8, [1.0] * 20)
-    assert (found.estimate, found.low, found.high, found.count) == pytest.approx((2.0, 2.0, 2.0, 8))
-    few = unpaired_ratio([2.0] * 5, [1.0] * 20)
-    assert (few.estimate, few.low, few.high) == (2.0, 0.0, math.inf)
-    draw = np.random.default_rng(1)
-    a, b = draw.lognormal(size=12), draw.lognormal(size=9)
-    assert unpaired_ratio(a, b) == unpaired_ratio(draw.permutation(a), draw.permutation(b))
-    assert unpaired_ratio(3 * a, b).low == pytest.approx(3 * unpaired_ratio(a, b).low)
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_positive_number_has_no_unpaired_ratio(wrong: float) -> None:
-    for samples in (([1.0] * 7 + [wrong], [1.0] * 8), ([1.0] * 8, [1.0] * 7 + [wrong])):
-        with pytest.raises(ValueError, match="every value must be positive and finite"):
-            unpaired_ratio(*samples)
-
-
-def test_an_unpaired_interval_holds_the_ratio_in_95_percent() -> None:
-    draw = np.random.default_rng(0)
-    held = 0
-    for _ in range(400):
-        a, b = draw.lognormal(0.1, 0.05, size=12), draw.lognormal(0.0, 0.1, size=15)
-        found = unpaired_ratio(a, b, resamples=1000)
-        held += found.low <= math.exp(0.1) <= found.high
-    assert 0.92 <= held / 400 <= 0.99
 
 
 # Decisions

@@ -1056,7 +1056,7 @@ COMMIT = "c" * 40
 
 def write_gate(root: Path, outcome: str = "passed", commit: str = COMMIT) -> None:
     head, base = {"commit": commit}, {"commit": "b" * 40}
-    gate = {"outcome": outcome, "against": "main", "mode": "side by side", "head": head, "base": base}
+    gate = {"outcome": outcome, "against": "main", "head": head, "base": base}
     write_text(root / "reports/gate.json", json.dumps(gate))
     write_text(root / "reports/gate.md", "**Nothing got worse.**\n")
 

@@ -68,29 +68,6 @@ def paired_ratio(
     return Interval(math.exp(np.median(logs)), float(low), float(high), count)
 
 
-def unpaired_ratio(
-    a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """The median of ``a`` over the median of ``b``, positive samples of any lengths, with a bootstrap interval.
-
-    Medians are taken of logarithms, and both samples are resampled. The interval is the expanded percentile one, as in
-    ``paired_ratio``, at the levels of the shorter sample, whose length is ``count``. Raises ValueError for a value that
-    is no positive number.
-    """
-    above, below = (np.sort(_logs(np.asarray(values, dtype=np.float64))) for values in (a, b))
-    count = min(len(above), len(below))
-    estimate = math.exp(np.median(above) - np.median(below))
-    if _bounds_nothing(count, confidence):
-        return Interval(estimate, 0.0, math.inf, count)
-    generator = np.random.default_rng(seed)
-    over, under = (
-        np.median(values[generator.integers(len(values), size=(resamples, len(values)))], axis=1)
-        for values in (above, below)
-    )
-    low, high = np.exp(np.quantile(over - under, _levels(count, confidence)))
-    return Interval(estimate, float(low), float(high), count)
-
-
 def _bounds_nothing(count: int, confidence: float) -> bool:
     """Whether so few values all lie on one side of their median too often."""
     return 2.0 ** (1 - count) > 1 - confidence

@@ -149,17 +149,10 @@ def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float, spen
 
 
 def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
-    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or most rounds had to be refused."""
+    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be refused."""
     pairs = _pairs(arm, reference, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
     why_untrusted = machine.why_untrusted or pairs.why_untrusted  # what all share first: it is said once
-    return decided(interval, quantity, margin, refused=pairs.refused, why_untrusted=why_untrusted)
-
-
-def decided(
-    interval: stats.Interval | None, quantity: Quantity, margin: float, *, refused: int, why_untrusted: str | None
-) -> Ratio:
-    """The ratio with what its interval supports. None, where nothing is known, is untrusted as well."""
     low, high = _bounds(interval) if interval else (None, None)
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
@@ -169,7 +162,7 @@ def decided(
         low=low,
         high=high,
         pairs=interval.count if interval else 0,
-        refused=refused,
+        refused=pairs.refused,
         margin=margin,
         decision=decision,
         more_pairs=stats.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
@@ -310,7 +303,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     why_refused = why_untrusted = None
     if refused:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
-        why = most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
+        why = _most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
         why_refused = f"{_lost(refused, len(rounds))}, most often because {why}"
     if refused > len(known):
         why_untrusted = f"{quantity.noun}: {why_refused}"
@@ -319,7 +312,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     return _Pairs([a for a, _ in known], [b for _, b in known], refused, why_refused, why_untrusted)
 
 
-def most_common(reasons: Sequence[str]) -> str | None:
+def _most_common(reasons: Sequence[str]) -> str | None:
     """The first reason of the most common kind."""
     kinds = [kind_of(reason) for reason in reasons]
     return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None

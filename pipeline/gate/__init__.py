@@ -1,8 +1,8 @@
 """A commit held against another: have throughput, memory or accuracy got worse beyond the margins?
 
 The *head* is this work tree, with its uncommitted changes. The *base* is what it is held against: a revision, which is
-measured beside the head on this machine, or a ``reports/comparison.json`` that was recorded in the same environment.
-Ratios are the head's figure over the base's.
+measured beside the head on this machine, or a ``reports/comparison.json`` that was recorded in the same environment,
+of which accuracy alone is decided, and the rest is advice. Ratios are the head's figure over the base's.
 """
 
 from __future__ import annotations
@@ -30,23 +30,28 @@ def run(config: Config, against: str) -> int:
     """Hold this work tree against ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
 
     Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell, or the
-    head's own samples had to be refused. Raises GateError and other PipelineErrors: whatever could not be asked or
-    answered is no pass, and leaves no ``reports/gate.*``, not even one of an earlier gate.
+    head's own samples had to be refused. Held against a file there is no ``gate.json``: nothing is promoted on its
+    strength. Raises GateError and other PipelineErrors: whatever could not be asked or answered is no pass, and leaves
+    no ``reports/gate.*``, not even one of an earlier gate.
     """
     for file in (JSON_FILE, MARKDOWN_FILE):
         file.unlink(missing_ok=True)
     try:
-        gated = recorded(config, Path(against)) if _is_file(against) else measured(config, against)
+        if _is_file(against):
+            text, worse = recorded(config, Path(against))
+            code = EXIT_CODES["worse" if worse else "passed"]
+        else:
+            gated = measured(config, against)
+            text, code = markdown(gated), EXIT_CODES[gated.outcome]
+            write_text(JSON_FILE, gated.to_json())
     except PipelineError:
         raise
     except Exception as error:  # Python would end with 1, which says that something got worse
         traceback.print_exc()
         raise GateError(f"nothing was decided, because of what stands above: {error!r}") from error
-    text = markdown(gated)
-    write_text(JSON_FILE, gated.to_json())
     write_text(MARKDOWN_FILE, text)
     print(text, end="")
-    return EXIT_CODES[gated.outcome]
+    return code
 
 
 def _is_file(against: str) -> bool:

@@ -68,7 +68,7 @@ def check_arms(root: Path, label: str) -> None:
     if not own or subprocess.run(command, cwd=root, env=_variables(), capture_output=True).returncode:
         raise GateError(
             f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Hold this "
-            "work tree against a newer commit, or against a recorded reports/comparison.json."
+            "work tree against a newer commit."
         )
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from pipeline.comparison import stats, verdicts
+from pipeline.comparison import verdicts
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Spent
 from pipeline.errors import PipelineError
 from pipeline.params import Margins
@@ -44,12 +44,12 @@ class Judged(Record):
 
     outcome: Outcome
     noise_throughput: Noise
-    """The base's baseline against itself; of two recordings, the noisier baseline."""
+    """The base's baseline against itself."""
     noise_memory: Noise
     variants: tuple[Held, ...]
     together: Held | None
     """The geometric mean of all variants' ratios in each round: what hits all of them shows here first. None for a
-    single variant, and for recordings."""
+    single variant."""
     hidden: tuple[str, ...]
     """What the base shows and the head mostly does not, in words. It may be worse, so it is no pass."""
 
@@ -62,7 +62,7 @@ class Side(Record):
     environment: str
     """Hash of all that the side's variants depend on, as its own code takes it."""
     arms: tuple[Arm, ...]
-    """With the raw samples. Measured side by side, those of one index on both sides belong to one round."""
+    """With the raw samples. Those of one index on both sides belong to one round."""
     test_accuracies: dict[str, dict[int, float]]
     """Variant -> seed -> fraction."""
 
@@ -71,7 +71,6 @@ class Gated(Judged):
     """``reports/gate.json``."""
 
     schema_: Literal[1] = 1
-    mode: Literal["side by side", "recorded"]
     against: str
     """As it was asked for."""
     margins: Margins
@@ -79,8 +78,8 @@ class Gated(Judged):
     head: Side
     remarks: tuple[str, ...]
     """What else to know: jobs that differ, variants that only one side has, an interruption."""
-    seconds: float | None
-    """The rounds took; None for recordings."""
+    seconds: float
+    """The rounds took."""
     budget: str
     """The key of params.yaml that ended the measurement."""
 
@@ -96,12 +95,10 @@ def judge(
     noise: tuple[Noise, Noise],
     margins: Margins,
     accuracies: Mapping[str, Accuracy],
-    *,
-    paired: bool,
 ) -> Judged:
     """Decide on the variants, by name, that both sides have.
 
-    ``noise`` is that of throughput and of memory. ``paired``: samples of one index were measured side by side.
+    ``noise`` is that of throughput and of memory. Samples of one index were measured side by side.
     """
 
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
@@ -109,7 +106,7 @@ def judge(
             margin, machine = margins.throughput, noise[0]
         else:
             margin, machine = max(margins.memory, _resolution(of_base)), noise[1]
-        return (verdicts.ratio if paired else unpaired)(of_head, of_base, quantity, margin, machine)
+        return verdicts.ratio(of_head, of_base, quantity, margin, machine)
 
     def memory(of_head: Arm, of_base: Arm) -> Ratio | None:
         return None if verdicts.untold((of_head, of_base), MEMORY) else ratio(of_head, of_base, MEMORY)
@@ -125,7 +122,7 @@ def judge(
         for name in names
     ]
     together = None
-    if paired and len(names) > 1:
+    if len(names) > 1:
         arms = [head[name] for name in names], [base[name] for name in names]
         together = Held(
             variant="all together",
@@ -156,26 +153,6 @@ def noises(baseline: Arm, again: Arm, max_spread: float, spent: Spent) -> tuple[
         verdicts.noise(baseline, again, THROUGHPUT, max_spread, spent),
         verdicts.noise(baseline, again, MEMORY, max_spread, spent),
     )
-
-
-def unpaired(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
-    """As ``verdicts.ratio``, for samples that are no pairs; ``pairs`` counts those of the arm that has fewer."""
-    above, below = (
-        [value for sample in each.samples if (value := getattr(sample, quantity.field))] for each in (arm, reference)
-    )
-    missing = [len(each.samples) - len(known) for each, known in ((arm, above), (reference, below))]
-    why_untrusted = machine.why_untrusted
-    if missing[0] > len(above) or missing[1] > len(below):
-        reasons = [reason for sample in (*arm.samples, *reference.samples) for reason in sample.refusals]
-        most = verdicts.most_common(reasons) or "this machine does not tell it"
-        why_untrusted = (
-            f"{quantity.noun}: {missing[1]} of {len(reference.samples)} samples of the base and {missing[0]} of "
-            f"{len(arm.samples)} of the head had to be refused, most often because {most}"
-        )
-    elif not (above and below):
-        why_untrusted = f"{quantity.noun}: nothing was measured"
-    interval = stats.unpaired_ratio(above, below) if above and below else None
-    return verdicts.decided(interval, quantity, margin, refused=sum(missing), why_untrusted=why_untrusted)
 
 
 def _resolution(arm: Arm) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.comparison import verdicts
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Spent
-from pipeline.gate.decision import HEAP_BYTES, Gated, Held, Side
+from pipeline.gate.decision import HEAP_BYTES, Gated, Held
 
 
 def markdown(gated: Gated) -> str:
@@ -14,7 +14,6 @@ def markdown(gated: Gated) -> str:
     rows = [*gated.variants, *([gated.together] if gated.together else [])]
     arm, margins = gated.base.arms[0], gated.margins
     rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
-    took = "" if gated.seconds is None else f" in {gated.seconds:.0f} s"
     least = any(row.memory and row.memory.margin > margins.memory for row in rows)
     of_memory = f" (but at least {HEAP_BYTES // 2**20} MiB a process)" if least else ""
     remarks = dict.fromkeys([*_open(gated, rows), *gated.hidden, *gated.remarks])
@@ -24,12 +23,13 @@ def markdown(gated: Gated) -> str:
         "| head against base | throughput | peak memory | test accuracy, points |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {row.variant} | {_ratio(row.throughput)} | {_ratio(row.memory)} | {_accuracy(row.accuracy)} |"
+            f"| {row.variant} | {_ratio(row.throughput)} | {_ratio(row.memory)} | {accuracy_cell(row.accuracy)} |"
             for row in rows
         ),
         "",
         *(f"* {remark}" for remark in remarks),
-        f"* Base {_commit(gated.base)}, head {_commit(gated.head)}; {gated.mode}, {rounds} rounds{took}, {arm.device}.",
+        f"* {commits(gated.base.commit, gated.head.commit)}; side by side, {rounds} rounds in {gated.seconds:.0f} s, "
+        f"{arm.device}.",
         f"* The baseline against itself: throughput {_interval(gated.noise_throughput)}, peak memory "
         f"{_interval(gated.noise_memory)}.",
         "* Median ratios with 95% intervals; accuracy: mean difference over seeds, with the interval of two one-sided "
@@ -37,6 +37,26 @@ def markdown(gated: Gated) -> str:
         f"{100 * margins.memory:g}% of memory{of_memory}, {100 * margins.accuracy:g} percentage point(s) of accuracy.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def commits(base: str | None, head: str | None) -> str:
+    """Both by name. A "+" at the end: with files that differ from it. None: not known."""
+
+    def shown(commit: str | None) -> str:
+        if commit is None:
+            return "(commit unknown)"
+        return f"`{commit[:12]}`" + (" with uncommitted changes" if commit.endswith("+") else "")
+
+    return f"Base {shown(base)}, head {shown(head)}"
+
+
+def accuracy_cell(accuracy: Accuracy | None) -> str:
+    """Percentage points and the decision."""
+    if accuracy is None:
+        return "not compared"
+    mean, low, high = accuracy.mean_fraction, accuracy.low_fraction, accuracy.high_fraction
+    interval = "" if low is None or high is None else f" ({100 * low:+.2f} to {100 * high:+.2f})"
+    return f"{100 * mean:+.2f}{interval} {_word(accuracy.decision)}"
 
 
 def _headline(gated: Gated, rows: Sequence[Held]) -> str:
@@ -76,22 +96,8 @@ def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
             yield reason if reason in everybodys else f"{row.variant}: {reason}"
 
 
-def _commit(side: Side) -> str:
-    if side.commit is None:
-        return "(commit unknown)"
-    return f"`{side.commit[:12]}`" + (" with uncommitted changes" if side.commit.endswith("+") else "")
-
-
 def _ratio(ratio: Ratio | None) -> str:
     return "not known" if ratio is None else f"{_interval(ratio)} {_word(ratio.decision)}"
-
-
-def _accuracy(accuracy: Accuracy | None) -> str:
-    if accuracy is None:
-        return "not compared"
-    mean, low, high = accuracy.mean_fraction, accuracy.low_fraction, accuracy.high_fraction
-    interval = "" if low is None or high is None else f" ({100 * low:+.2f} to {100 * high:+.2f})"
-    return f"{100 * mean:+.2f}{interval} {_word(accuracy.decision)}"
 
 
 def _interval(found: Ratio | Noise) -> str:

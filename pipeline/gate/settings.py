@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,15 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
 the rounds too soon, nothing passes."""
 
 
-def stricter(base: Mapping[str, Any], head: Mapping[str, Any], keys: Iterable[str] = STRICTER) -> dict[str, Any]:
+def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
     """Key -> the value that counts, of those on which the sides differ. Raises GateError if a side lacks one."""
     try:
-        pairs = {key: (at(base, key), at(head, key)) for key in keys}
+        pairs = {key: (at(base, key), at(head, key)) for key in STRICTER}
         return {key: STRICTER[key](there, here) for key, (there, here) in pairs.items() if there != here}
     except (KeyError, TypeError) as error:
         raise GateError(
             f"base and head have different settings ({error!r}), so one of them is of another version: hold this work "
-            "tree against a newer commit or recording."
+            "tree against a newer commit."
         ) from None
 
 
@@ -57,13 +57,13 @@ def at(values: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def judging(config: Config, base: Mapping[str, Any], against: str, keys: Iterable[str] = STRICTER) -> Config:
-    """``config``, the head's, with what ``base`` asks beyond it: its variants, and of ``keys`` the stricter values.
+def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
+    """``config``, the head's, with what ``base`` asks beyond it: its variants, and the stricter values.
 
     ``base``: sections of its params.yaml. Raises ConfigError if this version knows no such variant.
     """
     values = config.model_dump(mode="json")
-    for key, value in stricter(base, values, keys).items():
+    for key, value in stricter(base, values).items():
         section, _, name = key.rpartition(".")
         at(values, section)[name] = value
     values["variants"] = {**base.get("variants", {}), **values["variants"]}
@@ -82,16 +82,10 @@ def ask(root: Path, asked: Config, config: Config) -> None:
         (root / PARAMS_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
-def told(base: Mapping[str, Any], head: Mapping[str, Any], keys: Iterable[str] = STRICTER) -> list[str]:
+def told(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """A line for each setting on which the sides differ, with the value that counts."""
     return [
         f"{line}; {json.dumps(value)} counts"
-        for key, value in stricter(base, head, keys).items()
+        for key, value in stricter(base, head).items()
         for line in differing(at(base, key), at(head, key), key)
     ]
-
-
-def looser(base: Mapping[str, Any], head: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """A line for each setting of which the head's value is not the one that counts."""
-    wrong = [key for key, value in stricter(base, head, keys).items() if value != at(head, key)]
-    return [line for key in wrong for line in differing(at(base, key), at(head, key), key)]

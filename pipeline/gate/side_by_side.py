@@ -94,8 +94,7 @@ def measured(config: Config, revision: str) -> Gated:
     budget = "bench.max_rounds" if count == asked.bench.max_rounds else "gate.max_minutes"
     machine = noises(of_base[baseline], again, asked.compare.max_spread, Spent(budget, count, rounds.seconds))
     return Gated(
-        **dict(judge(of_base, of_head, machine, margins, compared, paired=True)),
-        mode="side by side",
+        **dict(judge(of_base, of_head, machine, margins, compared)),
         against=revision,
         margins=margins,
         base=Side(
@@ -158,7 +157,7 @@ def _rounds(config: Config, arms: Sequence[Asked], turns: int) -> Rounds:
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(
             "base and head report their samples in different forms, so one of them is of another version: hold this "
-            f"against a newer commit, or against a recorded reports/comparison.json. ({error})"
+            f"against a newer commit. ({error})"
         ) from None
 
 

@@ -134,7 +134,6 @@ def _evidence(gate: Mapping[str, Any], child: Child, verdict: str, parent: Store
         "gate": gate["outcome"],
         "gate.against": gate["against"],
         "gate.base_commit": gate["base"]["commit"] or "not known",
-        "gate.mode": gate["mode"],
         "run_id": run.run_id,
         "comparison_run_id": parent.run_id,
     }
