@@ -537,6 +537,7 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
         for figure in ("samples_per_second", "peak_memory_bytes"):
             value = child.data.metrics[f"bench/{figure}"]
             assert value == measured[name.partition("-")[0]][figure] != child.data.metrics[figure]
+        assert child.data.metrics["median/train_seconds"] == measured[name.partition("-")[0]]["train_seconds"]
     write_comparison(root, refused=8)
     os.utime(root / "reports/comparison.json", (0, 0))  # as from a cache
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)

@@ -160,6 +160,12 @@ def left_out(each: Compared) -> list[str]:
     return found
 
 
+def disturbed(each: Compared) -> tuple[str, ...]:
+    """Of which seeds the training times are not to be trusted, as something was refused; empty where all stand."""
+    seeds = [run.seed for run in each.runs if run.refusals]
+    return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
+
+
 def notes(comparison: Comparison) -> list[tuple[str, str]]:
     """(variant or arm, what a reader of its numbers must know): left out, refused, resumed, not predicted."""
     found: list[tuple[str, str]] = []

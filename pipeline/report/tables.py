@@ -9,6 +9,9 @@ from pipeline.comparison.compare import Compared, Comparison
 from pipeline.report import formats, sentences
 from pipeline.report.formats import DASH, UNKNOWN
 
+FEW_TEST_IMAGES = 2_000
+"""Fewer are a small sample themselves, which no interval over seeds knows of."""
+
 
 class Cell(NamedTuple):
     value: str
@@ -40,6 +43,7 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
 
 def _headline(comparison: Comparison) -> tuple[Column, ...]:
     target = sentences.target(comparison)
+    few = ", on these test images" if comparison.dataset.test_count < FEW_TEST_IMAGES else ""
 
     def throughput(each: Compared) -> Cell:
         value = formats.number(each.samples_per_second, "samples/s")
@@ -60,7 +64,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             seeds = f"{time.reached_count} of {formats.count(len(time.seeds), 'seed')}"
             return Cell("not by every seed" if time.reached_count else "not reached", (seeds,))
         beside = () if each.variant == comparison.baseline else (formats.times(each.time_to_target_ratio),)
-        return Cell(formats.number(time.train_seconds, "s"), beside)
+        return Cell(formats.number(time.train_seconds, "s"), (*beside, *sentences.disturbed(each)))
 
     return (
         Column(
@@ -81,7 +85,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Test accuracy",
             f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
             "difference is taken seed by seed, in percentage points, with the interval that lies inside the margins "
-            "exactly if two one-sided tests at 95% show that it does not matter.",
+            f"exactly if two one-sided tests at 95% show that it does not matter{few}.",
             accuracy,
         ),
         Column(
@@ -101,7 +105,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
 
     def training(each: Compared) -> Cell:
         beside = () if each.variant == comparison.baseline else (formats.times(each.train_time_ratio),)
-        return Cell(formats.number(each.train_seconds, "s"), beside)
+        return Cell(formats.number(each.train_seconds, "s"), (*beside, *sentences.disturbed(each)))
 
     return (
         Column(

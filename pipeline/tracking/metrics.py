@@ -18,8 +18,10 @@ from pipeline.tracking.comparisons import Child, Wanted
 COMPARED = {
     "bench/samples_per_second": "samples_per_second",
     "bench/peak_memory_bytes": "peak_memory_bytes",
+    "median/train_seconds": "train_seconds",
 }
-"""Metrics of a child -> what comparison.json calls them: medians over the bench's rounds."""
+"""Metrics of a child -> what comparison.json calls them: medians over the bench's rounds or over the seeds. All
+children of a variant have the same, so that MLflow's average over them is the tables' figure."""
 
 
 class Point(NamedTuple):
@@ -71,7 +73,7 @@ def recorded_points(child: Child, times: tuple[float, float]) -> list[Point]:
 
 
 def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[str, float]) -> Iterator[Point]:
-    """What the comparison holds of the child's variant, of the bench's rounds: the run's own speed and memory are those
+    """What the comparison holds of the child's variant: the run's own speed and memory are those
     of trainings one after the other, which nobody should compare.
 
     ``known``: the metrics of the run in the store. A value that is refused now becomes not a number.

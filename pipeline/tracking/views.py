@@ -15,7 +15,7 @@ TAG = "mlflow.sharedViewState."
 LOCAL = "http://127.0.0.1:5000"
 """Where `make ui` shows the embedded store."""
 
-BARS = ("test_accuracy", *COMPARED, "train_seconds")
+BARS = ("test_accuracy", *COMPARED)
 LINES = ("history/train_loss", "history/test_accuracy")
 
 
@@ -29,6 +29,7 @@ def state(wanted: Wanted) -> str:
     others = (
         "Model metrics",
         "bench",
+        "median",
         "history",
         *variants,
         "System metrics",

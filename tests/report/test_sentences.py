@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.comparison.compare import Comparison, ComparisonError
 from pipeline.comparison.verdicts import Accuracy, Ratio
-from pipeline.report import formats, sentences
+from pipeline.report import formats, pictures, sentences
 from pipeline.report.tables import tables
 from tests.factories import make_bench, make_results, make_run
 from tests.report.conftest import REASON, Made, made, plain
@@ -170,6 +170,25 @@ def test_notes_say_what_was_left_out_refused_and_resumed() -> None:
         ("ddp", f"Refused in 2 of 12 rounds: in round 5, {REASON}."),
         ("ddp", "Refused in 1 of 12 rounds: in round 8, the allocator retried."),
     ]
+
+
+def test_a_disturbed_training_says_so_where_its_times_stand(usual: Made) -> None:
+    runs = (make_run(0), make_run(1, refusals=("the GPU throttled",)), make_run(2))
+    ddp = usual.comparison.variants[1].model_copy(update={"runs": runs})
+    headline, time, _ = tables(usual.comparison)
+    for column in (headline.columns[3], time.columns[2]):
+        assert column.cell(ddp).beside[-1] == "seed 1 disturbed"
+        assert "disturbed" not in str(column.cell(usual.comparison.variants[1]))
+    comparison = usual.comparison.model_copy(update={"variants": (usual.comparison.variants[0], ddp)})
+    chart = pictures.charts(comparison, {each.variant: [] for each in comparison.variants})[0]
+    assert chart.x_label == "training seconds, without evaluation; ddp: seed 1 disturbed"
+
+
+@pytest.mark.parametrize(("images", "said"), [(1999, True), (2000, False)])
+def test_a_small_test_set_is_called_one(usual: Made, images: int, said: bool) -> None:
+    dataset = usual.comparison.dataset.model_copy(update={"test_count": images})
+    accuracy = tables(usual.comparison.model_copy(update={"dataset": dataset}))[0].columns[2]
+    assert ("on these test images" in accuracy.definition) is said
 
 
 def test_notes_say_what_a_variant_decided_and_that_weak_scaling_is_another_job() -> None:

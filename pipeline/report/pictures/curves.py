@@ -20,7 +20,7 @@ class Line(NamedTuple):
     points: str
     """x,y pairs as SVG's polyline takes them."""
     thick: bool
-    """The mean over seeds, not one seed."""
+    """All seeds together, not one seed."""
 
 
 class Chart(NamedTuple):
@@ -53,14 +53,16 @@ def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
         f"{formats.number(each.train_seconds, 's')}"
         for each in comparison.variants
     )
+    disturbed = [f"{each.variant}: {text}" for each in comparison.variants for text in sentences.disturbed(each)]
     target = comparison.target_accuracy_fraction
     heights = [target, *(y for lines in runs.values() for line in lines for _, _, y in line)]
     low, high = min(heights), max(heights)
     padding = max(0.06 * (high - low), 0.002)
     y_scale = Scale(low - padding, high + padding)
     return _chart(
-        "Test accuracy over training time", "training seconds, without evaluation", runs, y_scale,
-        f"Line chart, one thin line a seed and a thick mean. {ends}.",
+        "Test accuracy over training time", "; ".join(["training seconds, without evaluation", *disturbed]), runs,
+        y_scale,
+        f"Line chart, one thin line a seed and a thick one of the mean accuracy at the median time. {ends}.",
         lambda value, decimals: f"{100 * value:.{max(0, decimals - 2)}f}%",
         Tick(down(y_scale, target), f"target {sentences.target(comparison)}"),
     )  # fmt: skip
@@ -109,18 +111,18 @@ def _chart(
     drawn = []
     for variant, lines in runs.items():
         drawn += [Line(variant, polyline((x, y) for _, x, y in line), thick=False) for line in lines if len(lines) > 1]
-        drawn.append(Line(variant, polyline(_mean(lines)), thick=True))
+        drawn.append(Line(variant, polyline(_together(lines)), thick=True))
     return Chart(
         title, alt, x_label, tuple(drawn), x_scale.ticks(plain),
         tuple(Tick(round(100 - at, 2), label) for at, label in y_scale.ticks(y_tick)), target,
     )  # fmt: skip
 
 
-def _mean(lines: Sequence[_Run]) -> list[tuple[float, float]]:
-    """Means of x and y at the steps that all lines have."""
+def _together(lines: Sequence[_Run]) -> list[tuple[float, float]]:
+    """The median of x and the mean of y at shared steps, as the tables take of times and accuracies."""
     known = [{step: (x, y) for step, x, y in line} for line in lines]
     shared = sorted(set.intersection(*(set(line) for line in known)))
     return [
-        (statistics.fmean(line[step][0] for line in known), statistics.fmean(line[step][1] for line in known))
+        (statistics.median(line[step][0] for line in known), statistics.fmean(line[step][1] for line in known))
         for step in shared
     ]
