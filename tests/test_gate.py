@@ -1037,7 +1037,7 @@ def earnest(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     params = {
         "fetch.dataset": "digits",
         "train.epochs": 3,
-        "train.seeds": [0, 1],
+        "train.seeds": [0, 1, 2],
         "train.batch_size": 64,
         "publish.live": False,
         "bench": {"max_rounds": 7, "window_seconds": 0.2, "max_foreign_load": 1.0, "max_input_wait": 1.0},
