@@ -23,7 +23,7 @@ PREPARED = Path("data/prepared")
 PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
 """The files of a profile. Others that lie there are not logged."""
 
-COMPARISON = "pipeline.comparison.compare"
+COMPARISON = "pipeline.comparison"
 """Tag of a comparison's parent run and of its children: the key of the comparison."""
 RUN = "pipeline.run"
 """Tag of a child: the key of the run. The parent has none."""
