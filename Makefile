@@ -22,7 +22,7 @@ test-all: .venv/installed-dev
 
 rehearse: .venv/installed-dev  # what runs on GPUs, on a machine without: tests/as_if_cuda.py says how
 	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
-	$(PYTEST) -m gpu
+	$(PYTEST) -m 'gpu or rehearsal' --ignore=tests/rehearsal
 
 fuzz: .venv/installed-dev  # what is tried on made-up values, on many more of them
 	$(PYTEST) --hypothesis-profile=fuzz -m hypothesis

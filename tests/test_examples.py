@@ -85,7 +85,7 @@ def test_resnet_50_is_planned_as_it_stands_on_any_number_of_gpus() -> None:
     assert techniques == {"tf32", "bf16", "channels_last", "compile", "ddp"}
 
 
-@pytest.mark.slow
+@pytest.mark.rehearsal
 @pytest.mark.timeout(1800)
 def test_the_job_of_resnet_50_runs_from_its_seed_to_the_report_shrunk_to_what_a_cpu_can(
     clone: Callable[..., Clone],

@@ -115,7 +115,7 @@ def test_transfers_between_two_processes() -> None:
     assert rows[-1].bus_factor == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.rehearsal
 def test_a_rehearsal_holds(tmp_path: Path) -> None:
     """The sequence as it is, in a copy of the checkout, but for the tests, and with one variant."""
     values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=True)

@@ -86,7 +86,7 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
     assert measured.ledgers is not None
 
 
-@pytest.mark.slow
+@pytest.mark.rehearsal
 @pytest.mark.usefixtures("gpus")
 def test_a_trained_model_is_measured_in_the_forms_that_can_be_made() -> None:
     config, machine = configure(baseline={}), environment.machine()

@@ -69,7 +69,7 @@ def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], step
 
 def test_the_weights_are_the_same_to_the_last_bit(digits: Dataset) -> None:
     assert len(set(trained(ALONE, digits, CHOICES, 50))) == 1  # 44 steps an epoch
-    applied = [choice | {"gradient_accumulation": 2} for choice in CHOICES]
+    applied = [CHOICES[index] | {"gradient_accumulation": 2} for index in (0, 2)]
     first, second = run_ranks(trained, digits, applied, 50)
     assert len({*first, *second}) == 1
 
