@@ -35,7 +35,7 @@ from benchmarks.stages import fashion_mnist
 from pipeline import environment, files, params
 from pipeline.benchmark.rounds import Rounds, measure, turns_on
 from pipeline.benchmark.server import Server
-from pipeline.comparison.verdicts import Spent
+from pipeline.comparison.planning import RoundCost
 from pipeline.gate.decision import Judged, judge, noises
 from pipeline.gate.side_by_side import arms_of, steps_of
 from pipeline.params import Compare, Config, Gate
@@ -205,8 +205,8 @@ def _judge(block: Mapping[str, Arm], side: str) -> Judged:
         {arm.variant: arm for name, arm in block.items() if name.startswith(f"{each} ") and arm is not again}
         for each in ("base", side)
     )
-    spent = Spent("gate.max_minutes", len(again.samples), None)
-    machine = noises(of_base[again.variant], again, settings.max_spread, spent)
+    cost = RoundCost("gate.max_minutes", len(again.samples), None)
+    machine = noises(of_base[again.variant], again, settings.max_spread, cost)
     return judge(of_base, of_head, machine, settings.margins, {})
 
 

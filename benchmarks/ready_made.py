@@ -24,7 +24,7 @@ from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import environment, files, params, results
 from pipeline.comparison import verdicts
-from pipeline.comparison.compare import spent_by
+from pipeline.comparison.planning import cost_of
 from pipeline.report import formats
 
 SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
@@ -60,7 +60,7 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
     assert again is not None
     margins, most = config.compare.margins, config.compare.max_spread
     quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
-    noises = [verdicts.noise(reference, again, quantity, most, spent_by(bench)) for quantity, _ in quantities]
+    noises = [verdicts.noise(reference, again, quantity, most, cost_of(bench)) for quantity, _ in quantities]
     return {
         "commit": environment.checked_out(),
         "optimizer": values["train"]["optimizer"],

@@ -208,12 +208,12 @@ def _infer(parsed: argparse.Namespace) -> None:
 
 def _compare(_: argparse.Namespace) -> None:
     from pipeline import environment, params, report, results
-    from pipeline.comparison import compare
+    from pipeline.comparison.compare import compare
+    from pipeline.comparison.consistency import read_all
 
     config = params.load()
-    measured, histories = compare.read_all(config)
-    compared = compare.compare(measured, histories, results.read_bench(), config.compare, environment.read())
-    report.write(compared, histories)
+    measured, histories = read_all(config)
+    report.write(compare(measured, histories, results.read_bench(), config.compare, environment.read()), histories)
     print(f"report: {report.REPORTS / 'comparison.html'}")
 
 

@@ -8,7 +8,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.comparison.compare import Comparison, compare
+from pipeline.comparison.compare import compare
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Compare, Config, Train, Variant, parse, techniques
 from pipeline.results import Arm, Bench, Dataset, Flops, HistoryRow, Ledger, Ledgers, Result, Run, Window, summarise

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pipeline import cli, environment
-from pipeline.comparison.compare import ComparisonError
+from pipeline.comparison.consistency import ComparisonError
 from pipeline.data import DataError
 from pipeline.distributed import WorkerError
 from pipeline.errors import ConfigError, PipelineError

@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 
 from pipeline import results
-from pipeline.comparison.compare import (
-    Compared,
-    Comparison,
-    ComparisonError,
-    accuracy_difference,
-    compare,
-    read_all,
-    techniques,
-    time_to_target,
-)
+from pipeline.comparison.compare import compare
+from pipeline.comparison.comparison_file import Compared, Comparison
+from pipeline.comparison.consistency import ComparisonError, read_all, techniques
+from pipeline.comparison.figures import accuracy_difference, time_to_target
 from pipeline.environment import hash_of
 from pipeline.params import Compare
 from pipeline.results import Bench, HistoryRow, Result

@@ -19,7 +19,8 @@ import yaml
 
 from pipeline import environment, gate
 from pipeline.benchmark.rounds import Asked, Rounds
-from pipeline.comparison.verdicts import Accuracy, Spent, accuracy
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, stages
 from pipeline.errors import ConfigError
 from pipeline.gate import copies, decision, recording, side_by_side
@@ -41,7 +42,7 @@ from tests.factories import (
 )
 
 SPEED, PEAK = 20_000.0, 200 * 2**20
-SPENT = Spent("gate.max_minutes", 14, 600.0)
+COST = RoundCost("gate.max_minutes", 14, 600.0)
 
 
 def arm(
@@ -90,7 +91,7 @@ def judged(
         base["baseline"],
         of_base("baseline", "base baseline again"),
         max_spread=0.15,
-        spent=SPENT,
+        cost=COST,
     )
     return judge(base, {each.variant: each for each in heads}, found, Margins(), accuracies or {})
 
@@ -186,7 +187,7 @@ def test_a_speed_that_neither_side_tells_is_no_pass() -> None:
         return made.model_copy(update={"samples": unknown})
 
     base, head, again = (silent(name, "baseline") for name in ("base baseline", "head baseline", "base baseline again"))
-    found = judge({"baseline": base}, {"baseline": head}, noises(base, again, 0.15, SPENT), Margins(), {})
+    found = judge({"baseline": base}, {"baseline": head}, noises(base, again, 0.15, COST), Margins(), {})
     assert (found.outcome, decisions(found)["baseline"]) == ("untrusted", ("untrusted", "same"))
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from pipeline import results
-from pipeline.comparison.compare import Compared, Comparison
+from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.profiling.steps.profile_file import Profile
 from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
 from pipeline.tools.inference.inference_file import Inference

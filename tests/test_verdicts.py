@@ -12,24 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from pipeline.comparison import stats, verdicts
-from pipeline.comparison.verdicts import (
-    MEMORY,
-    THROUGHPUT,
-    Accuracy,
-    Decision,
-    Noise,
-    Quantity,
-    Ratio,
-    Spent,
-    accuracy_reasons,
-    ratio_reasons,
-    verdict,
-)
+from pipeline.comparison import verdicts
+from pipeline.comparison.advice import accuracy_reasons
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.stats import Decision
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, verdict
 from pipeline.results import Arm
 from tests.factories import make_arm, make_window
 
-TEN_IN_TEN_MINUTES = Spent("bench.max_minutes", 10, 600.0)
+TEN_IN_TEN_MINUTES = RoundCost("bench.max_minutes", 10, 600.0)
 CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_untrusted=None)
 
 
@@ -420,82 +411,3 @@ def test_improving_a_decision_never_makes_the_verdict_worse(decisions: tuple[Dec
 @given(st.permutations(["better", "worse", "same", "undecided"]), st.integers(0, 4))
 def test_which_quantity_decided_what_does_not_matter(decisions: list[Decision], count: int) -> None:
     assert verdict(decisions[:count]) == verdict(decisions[:count][::-1])
-
-
-# Reasons
-
-
-def reason(found: Ratio, spent: Spent = TEN_IN_TEN_MINUTES) -> str:
-    (text,) = ratio_reasons(found, THROUGHPUT, spent)
-    return text
-
-
-UNDECIDED = [1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0]
-
-
-def test_a_decided_figure_needs_no_reason() -> None:
-    assert ratio_reasons(ratio([12.0] * 6, [10.0] * 6), THROUGHPUT, TEN_IN_TEN_MINUTES) == []
-    assert accuracy_reasons(verdicts.accuracy([0.0, 0.0, 0.0], 0.01, 0.9)) == []
-
-
-def test_an_undecided_ratio_says_what_would_decide_it() -> None:
-    undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 4})
-    about = "throughput is undecided: about 4 more pair(s) would decide"
-    assert reason(undecided) == f"{about} (set bench.max_minutes: 11)"  # ten rounds, and one for what differs
-    assert reason(undecided, Spent("bench.max_minutes", 10, 100.0)) == f"{about} (set bench.max_minutes: 2)"
-    assert reason(undecided, Spent("bench.max_rounds", 6, 100.0)) == f"{about} (set bench.max_rounds: 10)"
-    assert reason(undecided, Spent("bench.max_minutes", 6, None)) == f"{about} (raise bench.max_minutes)"
-    refused = undecided.model_copy(update={"refused": 6})  # half of the rounds are
-    assert reason(refused) == f"{about} (set bench.max_minutes: 21)"
-
-
-def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
-    few = "throughput is undecided: at least 6 pairs bound it"
-    assert reason(ratio([9.0] * 3, [9.0] * 3)) == f"{few} (set bench.max_minutes: 7)"
-    lost = ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
-    assert reason(lost) == f"{few}, and 2 of 5 rounds had to be refused (set bench.max_minutes: 11)"
-    slow = Spent("bench.max_minutes", 1, 900.0)
-    assert "6 rounds would take 105 minutes here; fewer variants" in reason(ratio([9.0] * 3, [9.0] * 3), slow)
-
-
-def test_more_than_an_hour_is_no_advice() -> None:
-    undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 53})
-    assert "53 more pair(s) would decide (set bench.max_minutes: 60)" in reason(undecided)
-    interval = stats.Interval(undecided.estimate or 0.0, undecided.low or 0.0, undecided.high or 0.0, 6)
-    for more_pairs in (54, None):
-        beyond = undecided.model_copy(update={"more_pairs": more_pairs})
-        assert reason(beyond) == (
-            "throughput is undecided at the margin of 3.0%; 60 minutes of rounds could decide at one of "
-            f"{stats.margin_decided(interval, 59):.1%} (compare.margins)"
-        )
-    unforeseen = undecided.model_copy(update={"more_pairs": None})
-    assert reason(unforeseen, Spent("bench.max_minutes", 6, None)).endswith("would decide can be foreseen")
-
-
-def test_an_untrusted_ratio_says_why() -> None:
-    assert reason(ratio(["it throttled"] * 6, [9.0] * 6)) == (
-        "throughput: 6 of 6 rounds had to be refused, most often because it throttled"
-    )
-
-
-def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
-    def reason(found: Accuracy) -> str:
-        (text,) = accuracy_reasons(found)
-        return text
-
-    assert reason(verdicts.accuracy([0.0], 0.01, 0.9)).startswith(
-        "accuracy is undecided: one seed supports no statement"
-    )
-    two = verdicts.accuracy([0.0, 0.0], 0.01, 0.9)
-    assert reason(two).startswith("accuracy is undecided with 2 seeds: about 1 more would decide")
-    some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01, 0.9)
-    assert reason(some) == (
-        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide (add them to train.seeds)"
-    )
-    for more_seeds in (21, None):
-        half = some.mean_fraction - (some.low_fraction or 0.0)
-        margin = stats.margin_of_seeds(some.mean_fraction, half, 3, 23)
-        assert reason(some.model_copy(update={"more_seeds": more_seeds})) == (
-            "accuracy is undecided with 3 seeds at the margin of 1 percentage points; 20 more could decide at one of "
-            f"{100 * margin:.2g} (compare.margins.accuracy)"
-        )

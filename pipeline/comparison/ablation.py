@@ -55,8 +55,8 @@ def shares(
         added, stacked = _ratios(alone, base, margins, *noises), _ratios(whole, reduced, margins, *noises)
         trained = _trained(bench, alone, accuracies) if alone else None
         accuracy = accuracies[trained] if trained else None
-        untold = verdicts.untold([arm for arm in (alone, base) if arm], MEMORY)
-        judged = (added[0], None if untold else added[1], accuracy)
+        unmeasurable = verdicts.unmeasurable([arm for arm in (alone, base) if arm], MEMORY)
+        judged = (added[0], None if unmeasurable else added[1], accuracy)
         found.append(
             Share(
                 variant=variant,

@@ -1,26 +1,23 @@
-"""What measured pairs support: intervals of ratios, equivalence over seeds, decisions, and the Pareto front."""
+"""What paired measurements support: ratios with intervals, equivalence over seeds, and a decision at a margin."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import ndtr, stdtr, stdtrit
+from scipy.special import ndtr, stdtrit
 
-Decision = Literal["better", "worse", "same", "undecided"]
+Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
+"""What is known of one quantity. No interval comes to *untrusted*: that is said of the samples; see ``verdicts``."""
 
 FEWEST_PAIRS = 6
 """Fewer pairs bound nothing at 95%: already all of them lying on one side of the median is too likely."""
 
 NEGLIGIBLE = 0.001
 """A bias of the baseline against itself up to here (memory that differs by a page, say) disturbs no comparison."""
-
-_FORESEEABLE = 1000
-"""More pairs or seeds than this are no plan."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,22 @@ class Interval:
     def spread(self) -> float:
         """Relative width: 0.02 where ``high`` is 2% above ``low``."""
         return self.high / self.low - 1 if self.low > 0 else math.inf
+
+
+def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) -> Decision:
+    """What a ratio's interval supports at a margin, symmetric on the logarithmic scale.
+
+    With a margin of 0.02: *better* if all of it lies above 1.02, *worse* if all of it lies below 1 / 1.02, *same* if
+    all of it lies between the two, else *undecided*. The other way round where lower is better.
+    """
+    bound = 1 + margin
+    if interval.low > bound:
+        return "better" if higher_is_better else "worse"
+    if interval.high < 1 / bound:
+        return "worse" if higher_is_better else "better"
+    if 1 / bound <= interval.low and interval.high <= bound:
+        return "same"
+    return "undecided"
 
 
 def paired_ratio(
@@ -58,105 +71,15 @@ def paired_ratio(
     """
     logs = _log_ratios(a, b)
     count = len(logs)
-    if _bounds_nothing(count, confidence):
+    if 2.0 ** (1 - count) > 1 - confidence:
         return Interval(math.exp(np.median(logs)), 0.0, math.inf, count)
     # Sorted, and each resample with its mirror image: neither the order of the pairs nor of a and b makes a difference.
     logs.sort()
     drawn = np.random.default_rng(seed).integers(count, size=(math.ceil(resamples / 2), count))
     medians = np.median(np.concatenate([logs[drawn], logs[count - 1 - drawn]]), axis=1)
-    low, high = np.exp(np.quantile(medians, _levels(count, confidence)))
-    return Interval(math.exp(np.median(logs)), float(low), float(high), count)
-
-
-def _bounds_nothing(count: int, confidence: float) -> bool:
-    """Whether so few values all lie on one side of their median too often."""
-    return 2.0 ** (1 - count) > 1 - confidence
-
-
-def _levels(count: int, confidence: float) -> list[float]:
-    """The expanded percentile interval's; see ``paired_ratio``."""
     tail = float(ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - confidence) / 2)))
-    return [tail, 1 - tail]
-
-
-def _log_ratios(a: ArrayLike, b: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    over, under = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if over.ndim != 1 or over.shape != under.shape or not len(over):
-        raise ValueError(f"pairs: found shapes {over.shape} and {under.shape}; expected [n] twice, n at least 1.")
-    return _logs(over) - _logs(under)
-
-
-def _logs(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError("ratios: every value must be positive and finite; leave out one that is not, and its pair.")
-    logs: np.ndarray[tuple[int], np.dtype[np.float64]] = np.log(values)
-    return logs
-
-
-def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) -> Decision:
-    """What a ratio's interval supports at a margin, symmetric on the logarithmic scale.
-
-    With a margin of 0.02: *better* if all of it lies above 1.02, *worse* if all of it lies below 1 / 1.02, *same* if
-    all of it lies between the two, else *undecided*. The other way round where lower is better.
-    """
-    bound = 1 + margin
-    if interval.low > bound:
-        return "better" if higher_is_better else "worse"
-    if interval.high < 1 / bound:
-        return "worse" if higher_is_better else "better"
-    if 1 / bound <= interval.low and interval.high <= bound:
-        return "same"
-    return "undecided"
-
-
-def pairs_needed(interval: Interval, margin: float) -> int | None:
-    """About how many more pairs would decide, if the estimate stays and the interval shrinks with 1 / sqrt(n).
-
-    0 if it is decided. None if that cannot be foreseen: there is no interval yet, the estimate lies on the
-    margin's very edge, or more than 1000 pairs would be missing.
-    """
-    if decide(interval, margin) != "undecided":
-        return 0
-    if interval.low <= 0:
-        return None
-    bound = math.log1p(margin)
-    estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
-    if estimate > bound:
-        sides = [(estimate - low, estimate - bound)]
-    elif estimate < -bound:
-        sides = [(high - estimate, -bound - estimate)]
-    else:
-        sides = [(high - estimate, bound - estimate), (estimate - low, estimate + bound)]
-    if not all(room > 0 for _, room in sides):
-        return None
-    missing = max(interval.count * (width / room) ** 2 for width, room in sides) - interval.count
-    return max(1, math.ceil(missing)) if missing <= _FORESEEABLE else None
-
-
-def margin_decided(interval: Interval, pairs: int) -> float:
-    """The smallest margin at which so many pairs in all would show the ratio to be the *same*.
-
-    If the estimate r stays and the interval shrinks from n to N pairs as in ``pairs_needed``: it ends at
-    log r -+ w sqrt(n / N) for its widths w on either side, and 1 + margin is the farther end's distance from 1.
-    Raises ValueError for an interval that bounds nothing.
-    """
-    if interval.low <= 0:
-        raise ValueError("interval: found one without bounds, of which nothing can be foreseen.")
-    estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
-    shrunk = math.sqrt(interval.count / pairs)
-    return math.expm1(max(estimate + (high - estimate) * shrunk, -estimate + (estimate - low) * shrunk))
-
-
-def calm_pairs(aa: Interval, max_spread: float) -> int | None:
-    """About how many pairs in all would do away with what ``distrust`` says of too few or too wide a spread.
-
-    Of a spread: if log(high / low) shrinks with 1 / sqrt(n). None where more pairs do not help.
-    """
-    if aa.low <= 0:
-        return FEWEST_PAIRS
-    if aa.spread > max_spread:
-        return math.ceil(aa.count * (math.log1p(aa.spread) / math.log1p(max_spread)) ** 2)
-    return None
+    low, high = np.exp(np.quantile(medians, [tail, 1 - tail]))
+    return Interval(math.exp(np.median(logs)), float(low), float(high), count)
 
 
 def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
@@ -199,30 +122,15 @@ class Equivalence:
     count: int
     margin: float
     confidence: float
-    p_lower: float
-    """Of the hypothesis that the mean is -margin or less (a loss that matters)."""
-    p_upper: float
-    """Of the hypothesis that the mean is margin or more (a gain that matters)."""
 
     @property
-    def equivalent(self) -> bool:
-        """Neither a loss nor a gain that matters: both hypotheses are rejected."""
-        return self.no_loss and self.high < self.margin
-
-    @property
-    def no_loss(self) -> bool:
-        """Not inferior: a loss that matters is rejected, a gain is not asked about."""
-        return self.low > -self.margin
-
-    @property
-    def inferior(self) -> bool:
-        """A loss that matters: the whole interval lies below -margin."""
-        return self.high < -self.margin
-
-    @property
-    def superior(self) -> bool:
-        """A gain that matters: the whole interval lies above margin."""
-        return self.low > self.margin
+    def decision(self) -> Decision:
+        """*worse* if all of the interval lies below -margin, *better* if above margin, *same* if between the two."""
+        if self.high < -self.margin:
+            return "worse"
+        if self.low > self.margin:
+            return "better"
+        return "same" if -self.margin < self.low and self.high < self.margin else "undecided"
 
 
 def equivalence(
@@ -239,11 +147,10 @@ def equivalence(
     mean -+ t_n-1 s / sqrt(n) lies inside the margins. Source: Schuirmann, "A comparison of the two one-sided tests
     procedure and the power approach", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
 
-    One difference supports nothing: its interval is infinite and its p-values are 1. Two or more that are all the same
-    leave the test no doubt: the interval has no width. Differences of counts often are the same by chance;
-    ``resolution`` is their smallest step, and the deviation counts as no less. The interval of two or more is cut off
-    at ``limits``, beyond which no mean can lie. Raises ValueError for no or non-finite differences, or a margin that is
-    not positive.
+    One difference supports nothing: its interval is infinite. Two or more that are all the same leave the test no
+    doubt: the interval has no width. Differences of counts often are the same by chance; ``resolution`` is their
+    smallest step, and the deviation counts as no less. The interval of two or more is cut off at ``limits``, beyond
+    which no mean can lie. Raises ValueError for no or non-finite differences, or a margin that is not positive.
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
@@ -252,62 +159,23 @@ def equivalence(
         raise ValueError(f"margin: found {margin}; no test shows a difference to be exactly zero: give a positive one.")
     count, mean = len(values), float(values.mean())
     if count == 1:
-        return Equivalence(mean, -math.inf, math.inf, 0.0, count, margin, confidence, p_lower=1.0, p_upper=1.0)
+        return Equivalence(mean, -math.inf, math.inf, 0.0, count, margin, confidence)
     deviation = max(float(values.std(ddof=1)), resolution)
-    error = deviation / math.sqrt(count)
-    half = float(stdtrit(count - 1, confidence)) * error
-    p_lower = float(stdtr(count - 1, -_quotient(mean + margin, error)))
-    p_upper = float(stdtr(count - 1, _quotient(mean - margin, error)))
-    low, high = max(mean - half, limits[0]), min(mean + half, limits[1])
-    return Equivalence(mean, low, high, deviation, count, margin, confidence, p_lower, p_upper)
+    half = float(stdtrit(count - 1, confidence)) * (deviation / math.sqrt(count))
+    return Equivalence(
+        mean, max(mean - half, limits[0]), min(mean + half, limits[1]), deviation, count, margin, confidence
+    )
 
 
-def _quotient(distance: float, error: float) -> float:
-    """A t statistic, or its limit where the error is zero."""
-    if error > 0:
-        return distance / error
-    return math.copysign(math.inf, distance) if distance else 0.0
+def _log_ratios(a: ArrayLike, b: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    over, under = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if over.ndim != 1 or over.shape != under.shape or not len(over):
+        raise ValueError(f"pairs: found shapes {over.shape} and {under.shape}; expected [n] twice, n at least 1.")
+    return _logs(over) - _logs(under)
 
 
-def seeds_needed(result: Equivalence) -> int | None:
-    """About how many more seeds would decide, if mean and deviation stay: equivalent, inferior or superior.
-
-    0 if it is decided. None if that cannot be foreseen: a single seed shows no deviation, the mean lies on the margin's
-    very edge, or more than 1000 seeds would be missing.
-    """
-    if result.equivalent or result.inferior or result.superior:
-        return 0
-    room = abs(abs(result.mean) - result.margin)
-    if result.count == 1 or room == 0:
-        return None
-    counts = np.arange(result.count + 1, result.count + _FORESEEABLE + 1)
-    enough = stdtrit(counts - 1, result.confidence) * result.deviation / np.sqrt(counts) < room
-    return int(enough.argmax()) + 1 if enough.any() else None
-
-
-def margin_of_seeds(mean: float, half: float, count: int, seeds: int, *, confidence: float = 0.95) -> float:
-    """The smallest margin at which ``seeds`` in all would be equivalent, in the unit of ``mean``.
-
-    If mean and deviation stay: ``half``, the half-width t_n-1 s / sqrt(n) of the interval of ``count`` = n differences
-    (at least two), becomes t_N-1 s / sqrt(N), and the margin is |mean| plus that.
-    """
-    narrower = stdtrit(seeds - 1, confidence) / stdtrit(count - 1, confidence) * math.sqrt(count / seeds)
-    return abs(mean) + half * float(narrower)
-
-
-def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[bool]) -> list[int]:
-    """The indices, ascending, of the points that no other point beats.
-
-    A point beats another if it is as good in every coordinate and better in one; equal points do not beat each other.
-    ``higher_is_better`` has one entry a coordinate. Raises ValueError for a coordinate that is not a number: leave out
-    what is not known.
-    """
-    values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
-    if np.isnan(values).any():
-        raise ValueError(
-            "points: found a coordinate that is not a number; leave out points that are not known in full."
-        )
-    values *= np.where(higher_is_better, 1.0, -1.0)
-    as_good = (values[:, None] >= values[None]).all(axis=2)
-    better = (values[:, None] > values[None]).any(axis=2)
-    return np.flatnonzero(~(as_good & better).any(axis=0)).tolist()
+def _logs(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise ValueError("ratios: every value must be positive and finite; leave out one that is not, and its pair.")
+    logs: np.ndarray[tuple[int], np.dtype[np.float64]] = np.log(values)
+    return logs

@@ -11,11 +11,34 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
-from pipeline.comparison import stats
+from pipeline.comparison import planning, stats
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.stats import Decision
 from pipeline.results import Arm, Record, kind_of
 
-Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
+
+FEWEST_SEEDS = 3
+"""Fewer decide no difference of accuracy: how far two lie apart says little about how far others would."""
+
+
+def verdict(decisions: Sequence[Decision]) -> Verdict:
+    """The verdict of all decisions on one variant.
+
+    Something better and nothing worse *pays*, the reverse *costs*, both *trades*, neither is *neutral*. What is
+    undecided is taken every way it could turn out: the verdict is *undecided* unless all of them agree.
+    """
+    if "untrusted" in decisions:
+        return "untrusted"
+    ways = product(*(("better", "same", "worse") if each == "undecided" else (each,) for each in decisions))
+    possible = {_of_decided(way) for way in ways}
+    return possible.pop() if len(possible) == 1 else "undecided"
+
+
+def _of_decided(decisions: Sequence[str]) -> Verdict:
+    if "better" in decisions:
+        return "trades" if "worse" in decisions else "pays"
+    return "costs" if "worse" in decisions else "neutral"
 
 
 class Quantity(NamedTuple):
@@ -28,43 +51,6 @@ class Quantity(NamedTuple):
 
 THROUGHPUT = Quantity("samples_per_second", "throughput", higher_is_better=True)
 MEMORY = Quantity("peak_memory_bytes", "peak memory", higher_is_better=False)
-
-
-FEWEST_SEEDS = 3
-"""Fewer decide no difference of accuracy: how far two lie apart says little about how far others would."""
-LONGEST_MINUTES = 60
-MOST_SEEDS = 20
-"""To measure for longer, or to train more of them, is no advice."""
-
-
-class Spent(NamedTuple):
-    """What rounds took. What more of them would take is foreseen from it."""
-
-    key: str
-    """Of params.yaml: what ended them."""
-    rounds: int
-    seconds: float | None
-    """Of all rounds; None: not known."""
-
-    def affordable(self) -> float:
-        """So many rounds in all are no more than ``LONGEST_MINUTES``; infinite where that is not known.
-
-        Less one: the last must fit as well, and some take longer.
-        """
-        return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1 if self.seconds else math.inf
-
-    def remedy(self, rounds: int) -> str:
-        """What gives so many rounds in all: the key with its value, or what makes rounds cheaper."""
-        if not self.seconds:
-            return f"raise {self.key}"
-        minutes = (rounds + 1) * self.seconds / self.rounds / 60
-        if rounds > self.affordable():
-            return (
-                f"{rounds} rounds would take {minutes:.0f} minutes here; fewer variants or a smaller "
-                "bench.window_seconds make them cheaper"
-            )
-        value = rounds if self.key.endswith("rounds") else math.ceil(2 * minutes) / 2
-        return f"set {self.key}: {value:g}"
 
 
 class Ratio(Record):
@@ -114,58 +100,24 @@ class Noise(Record):
     why_untrusted: str | None
 
 
-def untold(arms: Sequence[Arm], quantity: Quantity) -> bool:
-    """Whether no sample holds the figure, and not because it was refused: this machine does not tell it."""
-    samples = [sample for arm in arms for sample in arm.samples]
-    return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
-
-
-def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float, spent: Spent) -> Noise:
-    """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
-    pairs = _pairs(again, baseline, quantity)
-    above, below, why_untrusted = pairs.above, pairs.below, pairs.why_untrusted
-    if not above:
-        return Noise(
-            estimate=None, low=None, high=None, pairs=0, max_spread=max_spread, why_untrusted=why_untrusted
-        )  # fmt: skip
-    interval = stats.paired_ratio(above, below)
-    noisy = stats.distrust(interval, stats.paired_ratio(above, below, confidence=0.99), max_spread)
-    remedies = [pairs.why_refused] if pairs.why_refused else []
-    if interval.low > 0 and not remedies:
-        remedies = ["let nothing else run here"]
-    if calm := stats.calm_pairs(interval, max_spread):
-        rounds = _rounds_for(calm, interval.count, pairs.refused)
-        if not remedies or rounds <= spent.affordable():
-            remedies.append(spent.remedy(rounds))
-    low, high = _bounds(interval)
-    return Noise(
-        estimate=interval.estimate,
-        low=low,
-        high=high,
-        pairs=interval.count,
-        max_spread=max_spread,
-        why_untrusted=why_untrusted or (f"{quantity.noun}: {noisy}; {'; or '.join(remedies)}" if noisy else None),
-    )
-
-
 def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
     """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be refused."""
     pairs = _pairs(arm, reference, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
     why_untrusted = machine.why_untrusted or pairs.why_untrusted  # what all share first: it is said once
-    low, high = _bounds(interval) if interval else (None, None)
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
+    low, high = _bounds(interval)
     return Ratio(
         estimate=interval.estimate if interval else None,
         low=low,
         high=high,
-        pairs=interval.count if interval else 0,
+        pairs=len(pairs.above),
         refused=pairs.refused,
         margin=margin,
         decision=decision,
-        more_pairs=stats.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
+        more_pairs=planning.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
         why_untrusted=why_untrusted,
     )
 
@@ -184,103 +136,45 @@ def accuracy(
             decision="same", more_seeds=None,
         )  # fmt: skip
     test = stats.equivalence(differences, margin, resolution=resolution, limits=(-base, 1 - base))
-    decision: Decision = "undecided"
-    more_seeds = None
-    if test.count < FEWEST_SEEDS:
-        needed = stats.seeds_needed(test)
-        more_seeds = None if needed is None else max(needed, FEWEST_SEEDS - test.count)
-    elif test.equivalent:
-        decision = "same"
-    elif test.inferior:
-        decision = "worse"
-    elif test.superior:
-        decision = "better"
-    else:
-        more_seeds = stats.seeds_needed(test)
+    more_seeds = planning.seeds_needed(test)
+    if test.count < FEWEST_SEEDS and more_seeds is not None:
+        more_seeds = max(more_seeds, FEWEST_SEEDS - test.count)
     return Accuracy(
         mean_fraction=test.mean,
         low_fraction=test.low if math.isfinite(test.low) else None,
         high_fraction=test.high if math.isfinite(test.high) else None,
         seeds=test.count,
         margin_fraction=margin,
-        decision=decision,
-        more_seeds=more_seeds,
+        decision=test.decision if test.count >= FEWEST_SEEDS else "undecided",
+        more_seeds=more_seeds or None,
     )
 
 
-def verdict(decisions: Sequence[Decision]) -> Verdict:
-    """The verdict of all decisions on one variant.
-
-    Something better and nothing worse *pays*, the reverse *costs*, both *trades*, neither is *neutral*. What is
-    undecided is taken every way it could turn out: the verdict is *undecided* unless all of them agree.
-    """
-    if "untrusted" in decisions:
-        return "untrusted"
-    ways = product(*(("better", "same", "worse") if each == "undecided" else (each,) for each in decisions))
-    possible = {_of_decided(way) for way in ways}
-    return possible.pop() if len(possible) == 1 else "undecided"
-
-
-def ratio_reasons(ratio: Ratio, quantity: Quantity, spent: Spent) -> list[str]:
-    """Why ``ratio`` is untrusted or undecided, and what would decide it; nothing if it is decided.
-
-    Where that would take longer than ``LONGEST_MINUTES``: at what margin it could be decided in this time.
-    """
-    if ratio.decision == "untrusted":
-        return [ratio.why_untrusted or "unknown"]
-    if ratio.decision != "undecided" or ratio.estimate is None:
-        return []
-    if ratio.low is None or ratio.high is None:
-        lost = f", and {_lost(ratio.refused, ratio.pairs + ratio.refused)}" if ratio.refused else ""
-        remedy = spent.remedy(_rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.refused))
-        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} ({remedy})"]
-    if ratio.more_pairs is not None:
-        rounds = _rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.refused)
-        if rounds <= spent.affordable():
-            remedy = spent.remedy(rounds)
-            return [f"{quantity.noun} is undecided: about {ratio.more_pairs} more pair(s) would decide ({remedy})"]
-    undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
-    if math.isinf(spent.affordable()):
-        return [f"{undecided}, and no number of pairs that would decide can be foreseen"]
-    pairs = max(ratio.pairs, int(spent.affordable() * ratio.pairs / (ratio.pairs + ratio.refused)))
-    margin = stats.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
-    return [f"{undecided}; {LONGEST_MINUTES} minutes of rounds could decide at one of {margin:.1%} (compare.margins)"]
+def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float, cost: RoundCost) -> Noise:
+    """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
+    pairs = _pairs(again, baseline, quantity)
+    interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
+    why_untrusted = pairs.why_untrusted
+    if interval and not why_untrusted:
+        wide = stats.paired_ratio(pairs.above, pairs.below, confidence=0.99)
+        if noisy := stats.distrust(interval, wide, max_spread):
+            remedies = planning.remedies(interval, max_spread, pairs.refused, pairs.why_refused, cost)
+            why_untrusted = f"{quantity.noun}: {noisy}; {remedies}"
+    low, high = _bounds(interval)
+    return Noise(
+        estimate=interval.estimate if interval else None,
+        low=low,
+        high=high,
+        pairs=len(pairs.above),
+        max_spread=max_spread,
+        why_untrusted=why_untrusted,
+    )
 
 
-def accuracy_reasons(accuracy: Accuracy) -> list[str]:
-    """Why ``accuracy`` is undecided, and what would decide it; nothing if it is decided.
-
-    Where that would take more than ``MOST_SEEDS``: at what margin so many could decide.
-    """
-    if accuracy.decision != "undecided":
-        return []
-    if accuracy.low_fraction is None:
-        return ["accuracy is undecided: one seed supports no statement (add some to train.seeds)"]
-    undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
-    if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
-        return [f"{undecided}: about {accuracy.more_seeds} more would decide (add them to train.seeds)"]
-    mean = accuracy.mean_fraction
-    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one of them may be cut off
-    margin = stats.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
-    return [
-        f"{undecided} at the margin of {100 * accuracy.margin_fraction:g} percentage points; {MOST_SEEDS} more could "
-        f"decide at one of {100 * margin:.2g} (compare.margins.accuracy)"
-    ]
-
-
-def _of_decided(decisions: Sequence[str]) -> Verdict:
-    if "better" in decisions:
-        return "trades" if "worse" in decisions else "pays"
-    return "costs" if "worse" in decisions else "neutral"
-
-
-def _rounds_for(wanted: int, pairs: int, refused: int) -> int:
-    """Rounds in all for so many pairs, if as many are refused as so far."""
-    return math.ceil(wanted * (pairs + refused) / pairs)
-
-
-def _lost(refused: int, rounds: int) -> str:
-    return f"{refused} of {rounds} rounds had to be refused"
+def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:
+    """Whether no sample holds the figure, and not because it was refused: this machine does not tell it."""
+    samples = [sample for arm in arms for sample in arm.samples]
+    return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
 
 
 class _Pairs(NamedTuple):
@@ -304,7 +198,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     if refused:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
         why = _most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
-        why_refused = f"{_lost(refused, len(rounds))}, most often because {why}"
+        why_refused = f"{refused} of {len(rounds)} rounds had to be refused, most often because {why}"
     if refused > len(known):
         why_untrusted = f"{quantity.noun}: {why_refused}"
     elif not rounds:
@@ -318,5 +212,5 @@ def _most_common(reasons: Sequence[str]) -> str | None:
     return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None
 
 
-def _bounds(interval: stats.Interval) -> tuple[float | None, float | None]:
-    return (interval.low, interval.high) if interval.low > 0 else (None, None)
+def _bounds(interval: stats.Interval | None) -> tuple[float | None, float | None]:
+    return (interval.low, interval.high) if interval and interval.low > 0 else (None, None)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipeline.comparison import verdicts
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Spent
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
 from pipeline.errors import PipelineError
 from pipeline.params import Margins
 from pipeline.results import Arm, Record, Window
@@ -109,7 +110,7 @@ def judge(
         return verdicts.ratio(of_head, of_base, quantity, margin, machine)
 
     def memory(of_head: Arm, of_base: Arm) -> Ratio | None:
-        return None if verdicts.untold((of_head, of_base), MEMORY) else ratio(of_head, of_base, MEMORY)
+        return None if verdicts.unmeasurable((of_head, of_base), MEMORY) else ratio(of_head, of_base, MEMORY)
 
     names = [name for name in base if name in head]
     held = [
@@ -147,11 +148,11 @@ def judge(
     )
 
 
-def noises(baseline: Arm, again: Arm, max_spread: float, spent: Spent) -> tuple[Noise, Noise]:
+def noises(baseline: Arm, again: Arm, max_spread: float, cost: RoundCost) -> tuple[Noise, Noise]:
     """What the machine made of two equal arms: of throughput, and of memory."""
     return (
-        verdicts.noise(baseline, again, THROUGHPUT, max_spread, spent),
-        verdicts.noise(baseline, again, MEMORY, max_spread, spent),
+        verdicts.noise(baseline, again, THROUGHPUT, max_spread, cost),
+        verdicts.noise(baseline, again, MEMORY, max_spread, cost),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.comparison import verdicts
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Spent
+from pipeline.comparison import advice
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio
 from pipeline.gate.decision import HEAP_BYTES, Gated, Held
 
 
@@ -84,13 +85,13 @@ def _decided(rows: Sequence[Held], decision: str) -> str:
 
 def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
     """Why something is undecided or untrusted."""
-    spent = Spent(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
+    cost = RoundCost(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
     everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
     for row in rows:
         reasons = [
-            *verdicts.ratio_reasons(row.throughput, THROUGHPUT, spent),
-            *(verdicts.ratio_reasons(row.memory, MEMORY, spent) if row.memory else []),
-            *(verdicts.accuracy_reasons(row.accuracy) if row.accuracy else []),
+            *advice.ratio_reasons(row.throughput, THROUGHPUT, cost),
+            *(advice.ratio_reasons(row.memory, MEMORY, cost) if row.memory else []),
+            *(advice.accuracy_reasons(row.accuracy) if row.accuracy else []),
         ]
         for reason in reasons:
             yield reason if reason in everybodys else f"{row.variant}: {reason}"

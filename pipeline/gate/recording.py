@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import environment
-from pipeline.comparison.compare import Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Quantity
 from pipeline.environment import checked_out, hash_of, optional_versions, stages
 from pipeline.gate.copies import output

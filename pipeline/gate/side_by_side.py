@@ -16,7 +16,7 @@ from pipeline.benchmark import rounds as benchmark
 from pipeline.benchmark.rounds import Asked, Rounds, measure
 from pipeline.benchmark.server import Server
 from pipeline.comparison import stats
-from pipeline.comparison.verdicts import Spent
+from pipeline.comparison.planning import RoundCost
 from pipeline.environment import ENVIRONMENT_FILE, checked_out
 from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
 from pipeline.gate.decision import (
@@ -92,7 +92,7 @@ def measured(config: Config, revision: str) -> Gated:
     compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], margins.accuracy)
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     budget = "bench.max_rounds" if count == asked.bench.max_rounds else "gate.max_minutes"
-    machine = noises(of_base[baseline], again, asked.compare.max_spread, Spent(budget, count, rounds.seconds))
+    machine = noises(of_base[baseline], again, asked.compare.max_spread, RoundCost(budget, count, rounds.seconds))
     return Gated(
         **dict(judge(of_base, of_head, machine, margins, compared)),
         against=revision,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.comparison.compare import Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.files import write_text
 from pipeline.report.data import accuracy_csv, loss_csv, metrics, ratios_csv
 from pipeline.report.markdown import markdown

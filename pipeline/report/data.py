@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from pipeline.comparison.compare import Compared, Comparison
+from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.verdicts import Noise, Ratio
 from pipeline.report.pictures import Histories
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pipeline.comparison.compare import Compared, Comparison
+from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.report import formats, sentences
 from pipeline.report.tables import Column, share_headings, share_rows, tables
 

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from pipeline.comparison.compare import Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.environment import optional_versions
 from pipeline.report import formats, pictures, sentences, tables
 from pipeline.report.pictures import Histories

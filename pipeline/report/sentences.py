@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.comparison.ablation import Share
-from pipeline.comparison.compare import Compared, Comparison, interrupted
+from pipeline.comparison.advice import interrupted
+from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
 from pipeline.report.formats import (
     JOINED,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pipeline.comparison.compare import Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.results import Flops, HistoryRow, Result
 from tests.factories import make_bench, make_comparison, make_histories, make_result, make_results, make_run
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.comparison.compare import Comparison, ComparisonError
+from pipeline.comparison.comparison_file import Comparison
+from pipeline.comparison.consistency import ComparisonError
 from pipeline.comparison.verdicts import Accuracy, Ratio
 from pipeline.report import formats, pictures, sentences
 from pipeline.report.tables import tables

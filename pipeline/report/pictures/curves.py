@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeline.comparison.compare import Compared, Comparison
+from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.report import formats, sentences
 from pipeline.report.pictures.scales import Scale, Tick, down, plain
 from pipeline.results import HistoryRow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeline.comparison.ablation import Share
-from pipeline.comparison.compare import Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
 from pipeline.report import formats, sentences
 from pipeline.report.formats import UNTRUSTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.comparison.compare import Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.report import formats
 from pipeline.report.pictures.scales import Scale, Tick, plain
 from pipeline.report.sentences import LEDGER_PARTS

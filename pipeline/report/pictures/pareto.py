@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pipeline.comparison import stats
-from pipeline.comparison.compare import Compared, Comparison
+from pipeline.comparison.comparison_file import Compared, Comparison
+from pipeline.comparison.pareto import pareto_front
 from pipeline.comparison.verdicts import Ratio
 from pipeline.report import formats
 from pipeline.report.formats import UNTRUSTED
@@ -57,7 +57,7 @@ def front(comparison: Comparison) -> Front | None:
         )
         for (number, each, speed, memory), (x, y) in zip(placed, estimates, strict=True)
     )  # fmt: skip
-    best = [estimates[index] for index in stats.pareto_front(estimates, [True, False])]
+    best = [estimates[index] for index in pareto_front(estimates, [True, False])]
     numbers = "; ".join(
         f"{point.number} {point.variant}: {formats.times(x)} the throughput at {formats.times(y)} the memory with "
         f"{point.accuracy}{', on the front' if point.on_front else ''}"

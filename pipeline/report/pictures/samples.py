@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pipeline.comparison.compare import Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.report import formats
 from pipeline.report.formats import UNKNOWN
 from pipeline.results import Arm

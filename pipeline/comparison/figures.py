@@ -1,0 +1,129 @@
+"""The figures of one variant beside the baseline's, from the bench and from the training runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.comparison.comparison_file import AccuracyDifference, SeedDifference, SeedTarget, TimeToTarget
+from pipeline.comparison.consistency import techniques
+from pipeline.results import Arm, Bench, HistoryRow, Result
+
+
+def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool) -> dict[str, Any]:
+    """The fields of Compared that the bench measured; ``speeds``, ``memory``: whether these are trusted."""
+    ledgers, flops = bench.ledgers.get(arm.variant), bench.flops.get(arm.variant)
+
+    def median(field: str, trusted: bool) -> float | None:
+        known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
+        return statistics.median(known) if known and trusted else None
+
+    def median_bytes(field: str) -> int | None:
+        value = median(field, memory)
+        return None if value is None else round(value)
+
+    ranks = [each.peak_memory_rank_bytes for each in arm.samples if each.peak_memory_bytes is not None and memory]
+    speed = median("samples_per_second", speeds)
+    retries = [sample.allocator_retries for sample in arm.samples if sample.allocator_retries is not None]
+    predicted = ledgers.predicted if ledgers else None
+    achieved = flops.model_per_sample * speed if flops and speed else None
+    return {
+        "samples_per_second": speed,
+        **{name: median(name, speeds) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")},
+        **{name: median_bytes(name) for name in ("peak_memory_bytes", "peak_reserved_bytes", "driver_memory_bytes")},
+        "peak_memory_rank_bytes": tuple(round(statistics.median(each)) for each in zip(*ranks, strict=True)),
+        "allocator_retries": sum(retries) if retries else None,
+        "refused": sum(bool(sample.refusals) for sample in arm.samples),
+        "ledgers": ledgers,
+        "prediction_error_fraction": (
+            predicted.peak_bytes / ledgers.measured.tensors_bytes - 1 if ledgers and predicted else None
+        ),
+        "flops": flops,
+        "model_flops_per_second": achieved,
+        "utilisation_fraction": _quotient(achieved, flops.peak_per_second if flops else None),
+    }
+
+
+def of_training(result: Result, baseline: Result, time: TimeToTarget, reference: TimeToTarget) -> dict[str, Any]:
+    """The fields of Compared that the training runs measured."""
+    runs, summary = result.runs, result.summary
+    return {
+        "techniques": techniques(result.applied),
+        "left_out": result.left_out,
+        "decided": result.decided,
+        "batch_size": result.batch_size,
+        "learning_rate": result.learning_rate,
+        "micro_batches": result.micro_batches,
+        "backend": result.backend,
+        "world_size": result.world_size,
+        "threads_per_process": result.threads_per_process,
+        "placement": result.placement,
+        "test_accuracy_mean_fraction": summary.test_accuracy_mean_fraction,
+        "test_accuracy_spread_fraction": summary.test_accuracy_spread_fraction,
+        "test_correct_count": sum(run.test_correct for run in runs),
+        "test_count": sum(run.test_count for run in runs),
+        "training_samples_per_second": summary.samples_per_second,
+        "training_peak_memory_bytes": summary.peak_memory_bytes,
+        "startup_seconds": runs[0].startup_seconds,
+        "first_step_seconds": runs[0].first_step_seconds,
+        "train_seconds": summary.train_seconds,
+        "train_time_ratio": _quotient(summary.train_seconds, baseline.summary.train_seconds),
+        "time_to_target": time,
+        "time_to_target_ratio": _quotient(time.train_seconds, reference.train_seconds),
+        "runs": runs,
+    }
+
+
+def time_to_target(result: Result, history: Sequence[HistoryRow], target: float) -> TimeToTarget:
+    """When each seed of ``result`` first showed at least ``target`` test accuracy (0 to 1), in training seconds."""
+    times = [
+        min(
+            (
+                row.train_seconds
+                for row in history
+                if row.seed == run.seed and row.test_accuracy is not None and row.test_accuracy >= target
+            ),
+            default=None,
+        )
+        for run in result.runs
+    ]
+    reached = [time for time in times if time is not None]
+    return TimeToTarget(
+        seeds=tuple(
+            SeedTarget(seed=run.seed, train_seconds=time) for run, time in zip(result.runs, times, strict=True)
+        ),
+        reached_count=len(reached),
+        train_seconds=statistics.median(reached) if len(reached) == len(times) else None,
+    )
+
+
+def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
+    """Per-seed differences of test accuracy, from the exact counts; 0 where both ended in the same weights.
+
+    Both must hold the same seeds and test set.
+    """
+    theirs = {run.seed: run for run in baseline.runs}
+    differences = [
+        SeedDifference(
+            seed=run.seed,
+            difference_fraction=(
+                0.0
+                if run.model_sha256 == theirs[run.seed].model_sha256
+                else (run.test_correct - theirs[run.seed].test_correct) / run.test_count
+            ),
+        )
+        for run in result.runs
+    ]
+    values = [each.difference_fraction for each in differences]
+    return AccuracyDifference(
+        seeds=tuple(differences),
+        mean_fraction=statistics.fmean(values),
+        spread_fraction=statistics.stdev(values) if len(values) > 1 else None,
+        min_fraction=min(values),
+        max_fraction=max(values),
+    )
+
+
+def _quotient(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None

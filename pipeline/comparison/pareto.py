@@ -1,0 +1,48 @@
+"""The Pareto front: what no other variant beats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipeline.comparison.verdicts import Accuracy, Ratio
+
+
+def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[bool]) -> list[int]:
+    """The indices, ascending, of the points that no other point beats.
+
+    A point beats another if it is as good in every coordinate and better in one; equal points do not beat each other.
+    ``higher_is_better`` has one entry a coordinate. Raises ValueError for a coordinate that is not a number: leave out
+    what is not known.
+    """
+    values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
+    if np.isnan(values).any():
+        raise ValueError(
+            "points: found a coordinate that is not a number; leave out points that are not known in full."
+        )
+    values *= np.where(higher_is_better, 1.0, -1.0)
+    as_good = (values[:, None] >= values[None]).all(axis=2)
+    better = (values[:, None] > values[None]).any(axis=2)
+    return np.flatnonzero(~(as_good & better).any(axis=0)).tolist()
+
+
+def on_front(baseline: str, judged: Mapping[str, tuple[Ratio, Ratio, Accuracy]]) -> set[str]:
+    """The baseline and the variants, of throughput, memory and accuracy, without those that another one beats.
+
+    ``judged``: of each variant beside the baseline. A difference that was not shown to matter counts as none; a variant
+    of which a ratio is not known has no place.
+    """
+    points = {baseline: (1.0, 1.0, 0.0)}
+    for variant, (throughput, memory, accuracy) in judged.items():
+        if throughput.estimate is not None and memory.estimate is not None:
+            points[variant] = (
+                throughput.estimate if throughput.decision in _DECIDED else 1.0,
+                memory.estimate if memory.decision in _DECIDED else 1.0,
+                accuracy.mean_fraction if accuracy.decision in _DECIDED else 0.0,
+            )
+    names = list(points)
+    return {names[index] for index in pareto_front(list(points.values()), [True, False, True])}
+
+
+_DECIDED = ("better", "worse")

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pipeline.comparison import planning, stats, verdicts
+from pipeline.comparison.advice import accuracy_reasons, ratio_reasons
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.verdicts import THROUGHPUT, Accuracy, Ratio
+from tests.test_verdicts import TEN_IN_TEN_MINUTES, ratio
+
+
+def reason(found: Ratio, cost: RoundCost = TEN_IN_TEN_MINUTES) -> str:
+    (text,) = ratio_reasons(found, THROUGHPUT, cost)
+    return text
+
+
+UNDECIDED = [1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0]
+
+
+def test_a_decided_figure_needs_no_reason() -> None:
+    assert ratio_reasons(ratio([12.0] * 6, [10.0] * 6), THROUGHPUT, TEN_IN_TEN_MINUTES) == []
+    assert accuracy_reasons(verdicts.accuracy([0.0, 0.0, 0.0], 0.01, 0.9)) == []
+
+
+def test_an_undecided_ratio_says_what_would_decide_it() -> None:
+    undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 4})
+    about = "throughput is undecided: about 4 more pair(s) would decide"
+    assert reason(undecided) == f"{about} (set bench.max_minutes: 11)"  # ten rounds, and one for what differs
+    assert reason(undecided, RoundCost("bench.max_minutes", 10, 100.0)) == f"{about} (set bench.max_minutes: 2)"
+    assert reason(undecided, RoundCost("bench.max_rounds", 6, 100.0)) == f"{about} (set bench.max_rounds: 10)"
+    assert reason(undecided, RoundCost("bench.max_minutes", 6, None)) == f"{about} (raise bench.max_minutes)"
+    refused = undecided.model_copy(update={"refused": 6})  # half of the rounds are
+    assert reason(refused) == f"{about} (set bench.max_minutes: 21)"
+
+
+def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
+    few = "throughput is undecided: at least 6 pairs bound it"
+    assert reason(ratio([9.0] * 3, [9.0] * 3)) == f"{few} (set bench.max_minutes: 7)"
+    lost = ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
+    assert reason(lost) == f"{few}, and 2 of 5 rounds had to be refused (set bench.max_minutes: 11)"
+    slow = RoundCost("bench.max_minutes", 1, 900.0)
+    assert "6 rounds would take 105 minutes here; fewer variants" in reason(ratio([9.0] * 3, [9.0] * 3), slow)
+
+
+def test_more_than_an_hour_is_no_advice() -> None:
+    undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 53})
+    assert "53 more pair(s) would decide (set bench.max_minutes: 60)" in reason(undecided)
+    interval = stats.Interval(undecided.estimate or 0.0, undecided.low or 0.0, undecided.high or 0.0, 6)
+    for more_pairs in (54, None):
+        beyond = undecided.model_copy(update={"more_pairs": more_pairs})
+        assert reason(beyond) == (
+            "throughput is undecided at the margin of 3.0%; 60 minutes of rounds could decide at one of "
+            f"{planning.margin_decided(interval, 59):.1%} (compare.margins)"
+        )
+    unforeseen = undecided.model_copy(update={"more_pairs": None})
+    assert reason(unforeseen, RoundCost("bench.max_minutes", 6, None)).endswith("would decide can be foreseen")
+
+
+def test_an_untrusted_ratio_says_why() -> None:
+    assert reason(ratio(["it throttled"] * 6, [9.0] * 6)) == (
+        "throughput: 6 of 6 rounds had to be refused, most often because it throttled"
+    )
+
+
+def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
+    def reason(found: Accuracy) -> str:
+        (text,) = accuracy_reasons(found)
+        return text
+
+    assert reason(verdicts.accuracy([0.0], 0.01, 0.9)).startswith(
+        "accuracy is undecided: one seed supports no statement"
+    )
+    two = verdicts.accuracy([0.0, 0.0], 0.01, 0.9)
+    assert reason(two).startswith("accuracy is undecided with 2 seeds: about 1 more would decide")
+    some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01, 0.9)
+    assert reason(some) == (
+        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide (add them to train.seeds)"
+    )
+    for more_seeds in (21, None):
+        half = some.mean_fraction - (some.low_fraction or 0.0)
+        margin = planning.margin_of_seeds(some.mean_fraction, half, 3, 23)
+        assert reason(some.model_copy(update={"more_seeds": more_seeds})) == (
+            "accuracy is undecided with 3 seeds at the margin of 1 percentage points; 20 more could decide at one of "
+            f"{100 * margin:.2g} (compare.margins.accuracy)"
+        )

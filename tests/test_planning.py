@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from scipy import stats as scipy_stats
+
+from pipeline.comparison.planning import calm_pairs, margin_decided, margin_of_seeds, pairs_needed, seeds_needed
+from pipeline.comparison.stats import Equivalence, Interval, decide, equivalence
+
+
+def log_interval(estimate: float, width: float, count: int = 10) -> Interval:
+    return Interval(math.exp(estimate), math.exp(estimate - width), math.exp(estimate + width), count)
+
+
+def test_pairs_needed_shrinks_the_interval_with_the_root_of_n() -> None:
+    margin = math.expm1(0.02)  # 0.02 on the logarithmic scale
+    assert pairs_needed(log_interval(0.05, 0.02), margin) == 0  # decided: better
+    assert pairs_needed(log_interval(0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
+    assert pairs_needed(log_interval(-0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
+    assert pairs_needed(log_interval(0.005, 0.029), margin) == math.ceil(10 * (0.029 / 0.015) ** 2) - 10
+    assert pairs_needed(log_interval(0.0, 0.02001), margin) == 1
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [Interval(1.5, 0.0, math.inf, 3), Interval(1.25, 1.1, 1.4, 10), log_interval(0.2, 5.0)],
+    ids=["no interval yet", "on the edge", "too many"],
+)
+def test_what_cannot_be_foreseen_is_not_guessed(interval: Interval) -> None:
+    assert pairs_needed(interval, 0.25) is None
+
+
+def test_the_margin_of_so_many_pairs_is_the_smallest_at_which_the_ratio_is_the_same() -> None:
+    found = Interval(1.05, 0.98, 1.08, count=9)
+    assert margin_decided(found, 9) == pytest.approx(0.08)
+    assert decide(found, 0.0801) == "same"
+    assert decide(found, 0.0799) == "undecided"
+    quarter = math.sqrt(1.05 * 1.08) - 1  # four times the pairs: half as wide, so up to the geometric mean
+    assert margin_decided(found, 36) == pytest.approx(quarter)
+    mirrored = Interval(1 / 1.05, 1 / 1.08, 1 / 0.98, count=9)
+    assert margin_decided(mirrored, 36) == pytest.approx(quarter)
+    with pytest.raises(ValueError, match="without bounds"):
+        margin_decided(Interval(1.05, 0.0, math.inf, count=5), 36)
+
+
+def test_a_spread_narrows_with_the_root_of_the_pairs() -> None:
+    assert calm_pairs(Interval(1.0, 1 / 1.21, 1.0, count=8), 0.1) == 32
+    assert calm_pairs(Interval(1.0, 0.99, 1.01, count=8), 0.1) is None
+    assert calm_pairs(Interval(1.0, 0.0, math.inf, count=5), 0.1) == 6
+
+
+def test_seeds_needed_is_the_fewest_that_decide_with_the_same_mean_and_deviation() -> None:
+    three = equivalence([-0.004, 0.0, 0.004], 0.005)
+    assert three.decision == "undecided"
+    missing = seeds_needed(three)
+    assert missing is not None
+
+    def decided(count: int) -> bool:
+        half = scipy_stats.t.ppf(0.95, count - 1) * 0.004 / math.sqrt(count)
+        return bool(half < 0.005)
+
+    assert decided(3 + missing)
+    assert not decided(2 + missing)
+    assert seeds_needed(equivalence([0.0, 0.001, -0.001], 0.1)) == 0
+
+
+def test_seeds_that_cannot_be_foreseen_are_not_guessed() -> None:
+    on_the_edge = Equivalence(0.01, 0.0, 0.02, 0.01, 5, margin=0.01, confidence=0.95)
+    assert seeds_needed(on_the_edge) is None
+    assert seeds_needed(equivalence([1.0, -1.0, 0.0], 0.01)) is None
+
+
+@pytest.mark.parametrize("differences", [[-0.02, 0.01, 0.03], [0.05, 0.02, 0.04, 0.05]])
+def test_the_margin_of_so_many_seeds_is_the_smallest_at_which_they_are_equivalent(differences: list[float]) -> None:
+    few = equivalence(differences, 0.01)
+    margin = margin_of_seeds(few.mean, few.mean - few.low, few.count, 23)
+    half = scipy_stats.t.ppf(0.95, 22) * few.deviation / math.sqrt(23)
+    assert margin == pytest.approx(abs(few.mean) + half)
+    assert margin_of_seeds(few.mean, few.mean - few.low, few.count, few.count) == pytest.approx(max(few.high, -few.low))
