@@ -12,7 +12,20 @@ from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Compare, Config, Train, Variant, parse, techniques
-from pipeline.results import Arm, Bench, Dataset, Flops, HistoryRow, Ledger, Ledgers, Result, Run, Window, summarise
+from pipeline.results import (
+    Arm,
+    Bench,
+    Dataset,
+    Flops,
+    HistoryRow,
+    Ledger,
+    Ledgers,
+    Result,
+    Run,
+    Setup,
+    Window,
+    summarise,
+)
 
 ENVIRONMENT: dict[str, Any] = {
     "hash": "e" * 64,
@@ -268,8 +281,7 @@ def make_bench(
             rounds=rounds,
             noise=noise,
             refused=refused.get(each.variant),
-            **{key: getattr(each, key) for key in ("applied", "left_out", "backend", "world_size")},
-            threads_per_process=each.threads_per_process,
+            **{key: getattr(each, key) for key in Setup.model_fields},
         )
         for each in measured
     ]

@@ -55,14 +55,6 @@ def noisy() -> Made:
 
 
 @pytest.fixture(scope="session")
-def alone() -> Made:
-    """A baseline with nothing beside it, of which speed and memory are unknown."""
-    runs = [make_run(seed, samples_per_second=None, peak_memory_bytes=None) for seed in range(3)]
-    every = {"baseline": dict.fromkeys(range(12), REASON)}
-    return made([make_result("baseline", runs)], refused=every)
-
-
-@pytest.fixture(scope="session")
 def silent() -> Made:
     """A machine that tells no memory, and a model in which nothing can be counted."""
     bench = make_bench()

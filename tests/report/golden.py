@@ -1,0 +1,105 @@
+"""Whole reports of fixed results, as files beside this one: Markdown, and the page as one who hears it reads it.
+
+After a change of what reports say, ``python -m tests.report.golden`` writes them anew: then read ``git diff``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipeline.report import html, markdown
+from pipeline.results import Dataset, Window
+from tests.factories import ENVIRONMENT, make_bench, make_flops, make_ledgers, make_result, make_results, make_run
+from tests.report.conftest import REASON, Made, made
+from tests.report.reader import Page
+
+FILES = Path(__file__).with_name("golden")
+
+
+def every_verdict() -> Made:
+    """A variant of each verdict on a GPU, techniques one by one, and what else there may be to say of a variant."""
+    baseline, ddp, memory = make_results()
+    seeds = {
+        "costs": [make_run(seed, test_correct=8700 + 3 * seed) for seed in range(3)],
+        "neutral": [make_run(seed, test_correct=9000 + 3 * seed) for seed in range(3)],
+        "undecided": [make_run(seed, test_correct=9000 + off) for seed, off in enumerate((90, -90, 20))],
+        "untrusted": [make_run(seed, test_correct=9150 + 30 * seed) for seed in range(3)],
+    }
+    disturbed = (
+        make_run(0, test_correct=8990),
+        make_run(1, test_correct=9035, refusals=("the GPU throttled",)),
+        make_run(2, test_correct=8995, refusals=("the GPU throttled", "something recompiled."), resumes=1),
+    )
+    weak = {
+        "applied": {**ddp.applied, "scaling": "weak", "gradient_accumulation": "auto", "data_loading": "dataloader"},
+        "batch_size": 512, "learning_rate": 0.2, "micro_batches": 2,
+        "decided": {"auto_micro_batch": "2 micro-batch(es) of 128 samples a process, as 256 did not fit"},
+    }  # fmt: skip
+    measured = [
+        baseline,
+        ddp.model_copy(update=weak),
+        memory.model_copy(update={"runs": disturbed}),
+        make_result("costs", seeds["costs"]),
+        make_result("neutral", seeds["neutral"], applied={"channels_last": True}),
+        make_result("undecided", seeds["undecided"]),
+        make_result("untrusted", seeds["untrusted"]),
+    ]
+    throughput = {"ddp": 1.6, "memory": 0.8, "costs": 0.7, "undecided": 1.04, "untrusted": 1.5}
+    refused = {
+        "ddp": {4: REASON, 6: REASON.replace("31", "48"), 7: "the allocator retried"},
+        "untrusted": dict.fromkeys(range(2, 10), REASON),
+    }
+    bench = make_bench(measured, throughput=throughput, refused=refused, ablate=True)
+    arms = tuple(arm.model_copy(update={"samples": tuple(map(_on_gpu, arm.samples))}) for arm in bench.arms)
+    ledgers = bench.ledgers | {"ddp": make_ledgers(predicted=None, why_not_predicted="DDP is not predicted.")}
+    del ledgers["untrusted"]
+    flops = {each.variant: make_flops(each.applied, 1e12) for each in measured} | {"costs": make_flops({})}
+    found = made(measured, throughput=throughput, refused=refused, ablate=True, arms=arms, ledgers=ledgers, flops=flops)
+    relied_on = {"variants": {"baseline": {}, "ddp": {"compiler": "g++ 14"}}, "forms": {"int8": {"torchao": None}}}
+    environment = {"environment": ENVIRONMENT | {"relied_on": relied_on}}
+    return found._replace(comparison=found.comparison.model_copy(update=environment))
+
+
+def _on_gpu(window: Window) -> Window:
+    peak = window.peak_memory_bytes or 0
+    held = {"peak_reserved_bytes": peak + 2**25, "driver_memory_bytes": peak + 2**28, "allocator_retries": 0}
+    return window.model_copy(update=held | ({"allocator_retries": 1} if "retried" in str(window.refusals) else {}))
+
+
+def stopped() -> Made:
+    """An interrupted bench on a noisy machine, of one seed, few test images, and a loss and a metric of the user's."""
+    dataset = Dataset(name="digits", sha256="d" * 64, train_count=1_500, test_count=297)
+    train = {"loss": "my_losses:focal", "metric": "my_scores:top_two"}
+    measured = []
+    for name, right in (("baseline", 280.5), ("ddp", 281.25)):
+        run = make_run(0, test_correct=0).model_copy(
+            update={"test_correct": right, "test_count": 297, "test_accuracy": right / 297, "model_sha256": name}
+        )
+        result = make_result(name, [run], dataset=dataset, applied={} if name == "baseline" else {"parallelism": name})
+        measured.append(result.model_copy(update={"config": result.config | {"train": result.config["train"] | train}}))
+    return made(measured, rounds=4, noise=0.5, refused={}, interrupted=True, commit=f"{'0123456789' * 4}+")
+
+
+def alone() -> Made:
+    """A baseline with nothing beside it, of which little is known."""
+    runs = [make_run(seed, samples_per_second=None, peak_memory_bytes=None) for seed in range(3)]
+    every = {"baseline": dict.fromkeys(range(12), REASON)}
+    return made([make_result("baseline", runs)], refused=every, ledgers={}, flops={}, commit=None)
+
+
+REPORTS: Mapping[str, Callable[[], Made]] = {"every_verdict": every_verdict, "stopped": stopped, "alone": alone}
+
+
+def texts(name: str) -> dict[str, str]:
+    """File -> what must stand there."""
+    found = REPORTS[name]()
+    heard = Page(html(found.comparison, found.histories)).heard
+    return {f"{name}.md": markdown(found.comparison), f"{name}.txt": heard}
+
+
+if __name__ == "__main__":
+    FILES.mkdir(exist_ok=True)
+    for name in REPORTS:
+        for file, text in texts(name).items():
+            (FILES / file).write_text(text, encoding="utf-8")

@@ -1,0 +1,69 @@
+"""An HTML page as a program, and as one who hears it, reads it."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+VOID = {"meta", "img", "br", "wbr", "hr", "input", "link"}
+BEFORE = {"span": " ", "th": " | ", "td": " | ", **dict.fromkeys(("b", "strong", "code", "wbr"), "")}
+"""Between what is heard on one line; any other element begins a line."""
+
+
+class Page(HTMLParser):
+    """Every element with its attributes, and the text outside <style>."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.style = ""
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self._heard = ""
+        self._hidden = 0
+        """How many elements are open from the first on that is hidden from one who hears the page."""
+        self.feed(html)
+
+    @property
+    def heard(self) -> str:
+        """Texts and labels, a line a block, a row or a label."""
+        lines = (re.sub(r"\s+", " ", line).strip(" |") for line in self._heard.split("\0"))
+        return "".join(f"{line}\n" for line in lines if line)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {key: value or "" for key, value in attrs}
+        self.elements.append((tag, attributes))
+        self._heard += BEFORE.get(tag, "\0")
+        if tag in VOID:
+            return
+        self.open.append(tag)
+        if self._hidden or attributes.get("aria-hidden") == "true" or tag == "style":
+            self._hidden += 1
+        elif label := attributes.get("aria-label"):
+            self._heard += f"[{label}]\0"
+            self._hidden += attributes.get("role") == "img"  # whose content the label stands for
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {key: value or "" for key, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+        self._hidden -= self._hidden > 0
+        self._heard += "" if tag in BEFORE else "\0"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            self.style += data
+            return
+        self.text += data
+        if not self._hidden:
+            self._heard += data
+
+    def all(self, tag: str, kind: str = "") -> list[dict[str, str]]:
+        return [
+            attributes
+            for name, attributes in self.elements
+            if name == tag and set(kind.split()) <= set(attributes.get("class", "").split())
+        ]

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.comparison.verdicts import Accuracy, Ratio
+from pipeline.report import formats
+from tests.report.conftest import plain
+
+
+def ratio(**changes: Any) -> Ratio:
+    values: dict[str, Any] = {
+        "estimate": 1.42, "low": 1.38, "high": 1.47, "pairs": 12, "refused": 0, "margin": 0.03, "decision": "better",
+        "more_pairs": None, "why_untrusted": None,
+    }  # fmt: skip
+    return Ratio(**values | changes)
+
+
+def accuracy(**changes: Any) -> Accuracy:
+    values: dict[str, Any] = {
+        "mean_fraction": 0.0003, "low_fraction": -0.002, "high_fraction": 0.0026, "seeds": 3, "margin_fraction": 0.01,
+        "decision": "same", "more_seeds": None,
+    }  # fmt: skip
+    return Accuracy(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (formats.number(20_000.4, "samples/s"), "20,000 samples/s"),
+        (formats.number(12.345, "ms"), "12.3 ms"),
+        (formats.number(None, "ms"), "unknown"),
+        (formats.size(0), "0 B"),
+        (formats.size(88 * 2**10), "88.0 KiB"),
+        (formats.size(200 * 2**20), "200 MiB"),
+        (formats.size(3 * 2**29), "1.50 GiB"),
+        (formats.scaled(6_300_000, "FLOP"), "6.30 MFLOP"),
+        (formats.scaled(1.2e12, "FLOP/s"), "1.20 TFLOP/s"),
+        (formats.percent(0.9, 2), "90.00%"),
+        (formats.plain_percent(0.03), "3%"),
+        (formats.points(-0.00001), "0.00"),
+        (formats.points(-0.0123), "-1.23"),
+        (formats.plain_points(0.01), "1 point"),
+        (formats.plain_points(0.005), "0.5 points"),
+        (formats.times(1.5), "1.50x"),
+        (formats.times(0.0456), "0.046x"),
+        (formats.count(1, "process"), "1 process"),
+        (formats.count(2, "process"), "2 processes"),
+    ],
+)
+def test_numbers_have_their_digits_and_their_unit(shown: str, text: str) -> None:
+    assert plain(shown) == text
+
+
+def test_the_ends_of_a_narrow_interval_can_be_told_apart() -> None:
+    assert plain(formats.ratio_text(ratio())) == "1.42x (1.38 to 1.47)"
+    narrow = ratio(estimate=0.5502, low=0.5488, high=0.5511)
+    assert plain(formats.ratio_text(narrow)) == "0.550x (0.549 to 0.551)"
+
+
+def test_what_is_untrusted_stands_in_brackets() -> None:
+    noisy = ratio(decision="untrusted", why_untrusted="throughput: too noisy")
+    assert plain(formats.ratio_text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
+    few = noisy.model_copy(update={"low": None, "high": None, "pairs": 3})
+    assert plain(formats.ratio_text(few)) == "untrusted [1.42x, no interval from 3 pairs]"
+    unknown = few.model_copy(update={"estimate": None, "pairs": 0})
+    assert formats.ratio_text(unknown) == "untrusted"
+
+
+def test_too_few_pairs_have_no_interval() -> None:
+    few = ratio(low=None, high=None, pairs=4, decision="undecided")
+    assert plain(formats.ratio_text(few)) == "1.42x undecided (no interval from 4 pairs)"
+    one = accuracy(low_fraction=None, high_fraction=None, seeds=1, decision="undecided")
+    assert formats.accuracy_lines(one) == ("+0.03 points undecided", "no interval from 1 seed")
+
+
+def test_lists_of_devices_are_shown_key_by_key() -> None:
+    assert formats.flat({"gpus": [{"model": "A"}, {"model": "B"}], "none": [], "flags": ["x"]}) == [
+        ("gpus.0.model", "A"),
+        ("gpus.1.model", "B"),
+        ("none", "[]"),
+        ("flags", '["x"]'),
+    ]

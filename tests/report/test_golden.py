@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.report.golden import FILES, REPORTS, texts
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_says_what_it_said(name: str) -> None:
+    said = texts(name)
+    kept = {file: (FILES / file).read_text(encoding="utf-8") for file in said}
+    assert said == kept, "if it is meant, run `python -m tests.report.golden` and read the diff"
