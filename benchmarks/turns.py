@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import params
-from pipeline.benchmark.rounds import Asked, measure, steps_of
+from pipeline.benchmark.rounds import ArmSpec, measure, steps_of
 from pipeline.benchmark.server import Server
 
 
@@ -29,8 +29,8 @@ def noise(rounds: int = 10) -> dict[str, Any]:
         checkout.use(packed)
         with Server(checkout.path) as server:
             variants, baseline = server.describe()["variants"], config.compare.baseline
-            arms = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
-            arms.append(Asked("again", "again", baseline, None, server, variants[baseline]))
+            arms = [ArmSpec(name, "variant", name, None, server, values) for name, values in variants.items()]
+            arms.append(ArmSpec("again", "again", baseline, None, server, variants[baseline]))
             steps, _ = steps_of(arms[-1], config.bench.window_seconds)
             for turns in list(found) * rounds:
                 for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:

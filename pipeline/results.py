@@ -290,12 +290,12 @@ class Bench(Record):
 
 
 def kind_of(reason: str) -> str:
-    """Reasons of a refusal that differ in their numbers alone are of one kind."""
+    """Reasons of a rejection that differ in their numbers alone are of one kind."""
     return re.sub(r"\d+", "", reason)
 
 
-def refused(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
-    """The first reason of each kind -> the numbers of the windows that were refused for one of this kind."""
+def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
+    """The first reason of each kind -> the numbers of the windows that were rejected for one of this kind."""
     kinds: dict[str, tuple[str, dict[int, None]]] = {}
     for number, window in windows:
         for reason in window.refusals:
@@ -303,11 +303,11 @@ def refused(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
     return {reason: list(numbers) for reason, numbers in kinds.values()}
 
 
-def refusals(arm: Arm) -> list[str]:
-    """In how many rounds of the bench an arm was refused, and why: a line a kind of reason."""
+def rejections(arm: Arm) -> list[str]:
+    """In how many rounds of the bench an arm was rejected, and why: a line a kind of reason."""
     return [
-        f"refused in {len(rounds)} of {len(arm.samples)} rounds: in round {rounds[0]}, {reason.rstrip('.')}"
-        for reason, rounds in refused(list(enumerate(arm.samples, 1))).items()
+        f"rejected in {len(rounds)} of {len(arm.samples)} rounds: in round {rounds[0]}, {reason.rstrip('.')}"
+        for reason, rounds in rejected(list(enumerate(arm.samples, 1))).items()
     ]
 
 

@@ -131,7 +131,7 @@ def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -
     assert (share.verdict, share.added_memory.decision) == ("pays", "untrusted")
 
 
-def test_a_technique_that_was_mostly_refused_is_untrusted() -> None:
+def test_a_technique_that_was_mostly_rejected_is_untrusted() -> None:
     throttled = dict.fromkeys(range(8), "it throttled")
     share = found(bench_of(alone=(1.5, 1.0), refused=throttled))["channels_last"]
     assert share.added_throughput

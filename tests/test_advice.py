@@ -27,15 +27,15 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     assert reason(undecided, RoundCost("bench.max_minutes", 10, 100.0)) == f"{about} (set bench.max_minutes: 2)"
     assert reason(undecided, RoundCost("bench.max_rounds", 6, 100.0)) == f"{about} (set bench.max_rounds: 10)"
     assert reason(undecided, RoundCost("bench.max_minutes", 6, None)) == f"{about} (raise bench.max_minutes)"
-    refused = undecided.model_copy(update={"refused": 6})  # half of the rounds are
-    assert reason(refused) == f"{about} (set bench.max_minutes: 21)"
+    rejected = undecided.model_copy(update={"refused": 6})  # half of the rounds are
+    assert reason(rejected) == f"{about} (set bench.max_minutes: 21)"
 
 
 def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
     few = "throughput is undecided: at least 6 pairs bound it"
     assert reason(ratio([9.0] * 3, [9.0] * 3)) == f"{few} (set bench.max_minutes: 7)"
     lost = ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
-    assert reason(lost) == f"{few}, and 2 of 5 rounds had to be refused (set bench.max_minutes: 11)"
+    assert reason(lost) == f"{few}, and 2 of 5 rounds had to be rejected (set bench.max_minutes: 11)"
     slow = RoundCost("bench.max_minutes", 1, 900.0)
     assert "6 rounds would take 105 minutes here; fewer variants" in reason(ratio([9.0] * 3, [9.0] * 3), slow)
 
@@ -56,7 +56,7 @@ def test_more_than_an_hour_is_no_advice() -> None:
 
 def test_an_untrusted_ratio_says_why() -> None:
     assert reason(ratio(["it throttled"] * 6, [9.0] * 6)) == (
-        "throughput: 6 of 6 rounds had to be refused, most often because it throttled"
+        "throughput: 6 of 6 rounds had to be rejected, most often because it throttled"
     )
 
 

@@ -19,7 +19,7 @@ import yaml
 from pipeline import environment
 from pipeline.benchmark import rounds
 from pipeline.benchmark.arm import _allowed_wait
-from pipeline.benchmark.rounds import Asked, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.benchmark.rounds import ArmSpec, fewest_rounds, measure, outlook, steps_of, turns_on
 from pipeline.benchmark.server import BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.params import Bench, Machine, Variant, parse
@@ -77,8 +77,8 @@ class FakeServer(Server):
         }
 
 
-def arms(server: Server, *names: str) -> list[Asked]:
-    return [Asked(name, "variant", name, None, server, Variant().model_dump(mode="json")) for name in names]
+def arms(server: Server, *names: str) -> list[ArmSpec]:
+    return [ArmSpec(name, "variant", name, None, server, Variant().model_dump(mode="json")) for name in names]
 
 
 def test_rounds_are_interleaved_and_reversed_every_other_time() -> None:
@@ -230,7 +230,7 @@ def test_an_arm_that_runs_differently_from_round_to_round_is_an_error(monkeypatc
         measure(arms(server, "a"), seconds=60, max_rounds=4, steps=1, turns=1)
 
 
-def test_a_sample_of_fewer_steps_that_no_reason_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_fewer_steps_that_no_reason_rejects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer()
     closed = server.close
 
@@ -308,14 +308,14 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_the_terminal_says_once_why_an_arm_was_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+def test_the_terminal_says_once_why_an_arm_was_rejected(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     bench = PARAMS["bench"] | {"max_input_wait": 0.0, "ablate": []}
     params = PARAMS | {"bench": bench, "variants": {"baseline": {}}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     rounds.run(parse(params), CPU_ONLY)
     said = [line.partition(" the steps waited")[0] for line in capsys.readouterr().out.splitlines()]
     assert said[-2:] == [
-        f"bench: {name} refused in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline again")
+        f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline again")
     ]
 
 
@@ -425,7 +425,7 @@ def test_input_that_belongs_to_what_is_compared_may_take_its_time(
     )
 
 
-def test_what_happens_in_an_arm_is_seen_and_refused(workspace: Path) -> None:
+def test_what_happens_in_an_arm_is_seen_and_rejected(workspace: Path) -> None:
     (workspace / "restless.py").write_text(RESTLESS, encoding="utf-8")
     train, bench = PARAMS["train"] | {"model": "restless:net"}, PARAMS["bench"] | {"max_input_wait": 0.0}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"train": train, "bench": bench}), encoding="utf-8")

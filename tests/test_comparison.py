@@ -188,32 +188,32 @@ def test_an_interrupted_bench_is_used_as_far_as_it_goes() -> None:
         assert each.reasons[-1] == "the bench was interrupted after 4 round(s): run `dvc repro bench`"
 
 
-def test_a_refused_sample_takes_its_round_along_and_no_other() -> None:
-    """In the factories' bench one sample of ddp is refused."""
+def test_a_rejected_sample_takes_its_round_along_and_no_other() -> None:
+    """In the factories' bench one sample of ddp is rejected."""
     baseline, ddp, memory = make_comparison().variants
     assert ddp.throughput
     assert memory.throughput
     assert (ddp.throughput.pairs, ddp.throughput.refused, ddp.refused) == (11, 1, 1)
     assert (memory.throughput.pairs, memory.throughput.refused, memory.refused, baseline.refused) == (12, 0, 0, 0)
     assert ddp.memory
-    assert ddp.memory.pairs == 12  # of memory nothing was refused
+    assert ddp.memory.pairs == 12  # of memory nothing was rejected
 
 
-def test_mostly_refused_is_untrusted_and_says_why() -> None:
+def test_mostly_rejected_is_untrusted_and_says_why() -> None:
     throttled = dict.fromkeys(range(7), "the GPU throttled")
     ddp, memory = make_comparison(bench=make_bench(refused={"ddp": throttled})).variants[1:]
     assert ddp.verdict == "untrusted"
-    assert ddp.reasons == ("throughput: 7 of 12 rounds had to be refused, most often because the GPU throttled",)
+    assert ddp.reasons == ("throughput: 7 of 12 rounds had to be rejected, most often because the GPU throttled",)
     assert memory.verdict == "trades"
 
 
-def test_a_baseline_that_was_mostly_refused_leaves_nothing_to_trust() -> None:
+def test_a_baseline_that_was_mostly_rejected_leaves_nothing_to_trust() -> None:
     throttled = dict.fromkeys(range(12), "the GPU throttled")
     comparison = make_comparison(bench=make_bench(refused={"baseline": throttled}))
     baseline, ddp, memory = comparison.variants
     assert (baseline.samples_per_second, baseline.step_p50_ms, baseline.refused) == (None, None, 12)
     assert (ddp.verdict, memory.verdict) == ("untrusted", "untrusted")
-    assert "12 of 12 rounds had to be refused" in ddp.reasons[0]
+    assert "12 of 12 rounds had to be rejected" in ddp.reasons[0]
     assert ddp.throughput
     assert ddp.throughput.estimate is None
     assert [each.on_front for each in comparison.variants] == [False] * 3
@@ -283,7 +283,7 @@ def test_variants_beat_each_other_too() -> None:
 # Figures of the bench
 
 
-def test_figures_are_medians_of_the_samples_that_were_not_refused() -> None:
+def test_figures_are_medians_of_the_samples_that_were_not_rejected() -> None:
     fields = ("samples_per_second", "step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")
     windows = [
         make_window(samples_per_second=1e3 * index, step_p50_ms=10.0 + index, step_p90_ms=20.0 + index,
@@ -475,7 +475,7 @@ def test_techniques_are_what_differs_from_a_plain_run(applied: dict[str, Any], n
     assert techniques(make_result(applied=applied).applied) == names
 
 
-def test_what_was_left_out_and_refused_is_carried_over() -> None:
+def test_what_was_skipped_and_rejected_is_carried_over() -> None:
     runs = [make_run(seed, refusals=("something recompiled",)) for seed in (0, 1, 2)]
     memory = make_result("memory", runs, left_out={"bf16": "this CPU would emulate it"})
     each = compared(BASELINE, memory).variants[1]

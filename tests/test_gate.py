@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from pipeline import environment, gate
-from pipeline.benchmark.rounds import Asked, Rounds
+from pipeline.benchmark.rounds import ArmSpec, Rounds
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, stages
@@ -724,7 +724,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
                     file.write_text(text, encoding="utf-8")
 
     def measure(
-        arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int
+        arms: Sequence[ArmSpec], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int
     ) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
         sides.budget = (seconds, max_rounds, steps, turns, fewest)

@@ -426,7 +426,7 @@ def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.
     trained = job.Job(config, assembly, "environment", {}, "GPU", 0.0, None, cast(Interruption, None))
     for measure in (
         lambda: trained.train(0),
-        lambda: next(arm._measure(config, plan_, PREPARED, {}, 4, ledgers=False)),
+        lambda: next(arm._measure_in_turns(config, plan_, PREPARED, {}, 4, ledgers=False)),
     ):
         with pytest.raises(Asked) as found:
             measure()

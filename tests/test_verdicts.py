@@ -25,7 +25,7 @@ CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_u
 
 
 def arm(figures: Sequence[float | str | None], quantity: Quantity = THROUGHPUT) -> Arm:
-    """With these figures, one a round; text is why it was refused, None is not known."""
+    """With these figures, one a round; text is why it was rejected, None is not known."""
     samples = []
     for figure in figures:
         known: dict[str, Any] = {quantity.field: figure}
@@ -68,7 +68,7 @@ def test_what_is_inside_the_margin_is_the_same_and_what_straddles_it_is_undecide
     assert straddling.more_pairs > 0
 
 
-def test_a_refused_sample_takes_only_its_round_along() -> None:
+def test_a_rejected_sample_takes_only_its_round_along() -> None:
     over = [11.0, 12.0, "throttled", 13.0, 11.5, 12.5, 11.2, 12.1, 11.7]
     under = [10.0, 10.5, 10.2, "throttled", 10.1, 10.3, 9.9, 10.0, None]
     found = ratio(over, under)
@@ -79,19 +79,19 @@ def test_a_refused_sample_takes_only_its_round_along() -> None:
     assert found.decision == "better"
 
 
-def test_most_rounds_refused_is_untrusted_with_the_reason_given_most_often() -> None:
+def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() -> None:
     bad = ["1 other process held the GPU", *[f"the GPU throttled in {looks} of 20 looks" for looks in (7, 3, 11)]]
     found = ratio([*bad, *[12.0] * 3], [10.0] * 7)
     assert (found.decision, found.pairs, found.refused) == ("untrusted", 3, 4)
     assert found.why_untrusted == (
-        "throughput: 4 of 7 rounds had to be refused, most often because the GPU throttled in 7 of 20 looks"
+        "throughput: 4 of 7 rounds had to be rejected, most often because the GPU throttled in 7 of 20 looks"
     )
     assert ratio([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of them is not most
 
 
-def test_a_round_is_refused_by_either_side() -> None:
-    refused = ratio(["recompiled", "recompiled", 12.0, 12.0, 12.0], [10.0, 10.0, "recompiled", 10.0, 10.0])
-    assert (refused.decision, refused.pairs, refused.refused) == ("untrusted", 2, 3)
+def test_a_round_is_rejected_by_either_side() -> None:
+    found = ratio(["recompiled", "recompiled", 12.0, 12.0, 12.0], [10.0, 10.0, "recompiled", 10.0, 10.0])
+    assert (found.decision, found.pairs, found.refused) == ("untrusted", 2, 3)
 
 
 def test_what_no_round_knows_has_no_ratio() -> None:
@@ -156,12 +156,12 @@ QUIET = "let nothing else run here"
             [*[THROTTLED] * 5, *STEADY[5:]],
             STEADY,
             "5 pair(s), and at least 6 are needed",
-            f"5 of 10 rounds had to be refused, most often because {THROTTLED}; or set bench.max_minutes: 13",
+            f"5 of 10 rounds had to be rejected, most often because {THROTTLED}; or set bench.max_minutes: 13",
         ),
-        ([*[THROTTLED] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be refused", THROTTLED),
-        ([THROTTLED] * 10, STEADY, "10 of 10 rounds had to be refused", THROTTLED),
+        ([*[THROTTLED] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be rejected", THROTTLED),
+        ([THROTTLED] * 10, STEADY, "10 of 10 rounds had to be rejected", THROTTLED),
     ],
-    ids=["biased", "biased in few", "spread", "wide spread", "few", "half refused", "most refused", "all refused"],
+    ids=["biased", "biased in few", "spread", "wide spread", "few", "half rejected", "most rejected", "all rejected"],
 )
 def test_a_noisy_machine_makes_every_ratio_untrusted(
     again: list[Any], baseline: list[Any], why: str, remedy: str
@@ -222,12 +222,12 @@ def test_swapping_the_arms_mirrors_the_decision(drawn: list[Any], quantity: Quan
 
 
 @given(rounds, quantities, st.data())
-def test_refusing_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], quantity: Quantity, data: Any) -> None:
+def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], quantity: Quantity, data: Any) -> None:
     sides = data.draw(st.lists(st.sampled_from(["", "", "", "arm", "reference", "both"]), max_size=len(drawn)))
     sides += [""] * (len(drawn) - len(sides))
-    over = ["refused" if side in ("arm", "both") else round(a) for side, (a, _) in zip(sides, drawn, strict=True)]
+    over = ["rejected" if side in ("arm", "both") else round(a) for side, (a, _) in zip(sides, drawn, strict=True)]
     under = [
-        "refused" if side in ("reference", "both") else round(b) for side, (_, b) in zip(sides, drawn, strict=True)
+        "rejected" if side in ("reference", "both") else round(b) for side, (_, b) in zip(sides, drawn, strict=True)
     ]
     found = ratio(over, under, quantity)
     kept = [index for index, side in enumerate(sides) if not side]
@@ -266,14 +266,14 @@ def test_a_difference_at_the_margin_itself_is_seldom_called_one() -> None:
     assert found.count("same") <= scipy_stats.binom.ppf(0.999, trials, 0.025)
 
 
-def test_what_all_suffer_from_comes_before_a_variants_own_refusals() -> None:
+def test_what_all_suffer_from_comes_before_a_variants_own_rejections() -> None:
     noisy = CALM.model_copy(update={"why_untrusted": "throughput: noise"})
-    refused = arm([*["it throttled"] * 5, 9.0])
+    throttled = arm([*["it throttled"] * 5, 9.0])
     found = [
-        verdicts.ratio(refused, arm([9.0] * 6), THROUGHPUT, 0.03, each).why_untrusted or "" for each in (CALM, noisy)
+        verdicts.ratio(throttled, arm([9.0] * 6), THROUGHPUT, 0.03, each).why_untrusted or "" for each in (CALM, noisy)
     ]
     assert (found[0].partition(",")[0], found[1]) == (
-        "throughput: 5 of 6 rounds had to be refused",
+        "throughput: 5 of 6 rounds had to be rejected",
         "throughput: noise",
     )
 

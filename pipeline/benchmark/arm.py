@@ -64,11 +64,11 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         }
 
     def open_(name: str, values: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
-        asked = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
-        plan = planned(asked, name, machine, prepared)
+        alone = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
+        plan = planned(alone, name, machine, prepared)
         arguments = (config, plan, prepared, environment.read(), steps, ledgers)
         with ExitStack() as processes:
-            ask = processes.enter_context(forked(_measure, arguments, plan.processes, preload=PRELOAD))
+            ask = processes.enter_context(forked(_measure_in_turns, arguments, plan.processes, preload=PRELOAD))
             ask(None)
             arms[name] = ask, every_arm.enter_context(processes.pop_all())
         return {}
@@ -98,7 +98,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
 
-def _measure(
+def _measure_in_turns(
     config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
     """What each process does: a warm-up, then turns of so many steps as it is sent, ``steps`` in all, then the record.

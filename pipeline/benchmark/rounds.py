@@ -1,7 +1,7 @@
 """Steady-state speed and memory of all variants, side by side: fresh processes, interleaved rounds, an A/A arm.
 
 Three kinds of processes: this one asks; a server for each checkout (``server``, ``arm.serve``) answers; the ranks of an
-arm, which the server forks (``arm._measure``), train and measure.
+arm, which the server forks (``arm._measure_in_turns``), train and measure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.params import Bench as BenchSettings
 from pipeline.params import Config, Machine, misplaced
 from pipeline.params import techniques as techniques_of
 from pipeline.plans import plan
-from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window, refusals
+from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window, rejections
 
 CALIBRATION_STEPS = 20
 CALIBRATIONS = 5
@@ -30,7 +30,7 @@ FEWEST_ROUNDS = 6
 
 
 @dataclass(frozen=True)
-class Asked:
+class ArmSpec:
     """One arm to measure: a variant's values, on the server that measures them."""
 
     name: str
@@ -54,11 +54,11 @@ class Rounds:
 
 
 def measure(
-    arms: Sequence[Asked], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int = 0
+    arms: Sequence[ArmSpec], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int = 0
 ) -> Rounds:
     """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
 
-    And at least ``fewest`` in which no sample was refused, whatever ``seconds`` says; an arm whose samples always are
+    And at least ``fewest`` in which no sample was rejected, whatever ``seconds`` says; an arm whose samples always are
     does not count, and twice as many rounds are enough. After ``max_rounds`` all ends.
 
     With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
@@ -104,14 +104,14 @@ def measure(
     return Rounds(
         arms=tuple(
             Arm(
-                name=asked.name,
-                role=asked.role,
-                variant=asked.variant,
-                technique=asked.technique,
-                samples=tuple(complete[asked.name] for complete in rounds),
-                **facts[asked.name],
+                name=spec.name,
+                role=spec.role,
+                variant=spec.variant,
+                technique=spec.technique,
+                samples=tuple(complete[spec.name] for complete in rounds),
+                **facts[spec.name],
             )
-            for asked in arms
+            for spec in arms
         ),
         steps=steps,
         turns=turns,
@@ -126,31 +126,33 @@ def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
     return standing >= fewest or len(rounds) >= 2 * fewest
 
 
-def _one_by_one(arms: Sequence[Asked], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     answers = {}
-    for asked in arms:
-        show(asked.name)
-        answers[asked.name] = asked.server.measure(asked.name, asked.values, steps)
+    for spec in arms:
+        show(spec.name)
+        answers[spec.name] = spec.server.measure(spec.name, spec.values, steps)
     return answers
 
 
-def _in_turns(arms: Sequence[Asked], steps: int, turns: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    for asked in arms:
-        show(f"starting {asked.name}")
-        asked.server.open(asked.name, asked.values, steps)
+def _in_turns(
+    arms: Sequence[ArmSpec], steps: int, turns: int, show: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    for spec in arms:
+        show(f"starting {spec.name}")
+        spec.server.open(spec.name, spec.values, steps)
     for turn in range(turns):
         show(f"turn {turn + 1} of {turns}")
         share = steps * (turn + 1) // turns - steps * turn // turns
         first = turn % len(arms)  # each arm is first as often as last, and never runs twice in a row
-        for asked in [*arms[first:], *arms[:first]]:
-            asked.server.turn(asked.name, share)
-    return {asked.name: asked.server.close(asked.name) for asked in arms}
+        for spec in [*arms[first:], *arms[:first]]:
+            spec.server.turn(spec.name, share)
+    return {spec.name: spec.server.close(spec.name) for spec in arms}
 
 
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
 
 
-class Tried(NamedTuple):
+class Calibration(NamedTuple):
     """A short sample of an arm, taken before the rounds."""
 
     answer: dict[str, Any]
@@ -164,20 +166,20 @@ class Tried(NamedTuple):
         return self.opening_seconds + steps * self.step_seconds
 
 
-def tried(arm: Asked, *, ledgers: bool = False) -> Tried:
+def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
     """``CALIBRATION_STEPS`` of ``arm``; what ``ledgers`` take is in none of its times."""
     began = time.monotonic()
     arm.server.open(arm.name, arm.values, CALIBRATION_STEPS, ledgers=ledgers)
     opened = time.monotonic()
     arm.server.turn(arm.name, CALIBRATION_STEPS)
     ended = time.monotonic()
-    return Tried(arm.server.close(arm.name), opened - began, (ended - opened) / CALIBRATION_STEPS)
+    return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / CALIBRATION_STEPS)
 
 
-def steps_of(arm: Asked, seconds: float) -> tuple[int, Tried]:
+def steps_of(arm: ArmSpec, seconds: float) -> tuple[int, Calibration]:
     """As many steps as ``arm`` takes ``seconds`` for, by short samples of it; and the last of these."""
     for _ in range(CALIBRATIONS):
-        sample = tried(arm)
+        sample = calibrate(arm)
         window = Window.model_validate(sample.answer["window"])
         if window.step_p50_ms:
             return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))), sample
@@ -218,14 +220,14 @@ def run(config: Config, machine: Machine) -> None:
     with Server() as server:
         about = server.describe()
         variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
-        asked = [Asked(name, "variant", name, None, server, values) for name, values in variants.items()]
+        specs = [ArmSpec(name, "variant", name, None, server, values) for name, values in variants.items()]
         # Also the warm-up: from here on the files are in memory.
-        samples = {arm.name: tried(arm, ledgers=True) for arm in asked}
+        samples = {arm.name: calibrate(arm, ledgers=True) for arm in specs}
         ledgers = _known(samples, "ledgers", Ledgers)
         flops = _known(samples, "flops", Flops)
         ablated, not_ablated = _ablation(config, machine, server)
-        again = Asked(f"{baseline} again", "again", baseline, None, server, variants[baseline])
-        arms = [*asked, *ablated, again]
+        again = ArmSpec(f"{baseline} again", "again", baseline, None, server, variants[baseline])
+        arms = [*specs, *ablated, again]
         steps, samples[baseline] = steps_of(again, settings.window_seconds)  # the first one also started the server
         round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
         said = outlook(len(arms), steps, round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
@@ -250,27 +252,27 @@ def run(config: Config, machine: Machine) -> None:
     files.write_text(BENCH_FILE, bench.to_json())
     print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s", flush=True)
     for arm in rounds.arms:
-        for line in refusals(arm):
+        for line in rejections(arm):
             print(f"bench: {arm.name} {line}", flush=True)
     if rounds.interrupted:
         raise KeyboardInterrupt
 
 
-def _known(samples: Mapping[str, Tried], key: str, record: type[R]) -> dict[str, R]:
+def _known(samples: Mapping[str, Calibration], key: str, record: type[R]) -> dict[str, R]:
     """By variant."""
     found = {name: sample.answer[key] for name, sample in samples.items()}
     return {name: record.model_validate(values) for name, values in found.items() if values is not None}
 
 
-def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[Asked], dict[str, dict[str, str]]]:
+def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
     """The arms that show each technique's own share in the variants to ablate, and why some have none."""
-    arms: list[Asked] = []
+    arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}
     base = plan(config, config.compare.baseline, machine).applied
     for name in config.bench.ablate:
         ours = plan(config, name, machine)
-        asked, applied = techniques_of(ours.asked), techniques_of(ours.applied)
-        without[name] = {key: reason for key, reason in ours.left_out.items() if key in asked}
+        requested, applied = techniques_of(ours.asked), techniques_of(ours.applied)
+        without[name] = {key: reason for key, reason in ours.left_out.items() if key in requested}
         techniques = {
             technique: keys
             for technique, keys in applied.items()
@@ -291,7 +293,7 @@ def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[As
             reduced = ours.applied.model_copy(update={key: getattr(base, key) for key in keys})
             alone, rest = f"{config.compare.baseline} with {technique} of {name}", f"{name} without {technique}"
             arms += [
-                Asked(alone, "with", name, technique, server, added.model_dump(mode="json")),
-                Asked(rest, "without", name, technique, server, reduced.model_dump(mode="json")),
+                ArmSpec(alone, "with", name, technique, server, added.model_dump(mode="json")),
+                ArmSpec(rest, "without", name, technique, server, reduced.model_dump(mode="json")),
             ]
     return arms, without

@@ -41,7 +41,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost) -> list[str
         return []
     measured = ratio.pairs + ratio.refused
     if ratio.low is None or ratio.high is None:
-        lost = f", and {ratio.refused} of {measured} rounds had to be refused" if ratio.refused else ""
+        lost = f", and {ratio.refused} of {measured} rounds had to be rejected" if ratio.refused else ""
         remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.refused))
         return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} ({remedy})"]
     if ratio.more_pairs is not None:

@@ -54,7 +54,7 @@ class Compared(Record):
     techniques: tuple[str, ...]
     """What was in effect, by name."""
     left_out: dict[str, str]
-    """Technique that was asked for -> why this machine left it out."""
+    """Technique that was requested -> why this machine skipped it."""
     decided: dict[str, str]
     """Technique -> what it decided by itself on this machine, and why."""
     batch_size: int
@@ -78,7 +78,7 @@ class Compared(Record):
     """On the Pareto front of throughput, memory and accuracy; see ``compare``. False if one of them is not known."""
 
     samples_per_second: float | None
-    """This and the next five: medians over the bench's samples, without those that were refused."""
+    """This and the next five: medians over the bench's samples, without those that were rejected."""
     step_p50_ms: float | None
     step_p90_ms: float | None
     step_p99_ms: float | None
@@ -91,9 +91,9 @@ class Compared(Record):
     """This and the next, on a GPU: medians of what its allocator and its driver held, of the rank with most."""
     driver_memory_bytes: int | None = None
     allocator_retries: int | None = None
-    """Of all samples; a sample with one is refused. None on a CPU."""
+    """Of all samples; a sample with one is rejected. None on a CPU."""
     refused: int
-    """How many of the bench's samples of this variant were refused, in part or whole."""
+    """How many of the bench's samples of this variant were rejected, in part or whole."""
 
     ledgers: Ledgers | None
     prediction_error_fraction: float | None
@@ -139,7 +139,7 @@ class Comparison(Record):
     device: str
     dataset: Dataset
     train: dict[str, Any]
-    """The job that every variant trained, as ``train`` in params.yaml asked for it."""
+    """The job that every variant trained, as ``train`` in params.yaml has it."""
     parameter_count: int
     seeds: tuple[int, ...]
     noise_throughput: Noise

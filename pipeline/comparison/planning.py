@@ -55,18 +55,18 @@ def cost_of(bench: Bench) -> RoundCost:
     return RoundCost(key, rounds, bench.seconds)
 
 
-def rounds_for(wanted: int, pairs: int, refused: int) -> int:
-    """Rounds in all for so many pairs, if as many are refused as so far."""
-    return math.ceil(wanted * (pairs + refused) / pairs)
+def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
+    """Rounds in all for so many pairs, if as many are rejected as so far."""
+    return math.ceil(wanted * (pairs + rejected) / pairs)
 
 
-def remedies(aa: Interval, max_spread: float, refused: int, why_refused: str | None, cost: RoundCost) -> str:
-    """What may make a machine calm that ``stats.distrust`` calls noisy. ``refused``: rounds that are no pair."""
-    found = [why_refused] if why_refused else []
+def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
+    """What may make a machine calm that ``stats.distrust`` calls noisy. ``rejected``: rounds that are no pair."""
+    found = [why_rejected] if why_rejected else []
     if aa.low > 0 and not found:
         found = ["let nothing else run here"]
     if calm := calm_pairs(aa, max_spread):
-        rounds = rounds_for(calm, aa.count, refused)
+        rounds = rounds_for(calm, aa.count, rejected)
         if not found or rounds <= cost.affordable():
             found.append(cost.remedy(rounds))
     return "; or ".join(found)

@@ -62,7 +62,7 @@ class Ratio(Record):
     high: float | None
     """Both None: too few pairs to bound it."""
     pairs: int
-    """Rounds in which neither figure was refused."""
+    """Rounds in which neither figure was rejected."""
     refused: int
     """Rounds in which one was."""
     margin: float
@@ -101,7 +101,7 @@ class Noise(Record):
 
 
 def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
-    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be refused."""
+    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be rejected."""
     pairs = _pairs(arm, reference, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
     why_untrusted = machine.why_untrusted or pairs.why_untrusted  # what all share first: it is said once
@@ -114,7 +114,7 @@ def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: 
         low=low,
         high=high,
         pairs=len(pairs.above),
-        refused=pairs.refused,
+        refused=pairs.rejected,
         margin=margin,
         decision=decision,
         more_pairs=planning.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
@@ -158,7 +158,7 @@ def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float, cost
     if interval and not why_untrusted:
         wide = stats.paired_ratio(pairs.above, pairs.below, confidence=0.99)
         if noisy := stats.distrust(interval, wide, max_spread):
-            remedies = planning.remedies(interval, max_spread, pairs.refused, pairs.why_refused, cost)
+            remedies = planning.remedies(interval, max_spread, pairs.rejected, pairs.why_rejected, cost)
             why_untrusted = f"{quantity.noun}: {noisy}; {remedies}"
     low, high = _bounds(interval)
     return Noise(
@@ -172,7 +172,7 @@ def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float, cost
 
 
 def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:
-    """Whether no sample holds the figure, and not because it was refused: this machine does not tell it."""
+    """Whether no sample holds the figure, and not because it was rejected: this machine does not tell it."""
     samples = [sample for arm in arms for sample in arm.samples]
     return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
 
@@ -180,10 +180,10 @@ def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:
 class _Pairs(NamedTuple):
     above: list[float]
     below: list[float]
-    """The figures of the rounds in which neither was refused."""
-    refused: int
+    """The figures of the rounds in which neither was rejected."""
+    rejected: int
     """The other rounds."""
-    why_refused: str | None
+    why_rejected: str | None
     """How many they are, and the most common reason."""
     why_untrusted: str | None
     """They are the most."""
@@ -193,17 +193,17 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     rounds = list(zip(arm.samples, reference.samples, strict=True))
     figures = [(getattr(sample, quantity.field), getattr(other, quantity.field)) for sample, other in rounds]
     known = [(a, b) for a, b in figures if a and b]
-    refused = len(rounds) - len(known)
-    why_refused = why_untrusted = None
-    if refused:
+    rejected = len(rounds) - len(known)
+    why_rejected = why_untrusted = None
+    if rejected:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
         why = _most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
-        why_refused = f"{refused} of {len(rounds)} rounds had to be refused, most often because {why}"
-    if refused > len(known):
-        why_untrusted = f"{quantity.noun}: {why_refused}"
+        why_rejected = f"{rejected} of {len(rounds)} rounds had to be rejected, most often because {why}"
+    if rejected > len(known):
+        why_untrusted = f"{quantity.noun}: {why_rejected}"
     elif not rounds:
         why_untrusted = f"{quantity.noun}: no round was measured"
-    return _Pairs([a for a, _ in known], [b for _, b in known], refused, why_refused, why_untrusted)
+    return _Pairs([a for a, _ in known], [b for _, b in known], rejected, why_rejected, why_untrusted)
 
 
 def _most_common(reasons: Sequence[str]) -> str | None:

@@ -30,8 +30,8 @@ def run(config: Config, against: str) -> int:
     """Hold this work tree against ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
 
     Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell, or the
-    head's own samples had to be refused. Held against a file there is no ``gate.json``: nothing is promoted on its
-    strength. Raises GateError and other PipelineErrors: whatever could not be asked or answered is no pass, and leaves
+    head's own samples had to be rejected. Held against a file there is no ``gate.json``: nothing is promoted on its
+    strength. Raises GateError and other PipelineErrors: what could not be measured or decided is no pass, and leaves
     no ``reports/gate.*``, not even one of an earlier gate.
     """
     for file in (JSON_FILE, MARKDOWN_FILE):

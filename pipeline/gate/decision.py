@@ -37,7 +37,7 @@ class Held(Record):
     memory: Ratio | None
     """None: this machine does not tell it."""
     accuracy: Accuracy | None
-    """None: not asked for."""
+    """None: not compared."""
 
 
 class Judged(Record):
@@ -73,7 +73,7 @@ class Gated(Judged):
 
     schema_: Literal[1] = 1
     against: str
-    """As it was asked for."""
+    """A revision, as it was given."""
     margins: Margins
     base: Side
     head: Side

@@ -74,7 +74,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
 
 
 def _ratio(base: Arm, head: Arm, quantity: Quantity) -> str:
-    """Of the medians of what was not refused."""
+    """Of the medians of what was not rejected."""
     known = [[value for each in arm.samples if (value := getattr(each, quantity.field))] for arm in (head, base)]
     return f"{statistics.median(known[0]) / statistics.median(known[1]):.3f}" if all(known) else "not known"
 
@@ -90,8 +90,8 @@ def _check_current(config: Config, names: Sequence[str]) -> None:
         for line in differing(made_of.get(section, {}).get(name), here.get(section, {}).get(name), name)
     ]
     unknown = f"nobody knows whether {COMPARISON_FILE} is of what is here now, for `dvc status` failed; put that right"
-    asked = [*(f"train@{name}" for name in names), "bench", "compare"]
-    text = output([sys.executable, "-m", "dvc", "status", "--json", *asked], unknown)
+    stages_held = [*(f"train@{name}" for name in names), "bench", "compare"]
+    text = output([sys.executable, "-m", "dvc", "status", "--json", *stages_held], unknown)
     try:
         changed += [name for of_stage in json.loads(text).values() for change in of_stage for name in _changed(change)]
     except (AttributeError, TypeError, ValueError) as error:

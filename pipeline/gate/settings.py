@@ -58,7 +58,7 @@ def at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
-    """``config``, the head's, with what ``base`` asks beyond it: its variants, and the stricter values.
+    """``config``, the head's, with what ``base`` requires beyond it: its variants, and the stricter values.
 
     ``base``: sections of its params.yaml. Raises ConfigError if this version knows no such variant.
     """
@@ -70,11 +70,12 @@ def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
     return parse(values, f"{PARAMS_FILE}, with what {against} asks beyond it")
 
 
-def ask(root: Path, asked: Config, config: Config) -> None:
-    """Let the copy of the head in ``root``, which has ``config``, also have the variants of ``asked``, and refuse the
-    samples that this refuses."""
-    variants = {name: asked.variants[name].model_dump(mode="json") for name in asked.variants.keys() - config.variants}
-    limits = {key: getattr(asked.bench, key) for key in ("max_foreign_load", "max_input_wait")}
+def require(root: Path, effective: Config, config: Config) -> None:
+    """Let the copy of the head in ``root``, which has ``config``, also have the variants of ``effective``, and reject
+    the samples that this rejects."""
+    lacking = effective.variants.keys() - config.variants
+    variants = {name: effective.variants[name].model_dump(mode="json") for name in lacking}
+    limits = {key: getattr(effective.bench, key) for key in ("max_foreign_load", "max_input_wait")}
     if variants or any(getattr(config.bench, key) != value for key, value in limits.items()):
         values = read(root / PARAMS_FILE)  # the rest stays as it is written, for DVC compares it
         values["variants"] |= variants
@@ -82,7 +83,7 @@ def ask(root: Path, asked: Config, config: Config) -> None:
         (root / PARAMS_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
-def told(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
+def differences(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """A line for each setting on which the sides differ, with the value that counts."""
     return [
         f"{line}; {json.dumps(value)} counts"

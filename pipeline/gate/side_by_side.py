@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from pipeline import environment, results
 from pipeline.benchmark import rounds as benchmark
-from pipeline.benchmark.rounds import Asked, Rounds, measure
+from pipeline.benchmark.rounds import ArmSpec, Rounds, measure
 from pipeline.benchmark.server import Server
 from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
@@ -33,7 +33,7 @@ from pipeline.gate.decision import (
     own_modules,
     unshared,
 )
-from pipeline.gate.settings import ask, judging, told
+from pipeline.gate.settings import differences, judging, require
 from pipeline.params import Config
 
 RULERS = (
@@ -58,8 +58,8 @@ def measured(config: Config, revision: str) -> Gated:
         dvc(roots[0], "repro", "environment", "prepare")
         base = servers.enter_context(Server(roots[0]))
         there = _described(base, revision)
-        asked = judging(config, there, revision)
-        ask(roots[1], asked, config)
+        effective = judging(config, there, revision)
+        require(roots[1], effective, config)
         dvc(roots[1], "repro", "environment", "prepare")
         head = servers.enter_context(Server(roots[1]))
         here = _described(head, "this work tree")
@@ -70,7 +70,7 @@ def measured(config: Config, revision: str) -> Gated:
         for root in roots:
             check_imports(root, ["pipeline", *sorted(own)])
         trained: list[dict[str, dict[int, float]]] = [{}, {}]
-        if asked.gate.accuracy:
+        if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
             # Before digests of it were dependencies, DVC took the training of one code of the user's for another's.
             unseen = own and any("stages" not in environment.read(root / ENVIRONMENT_FILE) for root in roots)
@@ -78,9 +78,9 @@ def measured(config: Config, revision: str) -> Gated:
             for root in roots:
                 dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
             trained = [_test_accuracies(root, names) for root in roots]
-        baseline = asked.compare.baseline
-        turns = benchmark.turns_on(here["device"], asked.bench)
-        rounds = _rounds(asked, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
+        baseline = effective.compare.baseline
+        turns = benchmark.turns_on(here["device"], effective.bench)
+        rounds = _rounds(effective, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
 
     arms = {arm.name: arm for arm in rounds.arms}
     again = rounds.arms[0]
@@ -88,11 +88,11 @@ def measured(config: Config, revision: str) -> Gated:
     if rounds.interrupted and count < stats.FEWEST_PAIRS:
         raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
     of_base, of_head = ({name: arms[f"{side} {name}"] for name in names} for side in ("base", "head"))
-    margins = asked.compare.margins
+    margins = effective.compare.margins
     compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], margins.accuracy)
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
-    budget = "bench.max_rounds" if count == asked.bench.max_rounds else "gate.max_minutes"
-    machine = noises(of_base[baseline], again, asked.compare.max_spread, RoundCost(budget, count, rounds.seconds))
+    budget = "bench.max_rounds" if count == effective.bench.max_rounds else "gate.max_minutes"
+    machine = noises(of_base[baseline], again, effective.compare.max_spread, RoundCost(budget, count, rounds.seconds))
     return Gated(
         **dict(judge(of_base, of_head, machine, margins, compared)),
         against=revision,
@@ -114,39 +114,39 @@ def measured(config: Config, revision: str) -> Gated:
             *rulers,
             *unshared(there["variants"], config.variants),
             *differing(there["train"], here["train"], "train"),
-            *told(there, config.model_dump(mode="json")),
+            *differences(there, config.model_dump(mode="json")),
             *differing(variants[0], variants[1], "variants"),
-            *([] if asked.gate.accuracy else ["Accuracy was not compared: gate.accuracy is false on both sides."]),
+            *([] if effective.gate.accuracy else ["Accuracy was not compared: gate.accuracy is false on both sides."]),
         ),
         seconds=rounds.seconds,
         budget=budget,
     )
 
 
-def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[Asked]:
+def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[ArmSpec]:
     """The first side's baseline once more, then every variant of every side, the baseline first: what is compared is
     measured side by side. ``sides``: name -> its server, and what that describes."""
 
-    def asked(side: str, name: str, role: Literal["variant", "again"] = "variant") -> Asked:
+    def spec(side: str, name: str, role: Literal["variant", "again"] = "variant") -> ArmSpec:
         server, about = sides[side]
         label = f"{side} {name}" if role == "variant" else f"{side} {name} again"
-        return Asked(label, role, name, None, server, about["variants"][name])
+        return ArmSpec(label, role, name, None, server, about["variants"][name])
 
     ordered = [baseline, *(name for name in names if name != baseline)]
-    return [asked(next(iter(sides)), baseline, "again"), *(asked(side, name) for name in ordered for side in sides)]
+    return [spec(next(iter(sides)), baseline, "again"), *(spec(side, name) for name in ordered for side in sides)]
 
 
-def steps_of(arms: Sequence[Asked], window_seconds: float) -> tuple[int, float]:
+def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:
     """As many steps as the first arm takes ``window_seconds`` for, and about the seconds of a round.
 
     Measures every arm once before: that warms it up.
     """
-    others = [benchmark.tried(each) for each in arms[1:]]
+    others = [benchmark.calibrate(each) for each in arms[1:]]
     steps, first = benchmark.steps_of(arms[0], window_seconds)
     return steps, sum(each.seconds(steps) for each in (first, *others))
 
 
-def _rounds(config: Config, arms: Sequence[Asked], turns: int) -> Rounds:
+def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int) -> Rounds:
     seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
     fewest = benchmark.fewest_rounds(config.bench)
     try:

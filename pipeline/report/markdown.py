@@ -15,7 +15,7 @@ CUT = "\n*Cut short: comparison.html has all of it.*\n"
 
 
 def markdown(comparison: Comparison) -> str:
-    """One comment. What does not fit into it is left out from the end, a whole block at a time."""
+    """One comment. What does not fit into it is cut from the end, a whole block at a time."""
     headline, *others = tables(comparison)
     title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(sentences.job(comparison))}; commit {sentences.measured_at(comparison.bench)}.")
@@ -30,7 +30,7 @@ def markdown(comparison: Comparison) -> str:
     if comparison.shares:
         blocks.append(_folded("Each technique's own share", _shares(comparison)))
     if known:
-        blocks.append(_folded("Left out, refused, resumed", known))
+        blocks.append(_folded("Skipped, rejected, resumed", known))
     blocks += [_folded(table.heading, _table(comparison, table.columns)) for table in others]
     columns = [column for table in (headline, *others) for column in table.columns]
     blocks.append(_folded("What each number is", [f"- **{each.heading}**: {each.definition}" for each in columns]))
@@ -54,7 +54,7 @@ def _answers(comparison: Comparison) -> list[str]:
         said = escaped(sentences.sentence(each))
         lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}: {said}")
         lines += [
-            f"  - {escaped(reason)}" for reason in [*sentences.reasons(each, comparison), *sentences.left_out(each)]
+            f"  - {escaped(reason)}" for reason in [*sentences.reasons(each, comparison), *sentences.remarks(each)]
         ]
     return [*lines, f"- **{escaped(baseline.variant)}**: {escaped(sentences.sentence(baseline))}"]
 

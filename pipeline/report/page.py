@@ -43,7 +43,7 @@ def html(comparison: Comparison, histories: Histories) -> str:
                 "each": each,
                 "sentence": sentences.sentence(each),
                 "reasons": sentences.reasons(each, comparison),
-                "notes": sentences.left_out(each),
+                "notes": sentences.remarks(each),
             }
             for each in others
         ],
@@ -90,12 +90,12 @@ def _samples(comparison: Comparison) -> list[tuple[str, list[str], list[str]]]:
     return [
         (
             arm.name,
-            [_or_refused(each.samples_per_second) for each in arm.samples],
-            [_or_refused(each.peak_memory_bytes and each.peak_memory_bytes / 2**20) for each in arm.samples],
+            [_or_rejected(each.samples_per_second) for each in arm.samples],
+            [_or_rejected(each.peak_memory_bytes and each.peak_memory_bytes / 2**20) for each in arm.samples],
         )
         for arm in comparison.bench.arms
     ]
 
 
-def _or_refused(value: float | None) -> str:
-    return "refused" if value is None else formats.number(value, digits=4)
+def _or_rejected(value: float | None) -> str:
+    return "rejected" if value is None else formats.number(value, digits=4)

@@ -24,7 +24,7 @@ from pipeline.report.formats import (
     size,
     unbelieved,
 )
-from pipeline.results import Bench, refusals, refused
+from pipeline.results import Bench, rejected, rejections
 
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
 """Of ``results.Ledger``, in the order in which they are shown."""
@@ -144,10 +144,10 @@ def noise_text(noise: Noise) -> str:
     return f"{estimate(noise)} ({interval(noise)})"
 
 
-def left_out(each: Compared) -> list[str]:
-    """Techniques that were asked for and are in none of the variant's numbers, and what else these leave out: where its
-    job is not the others', and whose memory is not counted."""
-    found = [f"Left out: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
+def remarks(each: Compared) -> list[str]:
+    """Techniques that were requested and are in none of the variant's numbers, what techniques decided, where its job
+    is not the others', and whose memory is not counted."""
+    found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
         found.append(
@@ -162,28 +162,28 @@ def left_out(each: Compared) -> list[str]:
 
 
 def disturbed(each: Compared) -> tuple[str, ...]:
-    """Of which seeds the training times are not to be trusted, as something was refused; empty where all stand."""
+    """Of which seeds the training times are not to be trusted, as something was rejected; empty where all stand."""
     seeds = [run.seed for run in each.runs if run.refusals]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 
 
 def notes(comparison: Comparison) -> list[tuple[str, str]]:
-    """(variant or arm, what a reader of its numbers must know): left out, refused, resumed, not predicted."""
+    """(variant or arm, what a reader of its numbers must know): skipped, rejected, resumed, not predicted."""
     found: list[tuple[str, str]] = []
     for each in comparison.variants:
         name = each.variant
-        found += [(name, text) for text in left_out(each)]
+        found += [(name, text) for text in remarks(each)]
         ledgers = each.ledgers
         if ledgers and ledgers.why_not_predicted:
             found.append((name, f"Memory not predicted: {ledgers.why_not_predicted.rstrip('.')}."))
         found += [
-            (name, f"Refused in training, seed {_listed(seeds)}: {reason.rstrip('.')}.")
-            for reason, seeds in refused([(run.seed, run) for run in each.runs]).items()
+            (name, f"Rejected in training, seed {_listed(seeds)}: {reason.rstrip('.')}.")
+            for reason, seeds in rejected([(run.seed, run) for run in each.runs]).items()
         ]
         resumed = [run.seed for run in each.runs if run.resumes]
         if resumed:
             found.append((name, f"Interrupted and resumed: seed {_listed(resumed)}."))
-    return found + [(arm.name, text) for arm in comparison.bench.arms for text in sentences(refusals(arm))]
+    return found + [(arm.name, text) for arm in comparison.bench.arms for text in sentences(rejections(arm))]
 
 
 def _listed(numbers: Sequence[int]) -> str:

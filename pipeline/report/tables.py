@@ -172,7 +172,7 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
     beside_the_peak = Column(
         "Reserved / driver",
         "What PyTorch's allocator held of the GPU at most, and what the driver held for the process, with CUDA's "
-        "context and libraries; medians over rounds. Retried: how often the allocator ran out, which refuses a sample.",
+        "context and libraries; medians over rounds. Retried: how often the allocator ran out, which rejects a sample.",
         held,
     )
     return (

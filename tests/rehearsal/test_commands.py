@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from pipeline import environment, results
-from pipeline.benchmark.arm import PRELOAD, Measured, _measure
+from pipeline.benchmark.arm import PRELOAD, Measured, _measure_in_turns
 from pipeline.distributed import forked
 from pipeline.params import Config
 from pipeline.plans import plan
@@ -58,7 +58,7 @@ def check(measured: Measured | None) -> Measured:
 def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str) -> None:
     config = configure(**{variant: SETS[name][variant]})
     made = plan(config, variant, environment.machine())
-    arm = _measure(config, made, PREPARED, environment.read(), STEPS, True)
+    arm = _measure_in_turns(config, made, PREPARED, environment.read(), STEPS, True)
     next(arm)
     arm.send(STEPS)
     measured = check(arm.send(None))
@@ -78,7 +78,7 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
     config = configure(**{variant: SETS[name][variant]})
     made = plan(config, variant, environment.machine())
     arguments = (config, made, PREPARED.resolve(), environment.read(), STEPS, True)
-    with forked(_measure, arguments, 2, preload=PRELOAD) as ask:
+    with forked(_measure_in_turns, arguments, 2, preload=PRELOAD) as ask:
         ask(None)
         ask(STEPS)
         measured = check(ask(None)[0])

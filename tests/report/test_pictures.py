@@ -157,9 +157,9 @@ def test_a_thin_line_a_seed_and_a_thick_one_at_the_median_time(usual: Made) -> N
 def test_every_sample_is_a_dot_or_a_cross(usual: Made) -> None:
     throughput, memory = pictures.strips(usual.comparison)
     assert all(0 < dot.x < 100 and 0 <= dot.y <= 100 for strip in throughput.strips for dot in strip.dots)
-    crosses = {(s.label, n): dot.title for s in throughput.strips for n, dot in enumerate(s.dots) if dot.refused}
-    assert crosses == {("ddp", 4): f"round 5: refused, {REASON}"}
-    assert not any(dot.refused for strip in memory.strips for dot in strip.dots)
+    crosses = {(s.label, n): dot.title for s in throughput.strips for n, dot in enumerate(s.dots) if dot.rejected}
+    assert crosses == {("ddp", 4): f"round 5: rejected, {REASON}"}
+    assert not any(dot.rejected for strip in memory.strips for dot in strip.dots)
 
 
 def test_one_outlier_flattens_no_other_sample() -> None:

@@ -19,14 +19,14 @@ FURTHEST = 1.5
 class Dot(NamedTuple):
     x: float
     y: float
-    refused: bool
+    rejected: bool
     title: str
 
 
 class Strip(NamedTuple):
     label: str
     value: str
-    """The median of what was not refused."""
+    """The median of what was not rejected."""
     dots: tuple[Dot, ...]
 
 
@@ -69,10 +69,10 @@ def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float 
                 dots.append(Dot(x, round(y, 2), False, about + shown(value)))
             else:
                 why = "; ".join(arm.samples[index].refusals) or UNKNOWN
-                dots.append(Dot(x, 50, True, f"{about}refused, {why}"))
+                dots.append(Dot(x, 50, True, f"{about}rejected, {why}"))
         drawn.append(Strip(arm.name, shown(median), tuple(dots)))
     counts = "; ".join(
-        f"{strip.label}: median {strip.value}, {sum(dot.refused for dot in strip.dots)} of {len(strip.dots)} refused"
+        f"{strip.label}: median {strip.value}, {sum(dot.rejected for dot in strip.dots)} of {len(strip.dots)} rejected"
         for strip in drawn
     )
     return Strips(
