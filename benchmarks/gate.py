@@ -64,6 +64,8 @@ TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """Appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by just that share."""
 
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
+CONTROL = (", A/A control", " again")
+"""How the names of the base's baseline once more end; the second in the pool that is recorded."""
 
 
 def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) -> dict[str, Any]:
@@ -200,13 +202,13 @@ def _gate(checkout: Checkout) -> dict[str, Any]:
 def _judge(block: Mapping[str, Arm], side: str) -> Judged:
     """What the gate decides on ``side`` against the base."""
     settings = Compare()
-    again = next(arm for name, arm in block.items() if name.endswith(" again"))
+    control = next(arm for arm in block.values() if arm.role == "aa_control")
     of_base, of_head = (
-        {arm.variant: arm for name, arm in block.items() if name.startswith(f"{each} ") and arm is not again}
+        {arm.variant: arm for name, arm in block.items() if name.startswith(f"{each} ") and arm is not control}
         for each in ("base", side)
     )
-    cost = RoundCost("gate.max_minutes", len(again.samples), None)
-    machine = noises(of_base[again.variant], again, settings.max_spread, cost)
+    cost = RoundCost("gate.max_minutes", len(control.samples), None)
+    machine = noises(of_base[control.variant], control, settings.max_spread, cost)
     return judge(of_base, of_head, machine, settings.margins, {})
 
 
@@ -248,8 +250,8 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
     return Arm(
         parameter_count=0,
         name=name,
-        role="again" if name.endswith(" again") else "variant",
-        variant=name.split()[1],
+        role="aa_control" if name.endswith(CONTROL) else "variant",
+        variant=name.split()[1].rstrip(","),
         technique=None,
         applied={},
         left_out={},

@@ -55,12 +55,12 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
             return None
         checkout.stage("bench")
         bench = results.read_bench(checkout.path / results.BENCH_FILE)
-    reference, again = bench.arm("variant", bench.baseline), bench.arm("again", bench.baseline)
+    reference, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
     assert reference is not None
-    assert again is not None
+    assert control is not None
     margins, most = config.compare.margins, config.compare.max_spread
     quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
-    noises = [verdicts.noise(reference, again, quantity, most, cost_of(bench)) for quantity, _ in quantities]
+    noises = [verdicts.noise(reference, control, quantity, most, cost_of(bench)) for quantity, _ in quantities]
     return {
         "commit": environment.checked_out(),
         "optimizer": values["train"]["optimizer"],

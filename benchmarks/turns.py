@@ -30,12 +30,12 @@ def noise(rounds: int = 10) -> dict[str, Any]:
         with Server(checkout.path) as server:
             variants, baseline = server.describe()["variants"], config.compare.baseline
             arms = [ArmSpec(name, "variant", name, None, server, values) for name, values in variants.items()]
-            arms.append(ArmSpec("again", "again", baseline, None, server, variants[baseline]))
+            arms.append(ArmSpec("A/A control", "aa_control", baseline, None, server, variants[baseline]))
             steps, _ = steps_of(arms[-1], config.bench.window_seconds)
             for turns in list(found) * rounds:
                 for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:
                     found[turns].setdefault(arm.name, []).append(arm.samples[0].samples_per_second)
-    deviations = {turns: _deviation(values["again"], values[baseline]) for turns, values in found.items()}
+    deviations = {turns: _deviation(values["A/A control"], values[baseline]) for turns, values in found.items()}
     return {
         "median_ratio": deviations[config.bench.turns] / deviations[1],
         "target_ratio": 0.5,
@@ -46,5 +46,5 @@ def noise(rounds: int = 10) -> dict[str, Any]:
     }
 
 
-def _deviation(again: list[float | None], baseline: list[float | None]) -> float:
-    return statistics.stdev(log(a / b) for a, b in zip(again, baseline, strict=True) if a and b)
+def _deviation(control: list[float | None], baseline: list[float | None]) -> float:
+    return statistics.stdev(log(a / b) for a, b in zip(control, baseline, strict=True) if a and b)

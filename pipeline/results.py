@@ -241,7 +241,7 @@ class Arm(Setup):
     """What the bench measures in a fresh process each round."""
 
     name: str
-    role: Literal["variant", "again", "with", "without"]
+    role: Literal["variant", "aa_control", "with", "without"]
     """The variant itself; the baseline once more (A/A); the baseline with one technique more; ``variant`` with one
     technique less."""
     variant: VariantName
@@ -254,7 +254,8 @@ class Arm(Setup):
 class Bench(Record):
     """``bench.json``."""
 
-    schema_: Literal[1] = 1
+    schema_: Literal[2] = 2
+    """1: with the role "again" instead of "aa_control". It is not read: to measure anew takes minutes."""
     environment: str
     """The same, of all variants together."""
     commit: str | None

@@ -300,7 +300,7 @@ def make_bench(
                          applied=each[2].model_dump())
                 for role, each in made.items()
             ]  # fmt: skip
-    arms.append(make_arm(baseline.variant, "again", rounds=rounds, noise=noise, applied=baseline.applied))
+    arms.append(make_arm(baseline.variant, "aa_control", rounds=rounds, noise=noise, applied=baseline.applied))
     values: dict[str, Any] = {
         "environment": baseline.environment,
         "commit": "c" * 40,

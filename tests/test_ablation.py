@@ -35,7 +35,7 @@ def bench_of(
                  memory=alone[1], refused=refused),
         make_arm("stack", "without", "channels_last", applied={"gradient_accumulation": 4}, throughput=without[0],
                  memory=without[1]),
-        make_arm("baseline", "again"),
+        make_arm("baseline", "aa_control"),
     )  # fmt: skip
     measured = [make_result("baseline"), make_result("stack", applied=STACK)]
     return make_bench(measured, **{"arms": arms} | changes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -23,9 +24,9 @@ from pipeline.benchmark.rounds import ArmSpec, fewest_rounds, measure, outlook, 
 from pipeline.benchmark.server import BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.params import Bench, Machine, Variant, parse
-from pipeline.results import Window, read_bench
+from pipeline.results import ResultError, Window, read_bench
 from tests.conftest import ROOT
-from tests.factories import JOB, make_window
+from tests.factories import JOB, make_bench, make_window
 from tests.workspaces import furnish
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -287,7 +288,7 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
         ("without", "stack", "channels_last"),
         ("with", "stack", "gradient_accumulation=2"),
         ("without", "stack", "gradient_accumulation=2"),
-        ("again", "baseline", None),
+        ("aa_control", "baseline", None),
     ]
     assert "bf16" in bench.not_ablated["stack"]
     for arm in bench.arms:
@@ -315,7 +316,7 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(workspace: Path, capsys:
     rounds.run(parse(params), CPU_ONLY)
     said = [line.partition(" the steps waited")[0] for line in capsys.readouterr().out.splitlines()]
     assert said[-2:] == [
-        f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline again")
+        f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline, A/A control")
     ]
 
 
@@ -331,6 +332,14 @@ def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() ->
 
 
 @pytest.mark.slow
+def test_a_bench_of_another_schema_is_rejected_with_what_measures_it(tmp_path: Path) -> None:
+    old = json.loads(make_bench().to_json()) | {"schema": 1}
+    old["arms"][-1]["role"] = "again"
+    (tmp_path / "bench.json").write_text(json.dumps(old))
+    with pytest.raises(ResultError, match=r"bench\.json is not a bench this version can read; run `dvc repro bench`"):
+        read_bench(tmp_path / "bench.json")
+
+
 def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     (workspace / "broken.py").write_text("def net(**sizes):\n    raise RuntimeError('planted')\n")
     params = PARAMS | {"train": PARAMS["train"] | {"model": "broken:net"}}

@@ -113,7 +113,11 @@ def test_the_arms_are_paired_round_by_round() -> None:
     slowing = [20_000.0 / (1 + index) for index in range(10)]
     arms = [
         make_arm(variant, role, samples=tuple(make_window(samples_per_second=factor * speed) for speed in slowing))
-        for variant, role, factor in (("baseline", "variant", 1.0), ("other", "variant", 1.2), ("baseline", "again", 1))
+        for variant, role, factor in (
+            ("baseline", "variant", 1.0),
+            ("other", "variant", 1.2),
+            ("baseline", "aa_control", 1),
+        )
     ]
     measured = [BASELINE, make_result("other")]
     found = make_comparison(measured, make_bench(measured, arms=tuple(arms))).variants[1].throughput
@@ -220,9 +224,12 @@ def test_a_baseline_that_was_mostly_rejected_leaves_nothing_to_trust() -> None:
 
 
 def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
-    for again in (make_arm("baseline", "again", throughput=1.1), make_arm("baseline", "again", noise=0.5)):
+    for control in (
+        make_arm("baseline", "aa_control", throughput=1.1),
+        make_arm("baseline", "aa_control", noise=0.5),
+    ):
         bench = make_bench()
-        bench = bench.model_copy(update={"arms": (*bench.arms[:-1], again)})
+        bench = bench.model_copy(update={"arms": (*bench.arms[:-1], control)})
         comparison = make_comparison(bench=bench)
         why = comparison.noise_throughput.why_untrusted
         assert why
@@ -492,7 +499,7 @@ def test_the_comparison_is_plain_json_and_holds_the_raw_samples() -> None:
     bench = make_bench()
     values = json.loads(make_comparison(bench=bench).to_json())
     assert next(iter(values)) == "schema"
-    assert (values["schema"], values["bench"]["schema"]) == (1, 1)
+    assert (values["schema"], values["bench"]["schema"]) == (1, 2)
     assert values["bench"] == json.loads(bench.to_json())
     assert values["environment"] == ENVIRONMENT | {"relied_on": {"variants": {}}}, "without what stages run"
     assert [each["verdict"] for each in values["variants"]] == [None, "pays", "trades"]

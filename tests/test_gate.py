@@ -89,7 +89,7 @@ def judged(
     base = {each.variant: of_base(each.variant, f"base {each.variant}") for each in heads}
     found = noises(
         base["baseline"],
-        of_base("baseline", "base baseline again"),
+        of_base("baseline", "base baseline, A/A control"),
         max_spread=0.15,
         cost=COST,
     )
@@ -186,8 +186,9 @@ def test_a_speed_that_neither_side_tells_is_no_pass() -> None:
         unknown = tuple(each.model_copy(update={"samples_per_second": None}) for each in made.samples)
         return made.model_copy(update={"samples": unknown})
 
-    base, head, again = (silent(name, "baseline") for name in ("base baseline", "head baseline", "base baseline again"))
-    found = judge({"baseline": base}, {"baseline": head}, noises(base, again, 0.15, COST), Margins(), {})
+    names = ("base baseline", "head baseline", "base baseline, A/A control")
+    base, head, control = (silent(name, "baseline") for name in names)
+    found = judge({"baseline": base}, {"baseline": head}, noises(base, control, 0.15, COST), Margins(), {})
     assert (found.outcome, decisions(found)["baseline"]) == ("untrusted", ("untrusted", "same"))
 
 
@@ -700,7 +701,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
         def close(self, name: str) -> dict[str, Any]:
             reasons: tuple[str, ...] = ()
-            if name.endswith("again") and sides.spoiled:
+            if name.endswith("A/A control") and sides.spoiled:
                 sides.spoiled -= 1
                 reasons = ("another process took half of the CPU",)
             window = make_window(samples_per_second=25_600.0, refusals=reasons)  # 10 ms a step
@@ -752,7 +753,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
 def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pretended: Pretended) -> None:
     assert gate.run(configured(), "main") == 0
     assert pretended.asked == [
-        "base baseline again of 0, again",
+        "base baseline, A/A control of 0, aa_control",
         "base baseline of 0, variant",
         "head baseline of 1, variant",
         "base ddp of 0, variant",
@@ -764,7 +765,11 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
     assert (values["against"], values["exit_code"]) == ("main", 0)
     assert (values["base"]["commit"], values["head"]["commit"]) == ("a" * 40, "b" * 40 + "+")
-    assert [each["name"] for each in values["base"]["arms"]] == ["base baseline again", "base baseline", "base ddp"]
+    assert [each["name"] for each in values["base"]["arms"]] == [
+        "base baseline, A/A control",
+        "base baseline",
+        "base ddp",
+    ]
     assert len(values["head"]["arms"][0]["samples"]) == 14
     assert values["head"]["test_accuracies"]["ddp"] == {"0": 0.9, "1": 0.9001, "2": 0.9002}
     assert values["margins"] == Margins().model_dump()
@@ -888,7 +893,7 @@ def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended:
     remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
     assert "Only the base has: gone; the head was measured with it as the base defines it." in remarks
     assert 'compare.baseline: base "gone", head "baseline"; "gone" counts' in remarks
-    assert pretended.asked[0] == "base gone again of 0, again", "whose noise counts"
+    assert pretended.asked[0] == "base gone, A/A control of 0, aa_control", "whose noise counts"
     asked = yaml.safe_load((tmp_path / "head" / "params.yaml").read_text(encoding="utf-8"))
     assert asked["variants"] == {"baseline": {}, "gone": base["variants"]["gone"]}
 

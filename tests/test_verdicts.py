@@ -113,8 +113,8 @@ def test_too_few_pairs_have_an_estimate_and_no_interval() -> None:
 # The baseline against itself
 
 
-def noise(again: Sequence[Any], baseline: Sequence[Any], max_spread: float = 0.15) -> Noise:
-    return verdicts.noise(arm(baseline), arm(again), THROUGHPUT, max_spread, TEN_IN_TEN_MINUTES)
+def noise(control: Sequence[Any], baseline: Sequence[Any], max_spread: float = 0.15) -> Noise:
+    return verdicts.noise(arm(baseline), arm(control), THROUGHPUT, max_spread, TEN_IN_TEN_MINUTES)
 
 
 STEADY = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8, 100.0, 100.7, 99.3]
@@ -135,7 +135,7 @@ QUIET = "let nothing else run here"
 
 
 @pytest.mark.parametrize(
-    ("again", "baseline", "why", "remedy"),
+    ("control", "baseline", "why", "remedy"),
     [
         ([1.05 * each for each in STEADY], STEADY, "which excludes 1", QUIET),
         ([1.05 * each for each in STEADY[:6]], STEADY[:6], "which excludes 1", QUIET),
@@ -164,9 +164,9 @@ QUIET = "let nothing else run here"
     ids=["biased", "biased in few", "spread", "wide spread", "few", "half rejected", "most rejected", "all rejected"],
 )
 def test_a_noisy_machine_makes_every_ratio_untrusted(
-    again: list[Any], baseline: list[Any], why: str, remedy: str
+    control: list[Any], baseline: list[Any], why: str, remedy: str
 ) -> None:
-    found = noise(again, baseline)
+    found = noise(control, baseline)
     assert found.why_untrusted is not None
     assert found.why_untrusted.startswith("throughput: ")
     assert why in found.why_untrusted
@@ -177,9 +177,9 @@ def test_a_noisy_machine_makes_every_ratio_untrusted(
 
 
 def test_the_allowed_spread_is_the_settings() -> None:
-    again = [each * (1.04 if index % 2 else 0.96) for index, each in enumerate(STEADY)]
-    assert noise(again, STEADY, 0.15).why_untrusted is None
-    assert noise(again, STEADY, 0.05).why_untrusted is not None
+    control = [each * (1.04 if index % 2 else 0.96) for index, each in enumerate(STEADY)]
+    assert noise(control, STEADY, 0.15).why_untrusted is None
+    assert noise(control, STEADY, 0.05).why_untrusted is not None
 
 
 # Properties

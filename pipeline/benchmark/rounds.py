@@ -34,7 +34,7 @@ class ArmSpec:
     """One arm to measure: a variant's values, on the server that measures them."""
 
     name: str
-    role: Literal["variant", "again", "with", "without"]
+    role: Literal["variant", "aa_control", "with", "without"]
     variant: str
     technique: str | None
     server: Server
@@ -226,9 +226,9 @@ def run(config: Config, machine: Machine) -> None:
         ledgers = _known(samples, "ledgers", Ledgers)
         flops = _known(samples, "flops", Flops)
         ablated, not_ablated = _ablation(config, machine, server)
-        again = ArmSpec(f"{baseline} again", "again", baseline, None, server, variants[baseline])
-        arms = [*specs, *ablated, again]
-        steps, samples[baseline] = steps_of(again, settings.window_seconds)  # the first one also started the server
+        control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, variants[baseline])
+        arms = [*specs, *ablated, control]
+        steps, samples[baseline] = steps_of(control, settings.window_seconds)  # the first one also started the server
         round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
         said = outlook(len(arms), steps, round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
         print(f"bench: {said}", flush=True)

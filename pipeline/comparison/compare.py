@@ -42,7 +42,7 @@ def compare(
         )
     consistency.check(measured, baseline, histories, bench, environment)
 
-    arms = _arm(bench, "variant", baseline.variant), _arm(bench, "again", baseline.variant)
+    arms = _arm(bench, "variant", baseline.variant), _arm(bench, "aa_control", baseline.variant)
     cost = planning.cost_of(bench)
     noises = (
         verdicts.noise(*arms, THROUGHPUT, settings.max_spread, cost),

@@ -135,7 +135,7 @@ def _bench_problems(
         )
     if bench.baseline != baseline.variant:
         problems.append(f"the bench's baseline is {bench.baseline!r}, that of compare.baseline {baseline.variant!r}")
-    elif not bench.arm("again", baseline.variant):
+    elif not bench.arm("aa_control", baseline.variant):
         problems.append(f"the bench did not measure the baseline {baseline.variant!r} against itself")
     if bench.dataset != baseline.dataset:
         problems.append(

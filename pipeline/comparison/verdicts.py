@@ -150,9 +150,9 @@ def accuracy(
     )
 
 
-def noise(baseline: Arm, again: Arm, quantity: Quantity, max_spread: float, cost: RoundCost) -> Noise:
+def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, cost: RoundCost) -> Noise:
     """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
-    pairs = _pairs(again, baseline, quantity)
+    pairs = _pairs(control, baseline, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
     why_untrusted = pairs.why_untrusted
     if interval and not why_untrusted:

@@ -71,7 +71,7 @@ class Side(Record):
 class Gated(Judged):
     """``reports/gate.json``."""
 
-    schema_: Literal[1] = 1
+    schema_: Literal[2] = 2
     against: str
     """A revision, as it was given."""
     margins: Margins
@@ -148,11 +148,11 @@ def judge(
     )
 
 
-def noises(baseline: Arm, again: Arm, max_spread: float, cost: RoundCost) -> tuple[Noise, Noise]:
+def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> tuple[Noise, Noise]:
     """What the machine made of two equal arms: of throughput, and of memory."""
     return (
-        verdicts.noise(baseline, again, THROUGHPUT, max_spread, cost),
-        verdicts.noise(baseline, again, MEMORY, max_spread, cost),
+        verdicts.noise(baseline, control, THROUGHPUT, max_spread, cost),
+        verdicts.noise(baseline, control, MEMORY, max_spread, cost),
     )
 
 

@@ -83,8 +83,8 @@ def measured(config: Config, revision: str) -> Gated:
         rounds = _rounds(effective, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
 
     arms = {arm.name: arm for arm in rounds.arms}
-    again = rounds.arms[0]
-    count = len(again.samples)
+    control = rounds.arms[0]
+    count = len(control.samples)
     if rounds.interrupted and count < stats.FEWEST_PAIRS:
         raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
     of_base, of_head = ({name: arms[f"{side} {name}"] for name in names} for side in ("base", "head"))
@@ -92,7 +92,7 @@ def measured(config: Config, revision: str) -> Gated:
     compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], margins.accuracy)
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     budget = "bench.max_rounds" if count == effective.bench.max_rounds else "gate.max_minutes"
-    machine = noises(of_base[baseline], again, effective.compare.max_spread, RoundCost(budget, count, rounds.seconds))
+    machine = noises(of_base[baseline], control, effective.compare.max_spread, RoundCost(budget, count, rounds.seconds))
     return Gated(
         **dict(judge(of_base, of_head, machine, margins, compared)),
         against=revision,
@@ -100,7 +100,7 @@ def measured(config: Config, revision: str) -> Gated:
         base=Side(
             commit=commit,
             environment=there["environment"],
-            arms=(again, *of_base.values()),
+            arms=(control, *of_base.values()),
             test_accuracies=trained[0],
         ),
         head=Side(
@@ -127,13 +127,13 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
     """The first side's baseline once more, then every variant of every side, the baseline first: what is compared is
     measured side by side. ``sides``: name -> its server, and what that describes."""
 
-    def spec(side: str, name: str, role: Literal["variant", "again"] = "variant") -> ArmSpec:
+    def spec(side: str, name: str, role: Literal["variant", "aa_control"] = "variant") -> ArmSpec:
         server, about = sides[side]
-        label = f"{side} {name}" if role == "variant" else f"{side} {name} again"
+        label = f"{side} {name}" if role == "variant" else f"{side} {name}, A/A control"
         return ArmSpec(label, role, name, None, server, about["variants"][name])
 
     ordered = [baseline, *(name for name in names if name != baseline)]
-    return [spec(next(iter(sides)), baseline, "again"), *(spec(side, name) for name in ordered for side in sides)]
+    return [spec(next(iter(sides)), baseline, "aa_control"), *(spec(side, name) for name in ordered for side in sides)]
 
 
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:

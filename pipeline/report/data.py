@@ -50,13 +50,13 @@ def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
 
 def ratios_csv(comparison: Comparison) -> str:
     """The intervals against the baseline, the baseline's own (A/A) included; none that is untrusted or unbounded."""
-    again = f"{comparison.baseline} (A/A)"
+    control = f"{comparison.baseline} (A/A)"
     rows: list[tuple[str, str, Ratio | Noise | None]] = []
     for each in comparison.variants[1:]:
         rows += [(each.variant, "throughput", each.throughput), (each.variant, "peak memory", each.memory)]
     rows += [
-        (again, "throughput", comparison.noise_throughput),
-        (again, "peak memory", comparison.noise_memory),
+        (control, "throughput", comparison.noise_throughput),
+        (control, "peak memory", comparison.noise_memory),
     ]
     return _csv(
         ("variant", "quantity", "estimate", "low", "high"),

@@ -44,7 +44,7 @@ def test_every_variant_and_the_baseline_again_has_a_whisker(mixed: Made) -> None
     throughput, memory, accuracy = pictures.forests(mixed.comparison)
     names = [each.variant for each in mixed.comparison.variants[1:]]
     for forest in (throughput, memory):
-        assert [row.label for row in forest.rows] == [*names, "baseline again (A/A)"]
+        assert [row.label for row in forest.rows] == [*names, "baseline, A/A control"]
     assert [row.label for row in accuracy.rows] == names
     whiskers = [mark.whisker for forest in (throughput, memory, accuracy) for row in forest.rows for mark in row.marks]
     for whisker in whiskers:
@@ -54,7 +54,7 @@ def test_every_variant_and_the_baseline_again_has_a_whisker(mixed: Made) -> None
     looks = {row.label: row.marks[0].whisker.look for row in throughput.rows if row.marks[0].whisker}
     assert looks == {
         "pays": "better", "costs": "worse", "neutral": "same", "undecided": "undecided", "untrusted": "untrusted",
-        "trades": "better", "baseline again (A/A)": "noise",
+        "trades": "better", "baseline, A/A control": "noise",
     }  # fmt: skip
 
 

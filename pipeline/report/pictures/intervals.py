@@ -61,13 +61,13 @@ _Row = tuple[str, Sequence[_Estimate], str]
 def forests(comparison: Comparison) -> list[Forest]:
     """Throughput, memory and accuracy of every variant beside the baseline, the baseline against itself last."""
     others, margins = comparison.variants[1:], comparison.margins
-    again = f"{comparison.baseline} again (A/A)"
+    control = f"{comparison.baseline}, A/A control"
     made = [
         _forest(
             "Throughput",
             [
                 *((each.variant, [_of_ratio(each.throughput)], "") for each in others),
-                (again, [_of_noise(comparison.noise_throughput)], ""),
+                (control, [_of_noise(comparison.noise_throughput)], ""),
             ],
             margins.throughput,
             ratios=True,
@@ -76,7 +76,7 @@ def forests(comparison: Comparison) -> list[Forest]:
             "Peak memory",
             [
                 *((each.variant, [_of_ratio(each.memory)], "") for each in others),
-                (again, [_of_noise(comparison.noise_memory)], ""),
+                (control, [_of_noise(comparison.noise_memory)], ""),
             ],
             margins.memory,
             ratios=True,
