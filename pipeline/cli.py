@@ -141,7 +141,7 @@ def _environment(_: argparse.Namespace) -> None:
     written = environment.write(relied_on=plans.relied_on(config), described=stages.described(config, made))
     print(f"environment {written[:12]}")
     for name, plan in made.items():
-        for technique, reason in plan.left_out.items():
+        for technique, reason in plan.skipped.items():
             print(f"variants.{name}: {technique} is left out: {reason}")
 
 

@@ -36,10 +36,10 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    asked: Variant
+    requested: Variant
     applied: Variant
-    left_out: dict[str, str]
-    """Technique -> why this machine leaves it out. Empty: everything asked is applied."""
+    skipped: dict[str, str]
+    """Technique -> why this machine skips it. Empty: everything requested is applied."""
     decided: dict[str, str] = {}
     """Technique -> what it decided by itself on this machine, and why; ``deterministic``: why the job is not."""
     device: Literal["cpu", "cuda"]
@@ -86,7 +86,7 @@ def plan(
     """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
-    asked, train = config.variants[name], config.train
+    requested, train = config.variants[name], config.train
     where = f"variants.{name}"
     if train.device == "cuda" and machine.gpus == 0:
         why = f" ({machine.why_no_gpu})" if machine.why_no_gpu else ""
@@ -94,62 +94,63 @@ def plan(
             f"train.device: found 'cuda', but this machine shows no GPU{why}; allowed here: 'auto', 'cpu'."
         )
     on_gpu = train.device != "cpu" and machine.gpus > 0
-    processes = _processes(asked, machine, on_gpu, where, launched)
-    weak = asked.scaling == "weak"
-    micro_batches = 1 if asked.gradient_accumulation == "auto" else asked.gradient_accumulation
+    processes = _processes(requested, machine, on_gpu, where, launched)
+    weak = requested.scaling == "weak"
+    micro_batches = 1 if requested.gradient_accumulation == "auto" else requested.gradient_accumulation
 
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     if train.device == "auto" and machine.why_no_gpu:
-        left_out["GPU"] = machine.why_no_gpu
+        skipped["GPU"] = machine.why_no_gpu
     changes: dict[str, Any] = {}
-    if on_gpu and launched is None and asked.parallelism in PARALLELISMS and asked.processes == "auto":
-        available, why_fewer = machine.gpus, f"{asked.replicas} replicas take the same number each"
-        fewest = 2 * asked.replicas if asked.replicas > 1 or asked.parallelism in ONE_BATCH else 1
-        while reason := _why_not_among(asked, processes, train.batch_size, micro_batches, why_not_held_by):
-            if processes - asked.replicas < fewest:
+    if on_gpu and launched is None and requested.parallelism in PARALLELISMS and requested.processes == "auto":
+        available, why_fewer = machine.gpus, f"{requested.replicas} replicas take the same number each"
+        fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
+        while reason := _why_not_among(requested, processes, train.batch_size, micro_batches, why_not_held_by):
+            if processes - requested.replicas < fewest:
                 break  # the least that could be, of which it is said below what is wrong
-            processes, why_fewer = processes - asked.replicas, reason.partition("; allowed: ")[0]
+            processes, why_fewer = processes - requested.replicas, reason.partition("; allowed: ")[0]
         if processes < available:
-            left_out[f"{available - processes} of {available} GPUs"] = why_fewer
-    devices_per_process = machine.gpus if asked.parallelism == "data_parallel" and on_gpu else 1
-    alone = processes == 1 if asked.parallelism in PARALLELISMS else on_gpu and devices_per_process == 1
-    if asked.parallelism != "none" and alone:
-        left_out[asked.parallelism] = (
+            skipped[f"{available - processes} of {available} GPUs"] = why_fewer
+    devices_per_process = machine.gpus if requested.parallelism == "data_parallel" and on_gpu else 1
+    alone = processes == 1 if requested.parallelism in PARALLELISMS else on_gpu and devices_per_process == 1
+    if requested.parallelism != "none" and alone:
+        skipped[requested.parallelism] = (
             "there is one process, which has nobody to share the batch with"
-            if asked.parallelism in PARALLELISMS
+            if requested.parallelism in PARALLELISMS
             else "there is one GPU"
         )
         changes |= {"parallelism": "none", "schedule": Variant().schedule}
-        for option in catalogue.asked(asked):
+        for option in catalogue.asked(requested):
             if option.needs:
-                left_out[option.name] = f"it goes with {asked.parallelism}, which is left out"
-                changes |= catalogue.unasked(asked.model_copy(update=changes), option)
-    for technique in catalogue.asked(asked):
-        reason = technique.refusal(asked, machine, on_gpu) or technique.why_not_with(train)
+                skipped[option.name] = f"it goes with {requested.parallelism}, which is left out"
+                changes |= catalogue.unasked(requested.model_copy(update=changes), option)
+    for technique in catalogue.asked(requested):
+        reason = technique.refusal(requested, machine, on_gpu) or technique.why_not_with(train)
         if reason:
-            raise ConfigError(f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out.")
+            found = technique.value(requested)
+            raise ConfigError(f"{where}.{technique.key}: found {found!r}, but {reason}; take it out.")
         reason = technique.emulated(machine, on_gpu)
         if reason and train.without_native == "refuse":
             raise ConfigError(
-                f"{where}.{technique.key}: found {technique.value(asked)!r}, but {reason}; take it out, or set "
+                f"{where}.{technique.key}: found {technique.value(requested)!r}, but {reason}; take it out, or set "
                 "train.without_native to 'leave_out' or 'run'."
             )
         if reason and train.without_native == "leave_out":
-            left_out[technique.name] = reason
-            changes |= catalogue.unasked(asked.model_copy(update=changes), technique)
+            skipped[technique.name] = reason
+            changes |= catalogue.unasked(requested.model_copy(update=changes), technique)
 
-    model_processes = processes // asked.replicas if asked.parallelism in ONE_BATCH else 1
+    model_processes = processes // requested.replicas if requested.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes
     if model_processes > 1 and (reason := why_not_held_by(model_processes)):
         raise ConfigError(
-            f"{where}.parallelism: found {asked.parallelism!r} of {model_processes} processes, but {reason}."
+            f"{where}.parallelism: found {requested.parallelism!r} of {model_processes} processes, but {reason}."
         )
-    if asked.parallelism == "pipeline" and model_processes > 1:
+    if requested.parallelism == "pipeline" and model_processes > 1:
         samples = train.batch_size // (1 if weak else data_processes)
         micro_batches = _micro_batches_of_pipeline(micro_batches, model_processes, samples, where)
         changes["gradient_accumulation"] = micro_batches
-    if weak and data_processes == 1 and "weak_scaling" not in left_out:
-        left_out["weak_scaling"] = "there is one data-parallel process, whose batch is the global one"
+    if weak and data_processes == 1 and "weak_scaling" not in skipped:
+        skipped["weak_scaling"] = "there is one data-parallel process, whose batch is the global one"
         changes["scaling"] = "strong"
     scale = data_processes if weak else 1
     shares = data_processes // scale * micro_batches
@@ -162,9 +163,9 @@ def plan(
         )
     return Plan(
         name=name,
-        asked=asked,
-        applied=asked.model_copy(update=changes),
-        left_out=left_out,
+        requested=requested,
+        applied=requested.model_copy(update=changes),
+        skipped=skipped,
         device="cuda" if on_gpu else "cpu",
         processes=processes,
         model_processes=model_processes,
@@ -265,16 +266,16 @@ def _why_not_among(
     return f"train.batch_size {batch_size} is shared out evenly among {processes - variant.replicas} at most"
 
 
-def _micro_batches_of_pipeline(asked: int, stages: int, samples: int, where: str) -> int:
+def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:
     """Of ``samples`` a step and pipeline: as many as are asked for, by default up to ``MICRO_BATCHES_A_STAGE``."""
-    if asked >= stages:
-        return asked
-    if asked == 1:
+    if requested >= stages:
+        return requested
+    if requested == 1:
         for count in range(MICRO_BATCHES_A_STAGE * stages, stages - 1, -1):
             if samples % count == 0:
                 return count
     raise ConfigError(
-        f"{where}.gradient_accumulation: found {asked}, but a pipeline of {stages} stages stands still with fewer "
+        f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages stands still with fewer "
         f"micro-batches than stages, and {samples} samples a step must be a multiple of them; allowed: {stages} or "
         f"more, better {MICRO_BATCHES_A_STAGE * stages}."
     )

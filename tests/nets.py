@@ -32,9 +32,9 @@ def make_plan(
     model_processes = processes // variant.replicas if variant.parallelism in ("pipeline", "tensor") else 1
     return Plan(
         name=name,
-        asked=variant,
+        requested=variant,
         applied=variant,
-        left_out={},
+        skipped={},
         device="cpu",
         processes=processes,
         model_processes=model_processes,

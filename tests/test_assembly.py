@@ -63,8 +63,8 @@ def test_no_more_gpus_are_taken_than_hold_the_model_together(name: str, processe
             continue
         made = planned(config, name, gpus(count), PREPARED)
         assert made.processes == expected
-        assert list(made.left_out) == ([f"{count - expected} of {count} GPUs"] if count > expected else [])
-        assert (made.asked, made.applied.processes) == (config.variants[name], "auto")
+        assert list(made.skipped) == ([f"{count - expected} of {count} GPUs"] if count > expected else [])
+        assert (made.requested, made.applied.processes) == (config.variants[name], "auto")
 
 
 @pytest.mark.parametrize(

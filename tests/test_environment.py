@@ -426,16 +426,16 @@ def test_without_nvml_the_job_is_on_the_gpus_that_cuda_shows(
     here = machine()
     assert (here.gpus, here.gpu_native_bf16, here.why_no_gpu) == (2, True, None)
     made = plan(parse({"variants": {"baseline": {}}}), "baseline", here)
-    assert (made.device, made.left_out) == ("cuda", {})
+    assert (made.device, made.skipped) == ("cuda", {})
 
 
 def test_a_gpu_that_cannot_be_used_is_never_left_in_silence(plug: Plug, no_nvml: Callable[[], None]) -> None:
     plug(A, told=cuda.Answer([], "CUDA's error 802"))
     no_nvml()
     made = plan(parse({"variants": {"baseline": {}}}), "baseline", machine())
-    assert (made.device, made.left_out) == ("cpu", {"GPU": "CUDA's error 802"})
+    assert (made.device, made.skipped) == ("cpu", {"GPU": "CUDA's error 802"})
     asked = plan(parse({"train": {"device": "cpu"}, "variants": {"baseline": {}}}), "baseline", machine())
-    assert asked.left_out == {}
+    assert asked.skipped == {}
     with pytest.raises(ConfigError, match=r"found 'cuda', but this machine shows no GPU \(CUDA's error 802\)"):
         plan(parse({"train": {"device": "cuda"}, "variants": {"baseline": {}}}), "baseline", machine())
 

@@ -79,7 +79,7 @@ def test_resnet_50_is_planned_as_it_stands_on_any_number_of_gpus() -> None:
     assert (config.train.model, config.fetch.synthetic.shape) == ("resnet50", [3, 224, 224])
     for count in (1, 2, 3, 8):
         made = plans(config, Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=False, gpu_tf32=True))
-        changed = [name for name, each in made.items() if each.asked != each.applied]
+        changed = [name for name, each in made.items() if each.requested != each.applied]
         assert changed == (["ddp"] if count == 1 else [])
     techniques = {entry.name for variant in config.variants.values() for entry in asked(variant)}
     assert techniques == {"tf32", "bf16", "channels_last", "compile", "ddp"}

@@ -228,7 +228,7 @@ def test_one_that_goes_with_a_parallelism_is_left_out_with_it_and_no_other(
         put_on_path(patch, tmp_path)
         asked = of(parallelism="ddp", processes=1, extra={"one": {}, "shared": {}})
         made = plans.plan(asked, "tried", PLAIN_CPU)
-    assert list(made.left_out) == ["ddp", "shared"]
+    assert list(made.skipped) == ["ddp", "shared"]
     assert made.applied.extra == {"one": {}}
     forget()
 

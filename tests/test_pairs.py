@@ -157,13 +157,13 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> list[Plan]:
         made = plan(_possible(one, other, device, processes), "tried", here)
         applied = _applied(made)
         if not pair <= applied:  # one GPU shares nothing out, and without replicas a pipeline's batch is the global one
-            assert made.left_out.keys() & pair
+            assert made.skipped.keys() & pair
             del missing[pair]
             continue
         for each in able:
             if not any(frozenset({each.name, name}) in missing for name in applied - {each.name}):
                 continue
-            asked = made.asked.model_dump(exclude_defaults=True)
+            asked = made.requested.model_dump(exclude_defaults=True)
             if values(each).keys() & asked.keys():
                 continue
             try:

@@ -218,7 +218,7 @@ def changed(**keys: Any) -> Config:
 def test_a_plan_shares_the_batch_out() -> None:
     made = plan(changed(variants={"both": {"parallelism": "ddp", "gradient_accumulation": 4}}), "both", NEW_GPUS)
     assert (made.device, made.processes, made.micro_batches, made.micro_batch_size) == ("cuda", 8, 4, 8)
-    assert made.left_out == {}
+    assert made.skipped == {}
 
 
 @pytest.mark.parametrize(("machine", "processes"), [(PLAIN_CPU, 2), (OLD_GPUS, 2), (NEW_GPUS, 8)])
@@ -231,12 +231,12 @@ def test_auto_processes_are_one_a_gpu_and_two_without(machine: Machine, processe
 def test_auto_leaves_gpus_out_that_the_batch_does_not_divide_among(gpus: int, processes: int) -> None:
     made = plan(changed(), "ddp", NEW_GPUS.model_copy(update={"gpus": gpus}))
     assert (made.processes, made.applied.parallelism) == (processes, "ddp")
-    assert list(made.left_out) == [f"{gpus - processes} of {gpus} GPUs"]
+    assert list(made.skipped) == [f"{gpus - processes} of {gpus} GPUs"]
 
 
 def test_ddp_of_one_process_is_left_out() -> None:
     made = plan(changed(), "ddp", NEW_GPUS.model_copy(update={"gpus": 1}))
-    assert (made.processes, made.applied.parallelism, list(made.left_out)) == (1, "none", ["ddp"])
+    assert (made.processes, made.applied.parallelism, list(made.skipped)) == (1, "none", ["ddp"])
 
 
 def test_a_batch_that_does_not_divide() -> None:
@@ -273,15 +273,15 @@ def test_bf16_where_the_machine_only_emulates_it(
     machine: Machine, device: str, applied: str, reason: str | None
 ) -> None:
     made = plan(changed(device=device), "memory", machine)
-    assert made.asked.precision == "bf16"
-    assert made.applied == made.asked.model_copy(update={"precision": applied})
-    assert list(made.left_out) == (["bf16"] if reason else [])
-    assert reason is None or made.left_out["bf16"].startswith(reason)
+    assert made.requested.precision == "bf16"
+    assert made.applied == made.requested.model_copy(update={"precision": applied})
+    assert list(made.skipped) == (["bf16"] if reason else [])
+    assert reason is None or made.skipped["bf16"].startswith(reason)
 
 
 def test_bf16_run_or_refused_all_the_same() -> None:
     made = plan(changed(without_native="run"), "memory", PLAIN_CPU)
-    assert (made.applied.precision, made.left_out) == ("bf16", {})
+    assert (made.applied.precision, made.skipped) == ("bf16", {})
     with pytest.raises(ConfigError, match=r"set train.without_native to 'leave_out' or 'run'"):
         plan(changed(without_native="refuse"), "memory", PLAIN_CPU)
 

@@ -271,8 +271,8 @@ def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[Ar
     base = plan(config, config.compare.baseline, machine).applied
     for name in config.bench.ablate:
         ours = plan(config, name, machine)
-        requested, applied = techniques_of(ours.asked), techniques_of(ours.applied)
-        without[name] = {key: reason for key, reason in ours.left_out.items() if key in requested}
+        requested, applied = techniques_of(ours.requested), techniques_of(ours.applied)
+        without[name] = {key: reason for key, reason in ours.skipped.items() if key in requested}
         techniques = {
             technique: keys
             for technique, keys in applied.items()

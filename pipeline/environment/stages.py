@@ -42,8 +42,8 @@ def training(plan: Plan) -> dict[str, Any]:
 def _of_variant(plan: Plan) -> dict[str, Any]:
     """Its code, and what of its plan numbers depend on: not the reasons, which are texts. With the job at its scale."""
     decisive = {
-        **_plain(plan, but=frozenset({"left_out", "decided", "train"})),
-        "left_out": sorted(plan.left_out),
+        **_plain(plan, but=frozenset({"skipped", "decided", "train"})),
+        "skipped": sorted(plan.skipped),
         "job": _plain(plan.train, but=Train.OF_RUNS | Train.OF_RESUMING),
     }
     return {"code": code.of_variant(plan), "plan": decisive}

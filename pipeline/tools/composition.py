@@ -34,7 +34,7 @@ def show(config: Config, name: str, machine: Machine) -> None:
     for technique in applied:
         changed = ", ".join(_changes(technique))
         print(f"  {technique.name:<{width}}  {f'[{changed}] ' if changed else ''}{entry(technique.name).does}.")
-    for skipped, reason in plan.left_out.items():
+    for skipped, reason in plan.skipped.items():
         print(f"left out: {skipped}: {reason}")
 
 

@@ -73,7 +73,7 @@ def _here(config: Config, name: str, values: Mapping[str, Any], machine: Machine
         made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
     except ConfigError as error:
         return False, str(error)
-    left_out = "; ".join(f"{technique} is left out: {reason}" for technique, reason in made.left_out.items())
+    left_out = "; ".join(f"{technique} is left out: {reason}" for technique, reason in made.skipped.items())
     if asked(variant) and not asked(made.applied):
         return False, left_out
     return True, f"can run here, but {left_out}" if left_out else "can run here"

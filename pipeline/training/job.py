@@ -168,7 +168,7 @@ class Job:
         result = Result(
             variant=plan.name,
             environment=self.environment_hash,
-            config={"train": config.train.model_dump(mode="json"), "variant": plan.asked.model_dump(mode="json")},
+            config={"train": config.train.model_dump(mode="json"), "variant": plan.requested.model_dump(mode="json")},
             **dict(self.setup),
             dataset=dataset_of(self.assembly.dataset),
             summary=summarise(runs),
@@ -281,5 +281,5 @@ def _announce(plan: Plan, world: World, device_name: str) -> None:
     if plan.devices_per_process > 1:
         place += f" for {plan.devices_per_process} GPUs"
     print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
-    for technique, reason in plan.left_out.items():
+    for technique, reason in plan.skipped.items():
         print(f"{plan.name}: {technique} is left out: {reason}", flush=True)

@@ -33,7 +33,7 @@ def setup_of(training: Training, device_name: str) -> Setup:
     plan, world = training.plan, training.world
     return Setup(
         applied=plan.applied.model_dump(mode="json"),
-        left_out=plan.left_out,
+        left_out=plan.skipped,
         decided=plan.decided,
         batch_size=training.train.batch_size,
         learning_rate=training.train.learning_rate,

@@ -35,13 +35,13 @@ def planned(machine: Machine, **variant: Any) -> Plan:
 def test_one_process_drives_all_gpus() -> None:
     made = planned(GPUS, gradient_accumulation=2)
     assert (made.processes, made.devices_per_process, made.micro_batch_size) == (1, 4, 128)
-    assert (made.applied.parallelism, made.left_out) == ("data_parallel", {})
+    assert (made.applied.parallelism, made.skipped) == ("data_parallel", {})
 
 
 def test_with_one_gpu_it_is_left_out() -> None:
     made = planned(GPUS.model_copy(update={"gpus": 1}))
     assert (made.devices_per_process, made.applied.parallelism) == (1, "none")
-    assert made.left_out == {"data_parallel": "there is one GPU"}
+    assert made.skipped == {"data_parallel": "there is one GPU"}
 
 
 def test_it_needs_a_gpu() -> None:

@@ -163,5 +163,5 @@ def test_options_of_a_ddp_that_is_left_out_are_left_out_too() -> None:
     values = {"parallelism": "ddp", "processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "scaling": "weak"}
     made = plan(parse({"variants": {"baseline": values}}), "baseline", ONE_CPU)
     assert made.applied == Variant(processes=1)
-    assert sorted(made.left_out) == ["bucket_mb", "ddp", "powersgd", "weak_scaling"]
+    assert sorted(made.skipped) == ["bucket_mb", "ddp", "powersgd", "weak_scaling"]
     assert (made.processes, made.scale) == (1, 1)

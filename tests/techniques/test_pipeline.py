@@ -422,7 +422,7 @@ def test_a_plan_of_stages(machine: Machine, variant: dict[str, Any], shape: tupl
     assert (made.processes, made.model_processes, made.micro_batches, made.micro_batch_size) == shape
     assert made.applied.gradient_accumulation == made.micro_batches
     assert made.data_processes == variant.get("replicas", 1)
-    assert bool(made.left_out) == (machine.gpus == 5)
+    assert bool(made.skipped) == (machine.gpus == 5)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_what_no_pipeline_can_be_is_refused(variant: dict[str, Any], message: st
 
 def test_one_process_needs_no_pipeline() -> None:
     made = planned(processes=1)
-    assert (made.applied.parallelism, made.micro_batches, list(made.left_out)) == ("none", 1, ["pipeline"])
+    assert (made.applied.parallelism, made.micro_batches, list(made.skipped)) == ("none", 1, ["pipeline"])
 
 
 def _refused(joined: World, dataset: Dataset, models: list[nn.Module]) -> list[str]:

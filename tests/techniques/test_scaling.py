@@ -31,7 +31,7 @@ def test_each_process_takes_the_batch_and_the_rate_grows_with_them() -> None:
     found, job = made(GPUS, train={"batch_size": 100, "learning_rate": 0.1}, gradient_accumulation=4)
     assert (found.processes, found.scale, found.micro_batches, found.micro_batch_size) == (8, 8, 4, 25)
     assert (job.batch_size, job.learning_rate) == (800, pytest.approx(0.8))
-    assert found.left_out == {}, "no GPU is left out for a batch that does not divide among them"
+    assert found.skipped == {}, "no GPU is left out for a batch that does not divide among them"
 
 
 def test_strong_scaling_leaves_the_job_as_it_is() -> None:

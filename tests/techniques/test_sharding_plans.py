@@ -50,9 +50,9 @@ def test_replicas_take_the_same_number_of_processes_each() -> None:
     assert planned(CPU, parallelism="fsdp", replicas=2).processes == 4
     assert planned(CPU, parallelism="tensor", replicas=3, batch_size=255).processes == 6
     made = planned(gpus(5), parallelism="tensor", replicas=2)
-    assert (made.processes, list(made.left_out)) == (4, ["1 of 5 GPUs"])
+    assert (made.processes, list(made.skipped)) == (4, ["1 of 5 GPUs"])
     made = planned(gpus(7), parallelism="fsdp", replicas=2)  # six do not share out 256 samples evenly
-    assert (made.processes, list(made.left_out)) == (4, ["3 of 7 GPUs"])
+    assert (made.processes, list(made.skipped)) == (4, ["3 of 7 GPUs"])
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_of_one_process_all_that_shards_is_left_out() -> None:
         cpu_offload=True,
     )
     assert (made.processes, made.applied) == (1, config().variants["baseline"])
-    assert list(made.left_out) == ["fsdp", "keep_gathered", "parameter_precision", "cpu_offload"]
+    assert list(made.skipped) == ["fsdp", "keep_gathered", "parameter_precision", "cpu_offload"]
 
 
 def test_bf16_parameters_that_a_machine_would_emulate_are_left_out() -> None:
     old = gpus(2).model_copy(update={"gpu_native_bf16": False})
     made = planned(old, parallelism="fsdp", parameter_precision="bf16")
-    assert (made.applied.parameter_precision, list(made.left_out)) == ("fp32", ["parameter_precision"])
+    assert (made.applied.parameter_precision, list(made.skipped)) == ("fp32", ["parameter_precision"])
 
 
 def test_each_name_says_what_it_is() -> None:
@@ -174,4 +174,4 @@ def test_the_ready_made_set_can_be_planned_for() -> None:
     read = parse({"variants": values})
     for machine in (CPU, gpus(4), gpus(8)):
         for name in values.keys() - ({"fsdp-offloaded"} if machine is CPU else set()):  # for GPUs alone
-            assert plan(read, name, machine).left_out == {}
+            assert plan(read, name, machine).skipped == {}

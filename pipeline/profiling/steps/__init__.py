@@ -167,7 +167,10 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
                 **dict(setup),
                 variant=plan.name,
                 environment=environment.hash_of(fingerprint, "variants", plan.name),
-                config={"train": config.train.model_dump(mode="json"), "variant": plan.asked.model_dump(mode="json")},
+                config={
+                    "train": config.train.model_dump(mode="json"),
+                    "variant": plan.requested.model_dump(mode="json"),
+                },
                 dataset=dataset_of(assembly.dataset),
                 seed=seed,
                 steps=found.steps,

@@ -95,7 +95,7 @@ def _variants(job: Job) -> Iterator[Finding]:
         names = ", ".join(name for name, why in job.refused.items() if why == reason)
         remedy = "follow the message, or use a machine that has what the variant asks for"
         yield Finding("variants", "problem", f"cannot run here: {names}: {reason}", remedy)
-    left_out = [(name, *each) for name, plan in job.plans.items() for each in plan.left_out.items()]
+    left_out = [(name, *each) for name, plan in job.plans.items() for each in plan.skipped.items()]
     for name, technique, reason in left_out:
         remedy = "none needed if that is known: the report says so"
         if technique == "bf16":

@@ -200,12 +200,12 @@ class Verifier:
         """How many claims of ``variants.<name>`` there are, if all can be tried."""
         plan = planned(self.config, name, self.machine, self.prepared)
         changes = {each.changes for each in params.asked(plan.applied)}
-        return len(plan.left_out) + 3 * ("rounding" in changes) + ("nothing" in changes) + 2
+        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + 2
 
     def claims(self, name: str) -> Iterator[Claim]:
         """Those of ``variants.<name>``. What cannot be tried here is not promised, and says so."""
         plan = planned(self.config, name, self.machine, self.prepared)
-        for technique, reason in plan.left_out.items():
+        for technique, reason in plan.skipped.items():
             yield Claim(name, f"{technique} is left out", note=reason, undecided=UNTRIED)
         entries = params.asked(plan.applied)
         try:
@@ -375,7 +375,7 @@ class Verifier:
 
     def _settled(self, plan: Plan) -> str:
         """What a training depends on: plans that run alike share it."""
-        values = plan.model_dump(mode="json", exclude={"name", "asked", "left_out", "decided"})
+        values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
         values["applied"].pop("processes", None)  # "auto", and the number it comes to, are the same
         return json.dumps(values, sort_keys=True)
 
