@@ -7,10 +7,15 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test test-all rehearse fuzz kills lint docs ui bench gpu-check image image-check services-check lock clean
+.PHONY: repro again test test-all rehearse fuzz kills lint docs ui bench gpu-check image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
+	$(BIN)/dvc repro
+
+again: .venv/installed  # one more session of the bench, which the comparison takes in
+	$(BIN)/dvc repro environment prepare
+	$(BIN)/python -m pipeline bench --again
 	$(BIN)/dvc repro
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal

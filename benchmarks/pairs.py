@@ -48,7 +48,7 @@ class Checkout:
     def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
         self.path = path
         path.mkdir(parents=True)
-        kept = ("profiles/README.md", "inference/README.md")
+        kept = ("profiles/README.md", "inference/README.md", "sessions/README.md")
         for name in ("pipeline", "dvc.yaml", ".dvc/config", ".dvc/plots", ".dvcignore", ".gitignore", *kept):
             source, target = ROOT / name, path / name
             target.parent.mkdir(parents=True, exist_ok=True)

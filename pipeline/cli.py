@@ -80,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("prepare", _prepare, "Decode the raw files once, into packed arrays.")
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
     train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
-    add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
+    bench = add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
+    bench.add_argument("--again", action="store_true", help="one more session, into a file of its own under sessions/")
     profile = add("profile", _profile, "Tell where a variant's step spends its time; write profiles/VARIANT/.")
     profile.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
@@ -169,11 +170,11 @@ def _train(parsed: argparse.Namespace) -> None:
     job.run(config, parsed.variant, machine, PREPARED)
 
 
-def _bench(_: argparse.Namespace) -> None:
+def _bench(parsed: argparse.Namespace) -> None:
     from pipeline import environment, params
     from pipeline.benchmark import rounds
 
-    rounds.run(params.load(), environment.machine())
+    rounds.run(params.load(), environment.machine(), again=parsed.again)
 
 
 def _arms(_: argparse.Namespace) -> None:
@@ -213,7 +214,8 @@ def _compare(_: argparse.Namespace) -> None:
 
     config = params.load()
     measured, histories = read_all(config)
-    report.write(compare(measured, histories, results.read_bench(), config.compare, environment.read()), histories)
+    sessions = [results.read_bench(), *results.read_sessions()]
+    report.write(compare(measured, histories, sessions, config.compare, environment.read()), histories)
     print(f"report: {report.REPORTS / 'comparison.html'}")
 
 

@@ -28,6 +28,7 @@ PROFILES = Path("profiles")
 INFERENCE = Path("inference")
 REPORTS = Path("reports")
 BENCH_FILE = Path("bench.json")
+SESSIONS = Path("sessions")
 
 
 class ResultError(PipelineError, ValueError):
@@ -251,8 +252,23 @@ class Arm(Setup):
     """One a round; those of one index were measured side by side."""
 
 
+class Session(Record):
+    """One sitting of the bench: when, and what the machine was like. Nothing is computed from it."""
+
+    start_utc: str
+    """ISO 8601, to the second."""
+    boot_id: str | None
+    """Two sessions of one boot share what is drawn at boot. None: this system does not tell, as below."""
+    uptime_seconds: float | None
+    """When it started."""
+    load_average: float
+    """Of the minute before it started: processes that ran or waited for a processor."""
+    steal_fraction: float | None
+    """Of all processors' time meanwhile, what a hypervisor gave to others."""
+
+
 class Bench(Record):
-    """``bench.json``."""
+    """``bench.json``, and each file of ``sessions``."""
 
     schema_: Literal[2] = 2
     """1: with the role "again" instead of "aa_control". It is not read: to measure anew takes minutes."""
@@ -279,6 +295,10 @@ class Bench(Record):
     """By variant."""
     not_ablated: dict[VariantName, dict[str, str]]
     """Variant -> technique -> why its share was not measured."""
+    session: Session
+    keys: dict[VariantName, str]
+    """By variant: digest of the code, plan, settings and environment it was measured with (``stages.keys``). Sessions in
+    which both have the same keys measured the same pair."""
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
         """The arm of this role; None if there is none."""
@@ -409,6 +429,11 @@ def read_bench(path: Path = BENCH_FILE) -> Bench:
         return _read(path, Bench, "dvc repro bench")
     except FileNotFoundError:
         raise ResultError(f"{path} is missing; run `dvc repro bench`, which measures it.") from None
+
+
+def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
+    """Those that were added to the bench's own, the oldest first. Raises ResultError, naming a file that is none."""
+    return [_read(path, Bench, f"git rm {path}, then make again") for path in sorted(directory.glob("*.json"))]
 
 
 def _read(path: Path, model: type[R], again: str) -> R:

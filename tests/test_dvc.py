@@ -134,7 +134,7 @@ def test_git_ignores_what_is_made_and_keeps_the_lock(fresh: Clone) -> None:
         "params.schema.json",
         ".dvc/plots/variants.json",
     }
-    asked |= {"profiles/README.md", "inference/README.md"}
+    asked |= {"profiles/README.md", "inference/README.md", "sessions/20261123T040000.json"}
     assert set(fresh.run("git", "check-ignore", *asked).split()) == made | kept_here
 
 

@@ -6,6 +6,7 @@ arm, which the server forks (``arm._measure_in_turns``), train and measure.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from typing import Any, Literal, NamedTuple
 from tqdm import tqdm
 
 from pipeline import environment, files
+from pipeline.benchmark import sitting
 from pipeline.benchmark.server import BenchError, Server
+from pipeline.environment import stages
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Config, Machine, misplaced
 from pipeline.params import techniques as techniques_of
-from pipeline.plans import plan
-from pipeline.results import BENCH_FILE, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window, rejections
+from pipeline.plans import plan, plans
+from pipeline.results import BENCH_FILE, SESSIONS, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window, rejections
 
 CALIBRATION_STEPS = 20
 CALIBRATIONS = 5
@@ -210,19 +213,20 @@ def turns_on(device: str, settings: BenchSettings) -> int:
     return settings.turns if device == "cpu" else 1
 
 
-def run(config: Config, machine: Machine) -> None:
-    """Measure all variants and write ``bench.json``.
+def run(config: Config, machine: Machine, *, again: bool = False) -> None:
+    """Measure all variants and write ``bench.json``; ``again``: one more session, into a file of its own.
 
     Interrupted, it writes the rounds that are complete and raises KeyboardInterrupt. Raises PipelineError.
     """
     settings, baseline = config.bench, config.compare.baseline
     seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
+    ended = sitting.begin()
     with Server() as server:
         about = server.describe()
         variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
         specs = [ArmSpec(name, "variant", name, None, server, values) for name, values in variants.items()]
         # Also the warm-up: from here on the files are in memory.
-        samples = {arm.name: calibrate(arm, ledgers=True) for arm in specs}
+        samples = {arm.name: calibrate(arm, ledgers=not again) for arm in specs}
         ledgers = _known(samples, "ledgers", Ledgers)
         flops = _known(samples, "flops", Flops)
         ablated, not_ablated = _ablation(config, machine, server)
@@ -234,6 +238,7 @@ def run(config: Config, machine: Machine) -> None:
         print(f"bench: {said}", flush=True)
         turns = turns_on(about["device"], settings)
         rounds = measure(arms, seconds=seconds, max_rounds=max_rounds, steps=steps, turns=turns, fewest=fewest)
+    session = ended()
     bench = Bench(
         environment=about["environment"],
         commit=environment.checked_out(),
@@ -248,9 +253,12 @@ def run(config: Config, machine: Machine) -> None:
         ledgers=ledgers,
         flops=flops,
         not_ablated=not_ablated,
+        session=session,
+        keys=stages.keys(config, plans(config, machine), environment.read()),
     )
-    files.write_text(BENCH_FILE, bench.to_json())
-    print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s", flush=True)
+    file = SESSIONS / f"{re.sub('[^0-9T]', '', session.start_utc)[:15]}.json" if again else BENCH_FILE
+    files.write_text(file, bench.to_json())
+    print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
     for arm in rounds.arms:
         for line in rejections(arm):
             print(f"bench: {arm.name} {line}", flush=True)

@@ -6,10 +6,12 @@ stage again when what it runs has changed, and only then.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.environment import code
+from pipeline.environment import code, hash_of
 from pipeline.params import Config, Train
 from pipeline.plans import Plan
 
@@ -31,6 +33,22 @@ def described(config: Config, plans: Mapping[str, Plan]) -> dict[str, Any]:
     return {
         "stages": {stage: {"code": code.of_stage(stage), "settings": each} for stage, each in settings.items()},
         "variants": {name: _of_variant(plan) for name, plan in plans.items()},
+    }
+
+
+HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
+"""Settings of the bench that change how much is measured, and not what."""
+
+
+def keys(config: Config, plans: Mapping[str, Plan], fingerprint: Mapping[str, Any]) -> dict[str, str]:
+    """By variant: digest of what its figures in the bench depend on, beside the data: sessions of one key add up."""
+    settings = {"baseline": config.compare.baseline, **_plain(config.bench, but=HOW_LONG)}
+    shared = [code.of_stage("bench"), settings]
+    return {
+        name: hashlib.sha256(
+            json.dumps([hash_of(fingerprint, "variants", name), *shared, _of_variant(plan)], sort_keys=True).encode()
+        ).hexdigest()
+        for name, plan in plans.items()
     }
 
 

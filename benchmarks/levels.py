@@ -1,0 +1,125 @@
+"""How much of a ratio's variance lies between servers, processes and turns, and what each costs.
+
+    python -m benchmarks.levels NAME
+    setarch --addr-no-randomize python -m benchmarks.levels NAME    # and PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS: by name
+
+Arms of a bench are forked from one server, so they share what is drawn with it: where things lie in memory, the hash
+seed. Nested: each server opens fresh processes a few times, and these take turns. The components of variance are those of
+a balanced nested analysis of variance, from the mean squares of the logarithms of the turns' ratios to the baseline's.
+Source of the question: Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.interpreter import let_threads_sleep
+
+let_threads_sleep()  # as `python -m pipeline` does
+
+from benchmarks import machines
+from benchmarks.pairs import ROOT, Checkout
+from benchmarks.stages import fashion_mnist
+from pipeline import params
+from pipeline.benchmark.server import Server
+
+LEVELS = ("servers", "processes", "turns")
+STEPS = 10
+"""Of a turn."""
+
+
+def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> dict[str, float]:
+    """Standard deviations at each level, of ``logs`` [servers, processes of each, turns of each]; 0 where the mean
+    squares say less than nothing."""
+    servers, processes, turns = logs.shape
+    by_process = logs.mean(axis=2)
+    by_server = by_process.mean(axis=1)
+    within = ((logs - by_process[..., None]) ** 2).sum() / (servers * processes * (turns - 1))
+    between = turns * ((by_process - by_server[:, None]) ** 2).sum() / (servers * (processes - 1))
+    above = processes * turns * ((by_server - by_server.mean()) ** 2).sum() / (servers - 1)
+    variances = ((above - between) / (processes * turns), (between - within) / turns, within)
+    return {level: float(max(0.0, each)) ** 0.5 for level, each in zip(LEVELS, variances, strict=True)}
+
+
+def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dict[str, Any]:
+    """Every variant of the default job, and the baseline once more, measured at all levels."""
+    config = params.load(ROOT / params.PARAMS_FILE)
+    baseline, took = config.compare.baseline, {level: 0.0 for level in LEVELS}
+    seconds: dict[str, list[list[list[float]]]] = {}
+
+    def timed(level: str, began: float) -> float:
+        took[level] += (elapsed := time.perf_counter() - began)
+        return elapsed
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, packed = fashion_mnist(Path(folder))
+        checkout = Checkout(Path(folder, "checkout"), **config.model_dump(mode="json"))
+        checkout.use(packed)
+        for index in range(servers):
+            began = time.perf_counter()
+            with Server(checkout.path) as server:
+                variants = server.describe()["variants"]
+                arms = {**variants, f"{baseline} again": variants[baseline]}
+                server.measure(baseline, variants[baseline], STEPS)  # the first also starts what others are forked from
+                timed("servers", began)
+                for again in range(processes):
+                    began = time.perf_counter()
+                    for name, values in arms.items():
+                        server.open(name, values, STEPS * (turns + rehearsals))
+                    timed("processes", began)
+                    for turn in range(-rehearsals, turns):
+                        names = list(arms)[turn % len(arms) :] + list(arms)[: turn % len(arms)]
+                        for name in names[:: 1 if again % 2 == 0 else -1]:
+                            began = time.perf_counter()
+                            server.turn(name, STEPS)
+                            if turn >= 0:
+                                at = seconds.setdefault(name, [])
+                                if len(at) == index:
+                                    at.append([])
+                                if len(at[index]) == again:
+                                    at[index].append([])
+                                at[index][again].append(timed("turns", began))
+                    began = time.perf_counter()
+                    for name in arms:
+                        server.close(name)
+                    timed("processes", began)
+    reference = np.log(np.array(seconds[baseline]))
+    logs = {name: reference - np.log(np.array(each)) for name, each in seconds.items() if name != baseline}
+    cost = dict(zip(LEVELS, (servers, servers * processes, servers * processes * turns * len(seconds)), strict=True))
+    return {
+        "levels": {"servers": servers, "processes": processes, "turns": turns, "steps": STEPS},
+        "seconds_each": {level: took[level] / count for level, count in cost.items()},
+        "ratios": {
+            name: {
+                "throughput": float(np.exp(each.mean())),
+                "deviations": components(each),
+                "by_server": [round(float(value), 4) for value in np.exp(each.mean(axis=(1, 2)))],
+            }
+            for name, each in logs.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.levels", description=__doc__)
+    parser.add_argument("name", help="under which the figures are kept, such as aslr-off")
+    for level, default in zip(LEVELS, (6, 4, 6), strict=True):
+        parser.add_argument(f"--{level}", type=int, default=default)
+    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
+    asked = parser.parse_args()
+    figure = nested(asked.servers, asked.processes, asked.turns)
+    path, _ = machines.keep(asked.figures, "levels-", "levels", asked.name, figure)
+    for name, each in figure["ratios"].items():
+        shown = ", ".join(f"{level} {deviation:.1%}" for level, deviation in each["deviations"].items())
+        print(f"{name:20} {each['throughput']:.3f}  {shown}")
+    print(f"in {path}")
+
+
+if __name__ == "__main__":
+    main()

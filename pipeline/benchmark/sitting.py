@@ -1,0 +1,34 @@
+"""What the machine was like while a bench ran: told beside its figures, and used for none of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from pipeline.results import Session
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def begin() -> Callable[[], Session]:
+    """Call it when a bench starts; what it returns tells of the session when the bench has ended."""
+    start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
+    uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
+
+    def ended() -> Session:
+        spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
+        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))  # which user holds
+        return Session(
+            start_utc=start.isoformat(timespec="seconds"),
+            boot_id=BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else None,
+            uptime_seconds=uptime,
+            load_average=load,
+            steal_fraction=spent["steal"] / total if "steal" in spent and total > 0 else None,
+        )
+
+    return ended

@@ -1,0 +1,86 @@
+"""What several sessions of the bench say together: a ratio that holds beyond one sitting.
+
+Within a session a ratio's interval covers its rounds. What is drawn once a sitting (the layout of memory, the boot, the
+neighbours, the day) is the same in all of them, and shows only between sessions.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from scipy.special import stdtrit
+
+from pipeline.comparison import stats
+from pipeline.comparison.stats import Interval
+from pipeline.comparison.verdicts import Quantity, Ratio, SessionRatio
+
+MOST_SESSIONS = 20
+"""To add more of them is no advice."""
+
+
+def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) -> Interval:
+    """The geometric mean of the sessions' ratios, each counting the same, with its interval; of one, itself.
+
+    A t interval of S - 1 degrees of freedom on their logarithms, as sessions are independent draws of what a sitting
+    brings. On neither side is it narrower than the sessions' own intervals are in the median: a few that happen to agree
+    know no more than their rounds do. Raises ValueError for none, or for one without bounds.
+    """
+    if not intervals or any(each.low <= 0 for each in intervals):
+        raise ValueError("sessions: expected at least one interval, and each with its bounds.")
+    if len(intervals) == 1:
+        return intervals[0]
+    logs = [math.log(each.estimate) for each in intervals]
+    below = statistics.median(log - math.log(each.low) for log, each in zip(logs, intervals, strict=True))
+    above = statistics.median(math.log(each.high) - log for log, each in zip(logs, intervals, strict=True))
+    mean, half = statistics.fmean(logs), _half(statistics.stdev(logs), len(logs), confidence)
+    low, high = mean - max(half, below), mean + max(half, above)
+    return Interval(math.exp(mean), math.exp(low), math.exp(high), sum(each.count for each in intervals))
+
+
+def _half(deviation: float, sessions: int, confidence: float = 0.95) -> float:
+    return float(stdtrit(sessions - 1, (1 + confidence) / 2)) * deviation / math.sqrt(sessions)
+
+
+def sessions_needed(logs: Sequence[float], margin: float) -> int | None:
+    """About how many more sessions would decide, if mean and deviation stay. None if that cannot be foreseen: there is
+    one alone, the mean lies on the margin's very edge, or more than ``MOST_SESSIONS`` would be missing."""
+    if len(logs) < 2:
+        return None
+    room, deviation = abs(abs(statistics.fmean(logs)) - math.log1p(margin)), statistics.stdev(logs)
+    return next((n for n in range(1, MOST_SESSIONS + 1) if _half(deviation, len(logs) + n) < room), None)
+
+
+def combined(found: Sequence[tuple[str, Ratio]], quantity: Quantity) -> Ratio:
+    """One ratio of those that the sessions gave: (when it started, the ratio), the first being the bench's own.
+
+    An untrusted session counts for nothing. Where fewer than two are trusted, it is that one, or the bench's own.
+    """
+    shown = tuple(
+        SessionRatio(
+            start_utc=start, estimate=each.estimate, low=each.low, high=each.high, pairs=each.pairs,
+            counts=each.decision != "untrusted" and each.low is not None,
+        )
+        for start, each in found
+    )  # fmt: skip
+    trusted = [each for (_, each), session in zip(found, shown, strict=True) if session.counts]
+    if len(trusted) < 2:
+        return (trusted or [found[0][1]])[0].model_copy(update={"sessions": shown})
+    intervals = [stats.Interval(each.estimate, each.low, each.high, each.pairs) for each in trusted]
+    interval, margin = over_sessions(intervals), trusted[0].margin
+    decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
+    needed = sessions_needed([math.log(each.estimate) for each in intervals], margin)
+    return Ratio(
+        estimate=interval.estimate,
+        low=interval.low,
+        high=interval.high,
+        pairs=interval.count,
+        refused=sum(each.refused for each in trusted),
+        margin=margin,
+        decision=decision,
+        more_pairs=None,
+        more_sessions=needed if decision == "undecided" else None,
+        why_untrusted=None,
+        sessions=shown,
+    )

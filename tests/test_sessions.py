@@ -1,0 +1,151 @@
+"""Several sessions of the bench: what they say together, and which of them count."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pipeline.comparison.compare import Compared, compare
+from pipeline.comparison.sessions import combined, over_sessions, sessions_needed
+from pipeline.comparison.stats import Interval, paired_ratio
+from pipeline.comparison.verdicts import THROUGHPUT, Ratio
+from pipeline.params import Compare
+from pipeline.results import Bench, Result, Session
+from tests.factories import ENVIRONMENT, make_bench, make_histories, make_results
+
+
+def interval(log: float, half: float = 0.01, count: int = 8) -> Interval:
+    return Interval(*(math.exp(log + each) for each in (0, -half, half)), count)
+
+
+def bounds(found: Interval) -> list[float]:
+    return [math.log(each) for each in (found.estimate, found.low, found.high)]
+
+
+def test_of_one_session_it_is_that_session_s() -> None:
+    assert over_sessions([interval(0.3)]) == interval(0.3)
+
+
+def test_it_is_the_mean_with_a_t_interval_and_each_counts_the_same() -> None:
+    found = over_sessions([interval(0.0, count=6), interval(0.1, count=20), interval(0.2)])
+    half = 4.302653 * 0.1 / math.sqrt(3)  # t of 2 degrees, from any table
+    assert bounds(found) == pytest.approx([0.1, 0.1 - half, 0.1 + half], rel=1e-6)
+    assert found.count == 34
+
+
+def test_sessions_that_agree_are_no_surer_than_one() -> None:
+    assert bounds(over_sessions([interval(0.1, 0.02), interval(0.1, 0.03), interval(0.1, 0.05)])) == pytest.approx(
+        [0.1, 0.07, 0.13]
+    )
+
+
+def test_one_that_strays_widens_it_to_both_sides() -> None:
+    calm = over_sessions([interval(0.3), interval(0.31), interval(0.29)])
+    strayed = over_sessions([interval(0.3), interval(0.31), interval(0.29), interval(0.0)])
+    assert calm.low > 1.2
+    assert strayed.low < 1 < strayed.high
+
+
+def test_nothing_and_what_has_no_bounds_are_no_sessions() -> None:
+    for each in ([], [interval(0.1), Interval(1.0, 0.0, math.inf, 3)]):
+        with pytest.raises(ValueError, match="sessions"):
+            over_sessions(each)
+
+
+def test_how_many_more_would_decide() -> None:
+    # Of n in all, the half-width is t_n-1 * 0.1 / sqrt(n): 0.0925 of 7 and 0.0836 of 8; from 0.1 to the margin it is 0.09.
+    logs, margin = [0.0, 0.1, 0.2], math.expm1(0.01)
+    assert sessions_needed(logs, margin) == 5
+    assert sessions_needed([0.1], margin) is None
+    assert sessions_needed([0.0, 5.0], margin) is None
+
+
+def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
+    found = interval(log)
+    return Ratio(
+        estimate=found.estimate, low=found.low, high=found.high, pairs=8, refused=refused, margin=0.03,
+        decision=decision, more_pairs=None, why_untrusted="noise" if decision == "untrusted" else None,
+    )  # fmt: skip
+
+
+def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
+    found = combined([("a", ratio(3.0, "untrusted")), ("b", ratio(0.5)), ("c", ratio(0.51)), ("d", ratio(0.52))], THROUGHPUT)
+    assert found.estimate == pytest.approx(math.exp(0.51))
+    assert (found.decision, found.pairs) == ("better", 24)
+    assert [(each.start_utc, each.counts) for each in found.sessions] == [
+        ("a", False), ("b", True), ("c", True), ("d", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("others", [[], [("b", ratio(0.5, "untrusted"))]])
+def test_where_one_is_trusted_it_is_that_one(others: list[tuple[str, Ratio]]) -> None:
+    found = combined([("a", ratio(0.2)), *others], THROUGHPUT)
+    assert found.model_copy(update={"sessions": ()}) == ratio(0.2)
+    assert combined([("b", ratio(0.5, "untrusted")), ("a", ratio(0.2))], THROUGHPUT).estimate == pytest.approx(math.exp(0.2))
+
+
+def test_sessions_that_disagree_decide_nothing_and_say_how_many_more_would() -> None:
+    found = combined([("a", ratio(0.1)), ("b", ratio(0.0, "same")), ("c", ratio(0.2))], THROUGHPUT)
+    assert (found.decision, found.more_pairs) == ("undecided", None)
+    assert found.more_sessions == sessions_needed([0.1, 0.0, 0.2], 0.03)
+
+
+KEYS = {"baseline": "k", "ddp": "k", "memory": "k"}
+
+
+def session(day: int, faster: float, keys: dict[str, str] = KEYS, **changes: Any) -> Bench:
+    return make_bench(
+        throughput={"ddp": faster, "memory": 0.8},
+        keys=keys,
+        session=Session(
+            start_utc=f"2026-11-{day:02}T12:00:00+00:00", boot_id="b", uptime_seconds=1.0, load_average=0.1,
+            steal_fraction=0.0,
+        ),
+        **changes,
+    )  # fmt: skip
+
+
+def over(*sessions: Bench) -> dict[str, Compared]:
+    measured: list[Result] = make_results()
+    found = compare(measured, make_histories(), sessions, Compare(), ENVIRONMENT)
+    return {each.variant: each for each in found.variants}
+
+
+def throughput(compared: Compared) -> Ratio:
+    assert compared.throughput
+    return compared.throughput
+
+
+def test_a_comparison_is_over_all_sessions_of_the_same_pair() -> None:
+    found = throughput(over(session(1, 1.5), session(2, 1.6), session(3, 1.7))["ddp"])
+    assert found.estimate == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3), rel=0.01)
+    assert len(found.sessions) == 3
+    assert found.high is not None
+    assert found.high > 1.8
+
+
+def test_a_changed_technique_sets_aside_its_variant_s_sessions_alone() -> None:
+    found = over(session(1, 1.5), session(2, 1.6, KEYS | {"ddp": "before"}))
+    assert [len(throughput(found[name]).sessions) for name in ("ddp", "memory")] == [1, 2]
+
+
+@pytest.mark.parametrize("other", [{"keys": KEYS | {"baseline": "before"}}, {"dataset": None}])
+def test_a_changed_baseline_or_other_data_set_aside_the_session(other: dict[str, Any]) -> None:
+    if "dataset" in other:
+        other = {"dataset": make_results()[0].dataset.model_copy(update={"sha256": "0" * 64})}
+    found = over(session(1, 1.5), session(2, 1.6, **other))
+    assert [len(throughput(found[name]).sessions) for name in ("ddp", "memory")] == [1, 1]
+
+
+def test_what_the_rounds_of_a_session_say_is_the_bench_s_own_statistics() -> None:
+    alone = session(1, 1.5)
+    arm, reference = alone.arm("variant", "ddp"), alone.arm("variant", "baseline")
+    assert arm
+    assert reference
+    pairs = [(a.samples_per_second, b.samples_per_second) for a, b in zip(arm.samples, reference.samples, strict=True)]
+    known = [(a, b) for a, b in pairs if a and b]
+    expected = paired_ratio([a for a, _ in known], [b for _, b in known])
+    found = throughput(over(alone)["ddp"])
+    assert (found.estimate, found.low, found.high) == (expected.estimate, expected.low, expected.high)
