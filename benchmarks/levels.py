@@ -1,11 +1,12 @@
 """How much of a ratio's variance lies between servers, processes and turns, and what each costs.
 
     python -m benchmarks.levels NAME
-    setarch --addr-no-randomize python -m benchmarks.levels NAME    # and PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS: by name
+    setarch --addr-no-randomize python -m benchmarks.levels NAME    # or PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS
 
 Arms of a bench are forked from one server, so they share what is drawn with it: where things lie in memory, the hash
-seed. Nested: each server opens fresh processes a few times, and these take turns. The components of variance are those of
-a balanced nested analysis of variance, from the mean squares of the logarithms of the turns' ratios to the baseline's.
+seed. Nested: each server opens fresh processes a few times, and these take turns. The components of variance are
+those of a balanced nested analysis of variance, from the mean squares of the logarithms of the turns' ratios to the
+baseline's.
 Source of the question: Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013.
 """
 
@@ -50,7 +51,7 @@ def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> 
 def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dict[str, Any]:
     """Every variant of the default job, and the baseline once more, measured at all levels."""
     config = params.load(ROOT / params.PARAMS_FILE)
-    baseline, took = config.compare.baseline, {level: 0.0 for level in LEVELS}
+    baseline, took = config.compare.baseline, dict.fromkeys(LEVELS, 0.0)
     seconds: dict[str, list[list[list[float]]]] = {}
 
     def timed(level: str, began: float) -> float:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sessions --between 0.06 --within 0.05
 
-``between``: standard deviation of a sitting's draw, ``within``: of a round's, both of the logarithm of a ratio. Rounds of a
-session may follow each other: ``autocorrelation`` is that of one round with the next.
+``between``: standard deviation of a sitting's draw, ``within``: of a round's, both of the logarithm of a ratio. Rounds
+may resemble each other: ``autocorrelation`` is that of one round with the next.
 """
 
 from __future__ import annotations

@@ -297,8 +297,8 @@ class Bench(Record):
     """Variant -> technique -> why its share was not measured."""
     session: Session
     keys: dict[VariantName, str]
-    """By variant: digest of the code, plan, settings and environment it was measured with (``stages.keys``). Sessions in
-    which both have the same keys measured the same pair."""
+    """By variant: digest of the code, plan, settings and environment it was measured with (``stages.keys``). Sessions
+    that have the same ones measured the same."""
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
         """The arm of this role; None if there is none."""

@@ -22,6 +22,7 @@ from pipeline.results import (
     Ledgers,
     Result,
     Run,
+    Session,
     Setup,
     Window,
     summarise,
@@ -319,6 +320,14 @@ def make_bench(
         "ledgers": {each.variant: make_ledgers(memory.get(each.variant, 1.0)) for each in measured},
         "flops": {each.variant: make_flops(each.applied) for each in measured},
         "not_ablated": {"memory": {"bf16": "this CPU would emulate it"}} if ablate else {},
+        "session": Session(
+            start_utc="2026-11-20T08:00:00+00:00",
+            boot_id="b",
+            uptime_seconds=3600.0,
+            load_average=0.3,
+            steal_fraction=0.0,
+        ),
+        "keys": {each.variant: "k" for each in measured},
     }
     return Bench(**values | changes)
 
@@ -362,7 +371,7 @@ def make_comparison(
     measured = make_results() if measured is None else measured
     known = make_histories(measured) | dict(histories or {})
     chosen = Compare(**{"baseline": measured[0].variant} | settings)
-    return compare(measured, known, bench or make_bench(measured), chosen, ENVIRONMENT)
+    return compare(measured, known, [bench or make_bench(measured)], chosen, ENVIRONMENT)
 
 
 def make_histories(measured: Sequence[Result]) -> dict[str, Sequence[HistoryRow]]:

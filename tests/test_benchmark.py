@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import environment
+from pipeline import environment, results
 from pipeline.benchmark import rounds
 from pipeline.benchmark.arm import _allowed_wait
 from pipeline.benchmark.rounds import ArmSpec, fewest_rounds, measure, outlook, steps_of, turns_on
 from pipeline.benchmark.server import BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
+from pipeline.environment import stages
 from pipeline.params import Bench, Machine, Variant, parse
+from pipeline.plans import plans
 from pipeline.results import ResultError, Window, read_bench
 from tests.conftest import ROOT
 from tests.factories import JOB, make_bench, make_window
@@ -318,6 +320,16 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(workspace: Path, capsys:
     assert said[-2:] == [
         f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline, A/A control")
     ]
+    rounds.run(parse(params), CPU_ONLY, again=True)
+    (added,), first = results.read_sessions(), read_bench()
+    assert f"in sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out
+    assert (added.keys, added.session.boot_id) == (first.keys, first.session.boot_id)
+    assert added.session.start_utc > first.session.start_utc
+    assert (set(first.ledgers), added.ledgers) == ({"baseline"}, {})
+    longer = parse(params | {"bench": bench | {"max_minutes": 9}})
+    slower = parse(params | {"variants": {"baseline": {"set_to_none": False}}})
+    keys = [stages.keys(each, plans(each, CPU_ONLY), environment.read()) for each in (longer, slower)]
+    assert [each == first.keys for each in keys] == [True, False]
 
 
 def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:

@@ -42,7 +42,7 @@ def compared(
     baseline = next((result for result in measured if result.variant == "baseline"), BASELINE)
     bench = make_bench([baseline, *(result for result in measured if result is not baseline)])
     known = {result.variant: make_history([run.seed for run in result.runs]) for result in measured}
-    return compare(measured, known | (histories or {}), bench, Compare(target_accuracy=target), ENVIRONMENT)
+    return compare(measured, known | (histories or {}), [bench], Compare(target_accuracy=target), ENVIRONMENT)
 
 
 def by_name(comparison: Comparison) -> dict[str, Compared]:
@@ -538,9 +538,9 @@ def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_i
     there, here = with_compiler("g++ 12.2.0"), with_compiler("g++ 14.1.0")
     measured = [BASELINE, make_result("ddp", environment=hash_of(there, "variants", "ddp"))]
     bench = make_bench(measured, environment=hash_of(there, "variants", "baseline", "ddp"))
-    compare(measured, make_histories(measured), bench, Compare(), there)
+    compare(measured, make_histories(measured), [bench], Compare(), there)
     with pytest.raises(ComparisonError) as refused:
-        compare(measured, make_histories(measured), bench, Compare(), here)
+        compare(measured, make_histories(measured), [bench], Compare(), here)
     ddp, of_bench = str(refused.value).splitlines()
     assert ddp.startswith("variant 'ddp' was measured in environment ")
     assert of_bench.startswith("bench.json: the bench was measured in environment ")
@@ -548,7 +548,7 @@ def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_i
     assert "(with compiler g++ 14.1.0)" in of_bench
     gone = ENVIRONMENT | {"relied_on": {"variants": {"baseline": {}}, "forms": {}}}
     with pytest.raises(ComparisonError, match=r"environment\.json is eeeeeeeeeeee \(with no variant 'ddp'\)"):
-        compare([BASELINE], make_histories([BASELINE]), bench, Compare(), gone)
+        compare([BASELINE], make_histories([BASELINE]), [bench], Compare(), gone)
 
 
 def test_other_seeds_are_refused() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.comparison.compare import Compared, compare
+from pipeline.comparison.compare import compare
+from pipeline.comparison.comparison_file import Compared
 from pipeline.comparison.sessions import combined, over_sessions, sessions_needed
 from pipeline.comparison.stats import Interval, paired_ratio
 from pipeline.comparison.verdicts import THROUGHPUT, Ratio
@@ -17,7 +18,7 @@ from tests.factories import ENVIRONMENT, make_bench, make_histories, make_result
 
 
 def interval(log: float, half: float = 0.01, count: int = 8) -> Interval:
-    return Interval(*(math.exp(log + each) for each in (0, -half, half)), count)
+    return Interval(math.exp(log), math.exp(log - half), math.exp(log + half), count)
 
 
 def bounds(found: Interval) -> list[float]:
@@ -55,11 +56,11 @@ def test_nothing_and_what_has_no_bounds_are_no_sessions() -> None:
 
 
 def test_how_many_more_would_decide() -> None:
-    # Of n in all, the half-width is t_n-1 * 0.1 / sqrt(n): 0.0925 of 7 and 0.0836 of 8; from 0.1 to the margin it is 0.09.
+    # Of n in all, the half-width is t_n-1 * 0.1 / sqrt(n): 0.0925 of 7 and 0.0836 of 8. To the margin it is 0.09.
     logs, margin = [0.0, 0.1, 0.2], math.expm1(0.01)
     assert sessions_needed(logs, margin) == 5
     assert sessions_needed([0.1], margin) is None
-    assert sessions_needed([0.0, 5.0], margin) is None
+    assert sessions_needed([0.0, 0.02], margin) is None  # on the very edge
 
 
 def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
@@ -71,7 +72,8 @@ def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
 
 
 def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
-    found = combined([("a", ratio(3.0, "untrusted")), ("b", ratio(0.5)), ("c", ratio(0.51)), ("d", ratio(0.52))], THROUGHPUT)
+    calm = [(name, ratio(log)) for name, log in (("b", 0.5), ("c", 0.51), ("d", 0.52))]
+    found = combined([("a", ratio(3.0, "untrusted")), *calm], THROUGHPUT)
     assert found.estimate == pytest.approx(math.exp(0.51))
     assert (found.decision, found.pairs) == ("better", 24)
     assert [(each.start_utc, each.counts) for each in found.sessions] == [
@@ -83,7 +85,7 @@ def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> Non
 def test_where_one_is_trusted_it_is_that_one(others: list[tuple[str, Ratio]]) -> None:
     found = combined([("a", ratio(0.2)), *others], THROUGHPUT)
     assert found.model_copy(update={"sessions": ()}) == ratio(0.2)
-    assert combined([("b", ratio(0.5, "untrusted")), ("a", ratio(0.2))], THROUGHPUT).estimate == pytest.approx(math.exp(0.2))
+    assert combined([*others, ("a", ratio(0.2))], THROUGHPUT).estimate == found.estimate
 
 
 def test_sessions_that_disagree_decide_nothing_and_say_how_many_more_would() -> None:
@@ -109,7 +111,7 @@ def session(day: int, faster: float, keys: dict[str, str] = KEYS, **changes: Any
 
 def over(*sessions: Bench) -> dict[str, Compared]:
     measured: list[Result] = make_results()
-    found = compare(measured, make_histories(), sessions, Compare(), ENVIRONMENT)
+    found = compare(measured, make_histories(measured), sessions, Compare(), ENVIRONMENT)
     return {each.variant: each for each in found.variants}
 
 

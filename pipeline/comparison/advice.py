@@ -39,6 +39,11 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost) -> list[str
         return [ratio.why_untrusted or "unknown"]
     if ratio.decision != "undecided" or ratio.estimate is None:
         return []
+    if ratio.session_count > 1:
+        over = f"{quantity.noun} is undecided over {ratio.session_count} sessions"
+        if ratio.more_sessions is None:
+            return [f"{over}, and no number of sessions that would decide can be foreseen"]
+        return [f"{over}: about {ratio.more_sessions} more would decide (make again, on other days)"]
     measured = ratio.pairs + ratio.refused
     if ratio.low is None or ratio.high is None:
         lost = f", and {ratio.refused} of {measured} rounds had to be rejected" if ratio.refused else ""

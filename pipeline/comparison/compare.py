@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.comparison import ablation, advice, consistency, figures, pareto, planning, verdicts
-from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
+from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison, SessionSummary
 from pipeline.comparison.consistency import ComparisonError
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Verdict
+from pipeline.comparison.sessions import alike, combined, distinct
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Verdict
 from pipeline.environment import without_stages
 from pipeline.params import Compare, Margins
 from pipeline.results import Arm, Bench, HistoryRow, Result
@@ -21,11 +22,13 @@ from pipeline.results import Arm, Bench, HistoryRow, Result
 def compare(
     measured: Sequence[Result],
     histories: Mapping[str, Sequence[HistoryRow]],
-    bench: Bench,
+    sessions: Sequence[Bench],
     settings: Compare,
     environment: Mapping[str, Any],
 ) -> Comparison:
-    """Compare every result with the baseline's.
+    """Compare every result with the baseline's, over all ``sessions`` that measured the pair as the first did.
+
+    Figures that are no ratios are of the oldest trusted one that measured all variants, if there is one.
 
     On the Pareto front is what nothing beats in throughput, memory and accuracy against the baseline's; a difference
     from the baseline that was not shown to matter counts as none, and one that is not trusted has no place there.
@@ -40,20 +43,30 @@ def compare(
             f"compare.baseline: there is no result of variant {settings.baseline!r}; results: {there}. "
             "Name one of them as the baseline, or run `dvc repro`."
         )
+    bench = sessions[0]
     consistency.check(measured, baseline, histories, bench, environment)
 
-    arms = _arm(bench, "variant", baseline.variant), _arm(bench, "aa_control", baseline.variant)
-    cost = planning.cost_of(bench)
-    noises = (
-        verdicts.noise(*arms, THROUGHPUT, settings.max_spread, cost),
-        verdicts.noise(*arms, MEMORY, settings.max_spread, cost),
-    )
+    sittings = [
+        _Sitting(each, *_noises(each, settings.max_spread))
+        for each in distinct(sessions)
+        if alike(bench, each, baseline.variant)
+    ]
+    names = [each.variant for each in measured]
+    shown = next((each for each in sittings if each.is_calm and alike(bench, each.bench, *names)), None)
+    shown = shown or _Sitting(bench, *_noises(bench, settings.max_spread))
+    described = {key: getattr(bench, key) for key in ("ledgers", "flops", "not_ablated")}  # once, by the first
+    shown = shown._replace(bench=shown.bench.model_copy(update=described))
     others = [result for result in measured if result is not baseline]
-    judgements = {each.variant: _judge(each, baseline, bench, settings.margins, noises) for each in others}
+    judgements = {
+        each.variant: _judge(
+            each, baseline, [one for one in sittings if alike(bench, one.bench, each.variant)], shown, settings.margins
+        )
+        for each in others
+    }
     trusted = {
         name: (not each.throughput.why_untrusted, not each.memory.why_untrusted) for name, each in judgements.items()
     }
-    trusted[baseline.variant] = (not noises[0].why_untrusted, not noises[1].why_untrusted)
+    trusted[baseline.variant] = (not shown.throughput.why_untrusted, not shown.memory.why_untrusted)
     placed = {name: each[:3] for name, each in judgements.items() if each.verdict != "untrusted"}
     front = pareto.on_front(baseline.variant, placed) if all(trusted[baseline.variant]) else set()
     target = settings.target_accuracy
@@ -68,22 +81,58 @@ def compare(
         train=baseline.config["train"],
         parameter_count=baseline.parameter_count,
         seeds=tuple(run.seed for run in baseline.runs),
-        noise_throughput=noises[0],
-        noise_memory=noises[1],
+        noise_throughput=shown.throughput,
+        noise_memory=shown.memory,
         variants=tuple(
             Compared(
                 variant=each.variant,
                 on_front=each.variant in front,
                 **(_NOT_JUDGED if each is baseline else judgements[each.variant]._asdict()),
-                **figures.of_bench(bench, _arm(bench, "variant", each.variant), *trusted[each.variant]),
+                **figures.of_bench(bench, _arm(shown.bench, "variant", each.variant), *trusted[each.variant]),
                 **figures.of_training(each, baseline, times[each.variant], times[baseline.variant]),
             )
             for each in (baseline, *others)
         ),
+        sessions=tuple(_summary(each, [name for name in names if alike(bench, each.bench, name)]) for each in sittings),
         shares=ablation.shares(
-            bench, {name: each.accuracy for name, each in judgements.items()}, settings.margins, noises
+            bench,
+            {name: each.accuracy for name, each in judgements.items()},
+            settings.margins,
+            _noises(bench, settings.max_spread),
         ),
-        bench=bench,
+        bench=shown.bench,
+    )
+
+
+class _Sitting(NamedTuple):
+    """One session, and the baseline against itself in it."""
+
+    bench: Bench
+    throughput: Noise
+    memory: Noise
+
+    @property
+    def is_calm(self) -> bool:
+        return not self.throughput.why_untrusted and not self.memory.why_untrusted
+
+
+def _noises(bench: Bench, max_spread: float) -> tuple[Noise, Noise]:
+    arms = _arm(bench, "variant", bench.baseline), _arm(bench, "aa_control", bench.baseline)
+    cost = planning.cost_of(bench)
+    return verdicts.noise(*arms, THROUGHPUT, max_spread, cost), verdicts.noise(*arms, MEMORY, max_spread, cost)
+
+
+def _summary(sitting: _Sitting, variants: Sequence[str]) -> SessionSummary:
+    bench = sitting.bench
+    arm = _arm(bench, "variant", bench.baseline)
+    return SessionSummary(
+        **bench.session.model_dump(),
+        commit=bench.commit,
+        rounds=len(arm.samples),
+        baseline_samples_per_second=figures.median_of(arm, "samples_per_second"),
+        noise_throughput=sitting.throughput,
+        noise_memory=sitting.memory,
+        variants=tuple(variants),
     )
 
 
@@ -102,11 +151,20 @@ _NOT_JUDGED: dict[str, Any] = {**dict.fromkeys(Judgement._fields), "reasons": ()
 """The baseline is not."""
 
 
-def _judge(result: Result, baseline: Result, bench: Bench, margins: Margins, noises: tuple[Noise, Noise]) -> Judgement:
-    """Of each quantity samples -> interval -> decision at a margin; and the verdict of all decisions."""
-    arms = _arm(bench, "variant", result.variant), _arm(bench, "variant", baseline.variant)
-    throughput = verdicts.ratio(*arms, THROUGHPUT, margins.throughput, noises[0])
-    memory = verdicts.ratio(*arms, MEMORY, margins.memory, noises[1])
+def _judge(
+    result: Result, baseline: Result, sittings: Sequence[_Sitting], shown: _Sitting, margins: Margins
+) -> Judgement:
+    """Of each quantity samples -> interval -> decision at a margin, over sessions; and the verdict of all decisions."""
+
+    def over(quantity: Quantity, margin: float) -> Ratio:
+        found = []
+        for bench, *noises in sittings:
+            arms = _arm(bench, "variant", result.variant), _arm(bench, "variant", baseline.variant)
+            noise = noises[quantity is MEMORY]
+            found.append((bench.session.start_utc, verdicts.ratio(*arms, quantity, margin, noise)))
+        return combined(found, quantity)
+
+    throughput, memory = over(THROUGHPUT, margins.throughput), over(MEMORY, margins.memory)
     difference = figures.accuracy_difference(result, baseline)
     accuracy = verdicts.accuracy(
         [each.difference_fraction for each in difference.seeds],
@@ -116,8 +174,9 @@ def _judge(result: Result, baseline: Result, bench: Bench, margins: Margins, noi
         identical=_weights(result) == _weights(baseline),
     )
     known = [throughput.decision, accuracy.decision]
+    arms = [_arm(shown.bench, "variant", each.variant) for each in (result, baseline)]
     known += [] if verdicts.unmeasurable(arms, MEMORY) else [memory.decision]
-    reasons = advice.reasons(throughput, memory, accuracy, bench)
+    reasons = advice.reasons(throughput, memory, accuracy, shown.bench)
     return Judgement(throughput, memory, accuracy, difference, verdicts.verdict(known), reasons)
 
 

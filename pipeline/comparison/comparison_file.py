@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pipeline.comparison.ablation import Share
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio, Verdict
 from pipeline.params import Margins, VariantName
-from pipeline.results import Bench, Dataset, Flops, Ledgers, Record, Run
+from pipeline.results import Bench, Dataset, Flops, Ledgers, Record, Run, Session
 
 
 class SeedDifference(Record):
@@ -127,6 +127,19 @@ class Compared(Record):
     runs: tuple[Run, ...]
 
 
+class SessionSummary(Session):
+    """One session of the bench, in short."""
+
+    commit: str | None
+    rounds: int
+    baseline_samples_per_second: float | None
+    """Median over its rounds."""
+    noise_throughput: Noise
+    noise_memory: Noise
+    variants: tuple[str, ...]
+    """For which it counts, as far as it is trusted: it measured them and the baseline as they are now."""
+
+
 class Comparison(Record):
     """``reports/comparison.json``."""
 
@@ -146,6 +159,8 @@ class Comparison(Record):
     noise_memory: Noise
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
+    sessions: tuple[SessionSummary, ...] = ()
+    """Those of which something counts, the oldest first; figures other than ratios are of ``bench``."""
     shares: tuple[Share, ...]
     """Of the techniques of ablated variants, in the bench's order."""
     bench: Bench

@@ -16,8 +16,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool) -> dict[str, An
     ledgers, flops = bench.ledgers.get(arm.variant), bench.flops.get(arm.variant)
 
     def median(field: str, trusted: bool) -> float | None:
-        known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
-        return statistics.median(known) if known and trusted else None
+        return median_of(arm, field) if trusted else None
 
     def median_bytes(field: str) -> int | None:
         value = median(field, memory)
@@ -43,6 +42,12 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool) -> dict[str, An
         "model_flops_per_second": achieved,
         "utilisation_fraction": _quotient(achieved, flops.peak_per_second if flops else None),
     }
+
+
+def median_of(arm: Arm, field: str) -> float | None:
+    """Over the rounds that have this figure of ``Window``."""
+    known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
+    return statistics.median(known) if known else None
 
 
 def of_training(result: Result, baseline: Result, time: TimeToTarget, reference: TimeToTarget) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 from pipeline.comparison import stats
 from pipeline.comparison.stats import Interval
 from pipeline.comparison.verdicts import Quantity, Ratio, SessionRatio
+from pipeline.results import Bench
 
 MOST_SESSIONS = 20
 """To add more of them is no advice."""
@@ -24,7 +25,7 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
     """The geometric mean of the sessions' ratios, each counting the same, with its interval; of one, itself.
 
     A t interval of S - 1 degrees of freedom on their logarithms, as sessions are independent draws of what a sitting
-    brings. On neither side is it narrower than the sessions' own intervals are in the median: a few that happen to agree
+    brings. On neither side is it narrower than the median of the sessions' own intervals: a few that happen to agree
     know no more than their rounds do. Raises ValueError for none, or for one without bounds.
     """
     if not intervals or any(each.low <= 0 for each in intervals):
@@ -53,21 +54,23 @@ def sessions_needed(logs: Sequence[float], margin: float) -> int | None:
 
 
 def combined(found: Sequence[tuple[str, Ratio]], quantity: Quantity) -> Ratio:
-    """One ratio of those that the sessions gave: (when it started, the ratio), the first being the bench's own.
+    """One ratio of those that the sessions gave: (when it started, the ratio), at least one.
 
-    An untrusted session counts for nothing. Where fewer than two are trusted, it is that one, or the bench's own.
+    An untrusted session counts for nothing. Where fewer than two are trusted, it is that one's, or the first's.
     """
-    shown = tuple(
-        SessionRatio(
-            start_utc=start, estimate=each.estimate, low=each.low, high=each.high, pairs=each.pairs,
-            counts=each.decision != "untrusted" and each.low is not None,
+    shown, trusted, intervals = [], [], []
+    for start, each in found:
+        counts = each.decision != "untrusted" and each.low is not None
+        shown.append(
+            SessionRatio(
+                start_utc=start, estimate=each.estimate, low=each.low, high=each.high, pairs=each.pairs, counts=counts
+            )
         )
-        for start, each in found
-    )  # fmt: skip
-    trusted = [each for (_, each), session in zip(found, shown, strict=True) if session.counts]
+        if counts and each.estimate and each.low and each.high:
+            trusted.append(each)
+            intervals.append(Interval(each.estimate, each.low, each.high, each.pairs))
     if len(trusted) < 2:
-        return (trusted or [found[0][1]])[0].model_copy(update={"sessions": shown})
-    intervals = [stats.Interval(each.estimate, each.low, each.high, each.pairs) for each in trusted]
+        return (trusted or [found[0][1]])[0].model_copy(update={"sessions": tuple(shown)})
     interval, margin = over_sessions(intervals), trusted[0].margin
     decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
     needed = sessions_needed([math.log(each.estimate) for each in intervals], margin)
@@ -80,7 +83,19 @@ def combined(found: Sequence[tuple[str, Ratio]], quantity: Quantity) -> Ratio:
         margin=margin,
         decision=decision,
         more_pairs=None,
-        more_sessions=needed if decision == "undecided" else None,
         why_untrusted=None,
-        sessions=shown,
+        more_sessions=needed if decision == "undecided" else None,
+        sessions=tuple(shown),
     )
+
+
+def alike(one: Bench, other: Bench, *variants: str) -> bool:
+    """Whether ``other`` measured these ``variants`` as ``one`` did, with its data, and the baseline against itself."""
+    same = all(other.keys.get(name) == one.keys.get(name) and other.arm("variant", name) for name in variants)
+    return same and other.dataset == one.dataset and other.arm("aa_control", one.baseline) is not None
+
+
+def distinct(sessions: Sequence[Bench]) -> list[Bench]:
+    """Each once, the oldest first. Two of the very same samples are one, whatever they say of their time."""
+    found = {tuple(arm.samples for arm in each.arms): each for each in reversed(sessions)}
+    return sorted(found.values(), key=lambda each: each.session.start_utc)

@@ -53,8 +53,21 @@ THROUGHPUT = Quantity("samples_per_second", "throughput", higher_is_better=True)
 MEMORY = Quantity("peak_memory_bytes", "peak memory", higher_is_better=False)
 
 
+class SessionRatio(Record):
+    """What one session gave."""
+
+    start_utc: str
+    estimate: float | None
+    low: float | None
+    high: float | None
+    pairs: int
+    counts: bool
+    """False: it is untrusted, or too few pairs bound it."""
+
+
 class Ratio(Record):
-    """An arm's figure over the reference's: the median of the rounds' ratios, and its 95% interval."""
+    """An arm's figure over the reference's: the median of the rounds' ratios, with its 95% interval; or the mean of
+    what several sessions gave (``sessions.combined``)."""
 
     estimate: float | None
     """None: no round has both."""
@@ -68,8 +81,17 @@ class Ratio(Record):
     margin: float
     decision: Decision
     more_pairs: int | None
-    """Undecided: about how many more pairs would decide. None: decided, or it cannot be foreseen."""
+    """Undecided in one session: about how many more pairs would decide. None: decided, or it cannot be foreseen."""
     why_untrusted: str | None
+    more_sessions: int | None = None
+    """Undecided over several: about how many more would decide."""
+    sessions: tuple[SessionRatio, ...] = ()
+    """Of a variant: those of the same pair, the oldest first."""
+
+    @property
+    def session_count(self) -> int:
+        """On how many sessions it rests."""
+        return max(1, sum(each.counts for each in self.sessions))
 
 
 class Accuracy(Record):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.report import formats, sentences
-from pipeline.report.tables import Column, share_headings, share_rows, tables
+from pipeline.report.tables import Column, session_headings, session_rows, share_headings, share_rows, tables
 
 LIMIT = 65_536
 """Characters of a comment on GitHub."""
@@ -19,14 +19,18 @@ def markdown(comparison: Comparison) -> str:
     headline, *others = tables(comparison)
     title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(sentences.job(comparison))}; commit {sentences.measured_at(comparison.bench)}.")
+    said = escaped(sentences.sessions(comparison))
     blocks = [
-        "\n".join([title, "", *_banner(comparison), *_answers(comparison)]),
+        "\n".join([title, "", *_banner(comparison), said, "", *_answers(comparison)]),
         "\n".join(_table(comparison, headline.columns)),
         _folded(
             "What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in sentences.basis(comparison))]
         ),
     ]
     known = [f"- **{escaped(name)}**: {escaped(text)}" for name, text in sentences.notes(comparison)]
+    if len(comparison.sessions) > 1:
+        rows = [[escaped(cell) for cell in row] for row in session_rows(comparison)]
+        blocks.append(_folded("The sessions", _drawn([escaped(each) for each in session_headings(comparison)], rows)))
     if comparison.shares:
         blocks.append(_folded("Each technique's own share", _shares(comparison)))
     if known:

@@ -47,6 +47,9 @@ def html(comparison: Comparison, histories: Histories) -> str:
             }
             for each in others
         ],
+        sessions=sentences.sessions(comparison),
+        session_headings=tables.session_headings(comparison),
+        session_rows=tables.session_rows(comparison),
         basis=sentences.basis(comparison),
         tables=tables.tables(comparison),
         hues={each.variant: f"v{index % HUES}" for index, each in enumerate(comparison.variants)},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipeline.comparison.comparison_file import Compared, Comparison
+from pipeline.comparison.verdicts import Ratio
 from pipeline.report import formats, sentences
 from pipeline.report.formats import DASH, UNKNOWN
 
@@ -207,6 +208,38 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
             lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
         ),
     )
+
+
+def session_headings(comparison: Comparison) -> list[str]:
+    others = [f"{each.variant}: throughput / memory" for each in comparison.variants[1:]]
+    return ["Session (UTC)", "Boot", "Load", "Stolen", "Rounds", "Baseline a second", "A/A", *others]
+
+
+def session_rows(comparison: Comparison) -> list[list[str]]:
+    """A row a session: what the machine was like, the baseline's speed, its ratio to itself, each variant's ratios."""
+    return [
+        [
+            each.start_utc[:16].replace("T", " "),
+            (each.boot_id or UNKNOWN)[:8],
+            f"{each.load_average:.1f}",
+            formats.percent(each.steal_fraction, 1),
+            str(each.rounds),
+            formats.number(each.baseline_samples_per_second),
+            sentences.noise_text(each.noise_throughput),
+            *(
+                " / ".join(_of_session(ratio, each.start_utc) for ratio in (other.throughput, other.memory))
+                for other in comparison.variants[1:]
+            ),
+        ]
+        for each in comparison.sessions
+    ]
+
+
+def _of_session(ratio: Ratio | None, start: str) -> str:
+    found = next((each for each in ratio.sessions if each.start_utc == start), None) if ratio else None
+    if found is None:
+        return DASH
+    return formats.times(found.estimate) if found.counts else f"[{formats.times(found.estimate)}]"
 
 
 def share_headings() -> tuple[str, ...]:

@@ -7,10 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from pipeline.comparison.compare import compare
+from pipeline.params import Compare
 from pipeline.report import html, markdown
-from pipeline.results import Dataset, Window
-from tests.factories import ENVIRONMENT, make_bench, make_flops, make_ledgers, make_result, make_results, make_run
+from pipeline.results import Bench, Dataset, Session, Window
+from tests.factories import (
+    ENVIRONMENT,
+    make_bench,
+    make_flops,
+    make_histories,
+    make_ledgers,
+    make_result,
+    make_results,
+    make_run,
+)
 from tests.report.conftest import REASON, Made, made
 from tests.report.reader import Page
 
@@ -88,7 +100,29 @@ def alone() -> Made:
     return made([make_result("baseline", runs)], refused=every, ledgers={}, flops={}, commit=None)
 
 
-REPORTS: Mapping[str, Callable[[], Made]] = {"every_verdict": every_verdict, "stopped": stopped, "alone": alone}
+def over_sessions() -> Made:
+    """Four sessions of three variants: one was noisy, and ddp was another before the last."""
+    measured = make_results()
+
+    def session(day: int, ddp: float, **changes: Any) -> Bench:
+        start = Session(
+            start_utc=f"2026-11-{day}T08:00:00+00:00", boot_id=f"{day}-boot", uptime_seconds=60.0, load_average=0.5,
+            steal_fraction=0.012,
+        )  # fmt: skip
+        return make_bench(measured, throughput={"ddp": ddp, "memory": 0.8}, refused={}, session=start, **changes)
+
+    before = {"baseline": "k", "ddp": "before", "memory": "k"}
+    sessions = [session(20, 1.5), session(17, 1.02, keys=before), session(18, 1.3), session(19, 1.4, noise=0.5)]
+    histories = make_histories(measured)
+    return Made(compare(measured, histories, sessions, Compare(), ENVIRONMENT), histories)
+
+
+REPORTS: Mapping[str, Callable[[], Made]] = {
+    "every_verdict": every_verdict,
+    "stopped": stopped,
+    "alone": alone,
+    "over_sessions": over_sessions,
+}
 
 
 def texts(name: str) -> dict[str, str]:
