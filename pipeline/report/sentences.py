@@ -92,11 +92,10 @@ def sentences(fragments: Sequence[str]) -> list[str]:
 
 def sessions(comparison: Comparison) -> str:
     """For how long the ratios hold: what stands above them."""
-    found = comparison.sessions
+    found = [each for each in comparison.sessions if not each.noise_throughput.why_untrusted]
     most = max((each.throughput.session_count for each in comparison.variants if each.throughput), default=1)
     if most == 1:
         return "In one session: in others these ratios may differ, by how much is unknown. `make again` adds one."
-    found = [each for each in found if not each.noise_throughput.why_untrusted]
     first, last = (each.start_utc[:16].replace("T", " ") for each in (found[0], found[-1]))
     boots = len({each.boot_id for each in found})
     return (
