@@ -14,9 +14,9 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
@@ -44,11 +44,16 @@ class Record(BaseModel):
 R = TypeVar("R", bound=Record)
 
 
-def variant_json(record: Record) -> str:
-    """The text of a variant's file: schema and variant first."""
-    values = record.model_dump(mode="json")
-    first = {"schema": values.pop("schema_"), "variant": values.pop("variant")}
-    return json.dumps({**first, **values}, indent=2, allow_nan=False) + "\n"
+class Document(Record):
+    """A record that is a file of its own. As the last base it has its keys come first."""
+
+    schema_: int = Field(default=1, ge=1, le=1, alias="schema")
+    indent: ClassVar[int] = 2
+
+    def to_json(self) -> str:
+        """The file's text."""
+        values = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(values, indent=self.indent, allow_nan=False) + "\n"
 
 
 class HistoryRow(Record):
@@ -178,21 +183,23 @@ class Setup(Record):
     parameter_count: int
 
 
-class Result(Setup):
-    """``results/<variant>.json``."""
+class VariantDocument(Document):
+    """A file about one variant."""
 
-    schema_: Literal[1] = 1
     variant: VariantName
     environment: str
-    """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant."""
+    """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant, or the forms of
+    inference."""
     config: dict[str, Any]
-    """``train`` and ``variant`` as params.yaml asked for them."""
+    """``train`` and ``variant``, or ``train`` and ``infer``, as params.yaml asked for them."""
     dataset: Dataset
+
+
+class Result(Setup, VariantDocument):
+    """``results/<variant>.json``."""
+
     summary: Summary
     runs: tuple[Run, ...]
-
-    def to_json(self) -> str:
-        return variant_json(self)
 
 
 class Ledger(Record):
@@ -267,11 +274,12 @@ class Session(Record):
     """Of all processors' time meanwhile, what a hypervisor gave to others."""
 
 
-class Bench(Record):
+class Bench(Document):
     """``bench.json``, and each file of ``sessions``."""
 
-    schema_: Literal[2] = 2
+    schema_: Literal[2] = Field(default=2, alias="schema")
     """1: with the role "again" instead of "aa_control". It is not read: to measure anew takes minutes."""
+    indent = 1
     environment: str
     """The same, of all variants together."""
     commit: str | None
@@ -304,10 +312,6 @@ class Bench(Record):
         """The arm of this role; None if there is none."""
         wanted = (role, variant, technique)
         return next((arm for arm in self.arms if (arm.role, arm.variant, arm.technique) == wanted), None)
-
-    def to_json(self) -> str:
-        values = self.model_dump(mode="json")
-        return json.dumps({"schema": values.pop("schema_"), **values}, indent=1, allow_nan=False) + "\n"
 
 
 def kind_of(reason: str) -> str:
@@ -378,10 +382,10 @@ def read(path: Path, config: Config) -> Result:
 
     Results come from a cache that others may write to, so what they say is never imported, called or opened: that
     follows ``config``, and a result that says anything else is refused. Raises ResultError, which names the file and
-    every key that differs, and FileNotFoundError.
+    every key that differs.
     """
     variant = path.stem
-    result = _read(path, Result, "dvc repro")
+    result = read_document(path, Result, f"run `dvc repro`, or `dvc repro train@{variant}` for this variant alone")
     params = json.loads(config.model_dump_json(include={"train", "variants"}))
     then = {"train": result.config.get("train"), "variants": {variant: result.config.get("variant")}}
     problems = [
@@ -425,25 +429,24 @@ def _differing(found: Any, asked: Any, path: str = "") -> Iterator[tuple[str, An
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:
     """Read the bench's file. Raises ResultError, naming the file, if it is not one."""
+    return read_document(path, Bench, "run `dvc repro bench`, which measures it")
+
+
+def read_document(path: Path, kind: type[R], remedy: str) -> R:
+    """Undo of ``to_json``. Raises ResultError, which names the file and its wrong keys, and ends in ``remedy``."""
     try:
-        return _read(path, Bench, "dvc repro bench")
+        return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise ResultError(f"{path} is missing; run `dvc repro bench`, which measures it.") from None
+        raise ResultError(f"{path} is missing; {remedy}.") from None
+    except (OSError, ValueError) as error:
+        what = f"is not a {kind.__name__.lower()} that this version can read"
+        raise ResultError(f"{path} {what}; {remedy}. ({error})") from None
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
     """Those that were added to the bench's own, the oldest first. Raises ResultError, naming a file that is none."""
-    return [_read(path, Bench, f"git rm {path}, then make again") for path in sorted(directory.glob("*.json"))]
-
-
-def _read(path: Path, model: type[R], again: str) -> R:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["schema_"] = values.pop("schema")
-        return model.model_validate(values)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        kind = model.__name__.lower()
-        raise ResultError(f"{path} is not a {kind} this version can read; run `{again}` again. ({error})") from None
+    paths = sorted(directory.glob("*.json"))
+    return [read_document(path, Bench, f"run `git rm {path}`, then `make again`") for path in paths]
 
 
 def write(result: Result, path: Path) -> None:

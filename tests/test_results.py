@@ -10,11 +10,12 @@ from pydantic import ValidationError
 
 from pipeline import results
 from pipeline.comparison.comparison_file import Compared, Comparison
+from pipeline.gate.decision import Gated
 from pipeline.profiling.steps.profile_file import Profile
 from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
 from pipeline.tools.inference.inference_file import Inference
 from pipeline.training import checkpoints
-from tests.factories import make_bench, make_history, make_params, make_result, make_run
+from tests.factories import make_bench, make_comparison, make_history, make_params, make_result, make_run
 from tests.nets import conv_net
 
 
@@ -47,16 +48,22 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path, result = results.result_file("ddp", tmp_path), make_result("ddp")
     results.write(result, path)
     assert results.read(path, make_params([result])) == result
-    assert list(json.loads(path.read_text()))[:2] == ["schema", "variant"]
     assert [file.name for file in tmp_path.iterdir()] == ["ddp.json"]
+
+
+def test_every_file_begins_with_its_schema() -> None:
+    for document, version in ((make_result(), 1), (make_comparison(), 1), (make_bench(), 2)):
+        assert next(iter(json.loads(document.to_json()).items())) == ("schema", version)
+    assert {next(iter(each.model_fields)) for each in (Gated, Inference, Profile)} == {"schema_"}
 
 
 @pytest.mark.parametrize("changes", [{"schema": 2}, {"runs": "none"}, {"speed": 1.0}])
 def test_another_content_is_no_result(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "ddp.json"
     path.write_text(json.dumps(json.loads(make_result("ddp").to_json()) | changes))
-    with pytest.raises(ResultError, match=r"ddp\.json is not a result this version can read; run `dvc repro` again"):
+    with pytest.raises(ResultError, match=r"ddp\.json is not a result .*`dvc repro train@ddp`") as refused:
         results.read(path, make_params([make_result("ddp")]))
+    assert f"\n{next(iter(changes))}\n" in str(refused.value), "the key"
 
 
 DDP = make_result("ddp")
@@ -140,13 +147,9 @@ def test_weights_are_those_that_the_result_is_about(tmp_path: Path) -> None:
     checkpoints.save(zeroed, path)
     with pytest.raises(ResultError) as refused:
         checkpoints.weights(result, 3, tmp_path)
-    for part in (
-        str(path),
-        f"expected model_sha256 {result.runs[0].model_sha256}",
-        f"found {checkpoints.state_sha256(zeroed)}",
-        "dvc repro --single-item --force train@ddp",
-    ):
-        assert part in str(refused.value)
+    found = f"expected model_sha256 {result.runs[0].model_sha256}, found {checkpoints.state_sha256(zeroed)}"
+    assert str(refused.value).startswith(str(path))
+    assert found in str(refused.value)
     for content in ("no zip", {"weight": 1.0}, [state], conv_net()):
         if isinstance(content, str):
             path.write_text(content)
@@ -161,7 +164,7 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
     with pytest.raises(ResultError, match=r"bench\.json is missing; run `dvc repro bench`"):
         results.read_bench(path)
     path.write_text("[]")
-    with pytest.raises(ResultError, match=r"bench\.json is not a bench this version can read; run `dvc repro bench`"):
+    with pytest.raises(ResultError, match=r"bench\.json is not a bench .*`dvc repro bench`"):
         results.read_bench(path)
 
 

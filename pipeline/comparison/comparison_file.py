@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.comparison.ablation import Share
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio, Verdict
 from pipeline.params import Margins, VariantName
-from pipeline.results import Bench, Dataset, Flops, Ledgers, Record, Run, Session
+from pipeline.results import Bench, Dataset, Document, Flops, Ledgers, Record, Run, Session
 
 
 class SeedDifference(Record):
@@ -140,10 +139,9 @@ class SessionSummary(Session):
     """For which it counts, as far as it is trusted: it measured them and the baseline as they are now."""
 
 
-class Comparison(Record):
+class Comparison(Document):
     """``reports/comparison.json``."""
 
-    schema_: Literal[1] = 1
     baseline: VariantName
     target_accuracy_fraction: float
     margins: Margins
@@ -165,9 +163,3 @@ class Comparison(Record):
     """Of the techniques of ablated variants, in the bench's order."""
     bench: Bench
     """Whole, raw samples included."""
-
-    def to_json(self) -> str:
-        values = self.model_dump(mode="json")
-        bench = values.pop("bench")
-        ordered = {"schema": values.pop("schema_"), **values, "bench": {"schema": bench.pop("schema_"), **bench}}
-        return json.dumps(ordered, indent=2, allow_nan=False) + "\n"

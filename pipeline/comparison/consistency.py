@@ -30,8 +30,6 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
         again = f"run `dvc repro`, or `dvc repro train@{variant}` for this variant alone."
         try:
             found.append(results.read(result_file, params))
-        except FileNotFoundError:
-            problems.append(f"{result_file} is missing, so variant {variant!r} cannot be compared: {again}")
         except ValueError as error:
             problems.append(str(error))  # names the file
         try:

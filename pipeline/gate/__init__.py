@@ -42,7 +42,7 @@ def run(config: Config, against: str) -> int:
             code = EXIT_CODES["worse" if worse else "passed"]
         else:
             gated = measured(config, against)
-            text, code = markdown(gated), EXIT_CODES[gated.outcome]
+            text, code = markdown(gated), gated.exit_code
             write_text(JSON_FILE, gated.to_json())
     except PipelineError:
         raise

@@ -7,12 +7,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from pydantic import Field, computed_field
+
 from pipeline.comparison import verdicts
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
 from pipeline.errors import PipelineError
 from pipeline.params import Margins
-from pipeline.results import Arm, Record, Window
+from pipeline.results import Arm, Document, Record, Window
 
 Outcome = Literal["passed", "worse", "untrusted"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}
@@ -68,10 +70,11 @@ class Side(Record):
     """Variant -> seed -> fraction."""
 
 
-class Gated(Judged):
+class Gated(Judged, Document):
     """``reports/gate.json``."""
 
-    schema_: Literal[2] = 2
+    schema_: Literal[2] = Field(default=2, alias="schema")
+    indent = 1
     against: str
     """A revision, as it was given."""
     margins: Margins
@@ -84,10 +87,10 @@ class Gated(Judged):
     budget: str
     """The key of params.yaml that ended the measurement."""
 
-    def to_json(self) -> str:
-        values = self.model_dump(mode="json")
-        ordered = {"schema": values.pop("schema_"), "exit_code": EXIT_CODES[self.outcome], **values}
-        return json.dumps(ordered, indent=1, allow_nan=False) + "\n"
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
 
 
 def judge(

@@ -18,7 +18,7 @@ from pipeline.gate.decision import GateError, accuracies, accuracy_of, differing
 from pipeline.gate.markdown import accuracy_cell, commits
 from pipeline.params import Config
 from pipeline.plans import plans
-from pipeline.results import REPORTS, Arm
+from pipeline.results import REPORTS, Arm, read_document
 
 COMPARISON_FILE = REPORTS / "comparison.json"
 STAGES = ("fetch", "prepare", "train", "bench")
@@ -34,11 +34,13 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     """Hold ``reports/comparison.json`` against the comparison in ``path``: Markdown, and whether an accuracy is worse.
 
     Accuracies alone are decided: they follow from the seeds. Raises GateError if the two are not of one job in one
-    environment, naming what differs, if this checkout's lacks what the other has, or if it is not of what is here now.
+    environment, naming what differs, if this checkout's lacks what the other has, or if it is not of what is here now,
+    and ResultError, naming the file, for one that is no comparison.
     """
     if path.resolve() == COMPARISON_FILE.resolve():
         raise GateError(f"{path} is this checkout's own comparison: give a recorded one.")
-    base, head = _read(path), _read(COMPARISON_FILE)
+    base = read_document(path, Comparison, "give a reports/comparison.json that this version wrote, or a revision")
+    head = read_document(COMPARISON_FILE, Comparison, "run `dvc repro`, which writes it")
     there, here = ({arm.variant: arm for arm in each.bench.arms if arm.role == "variant"} for each in (base, head))
     names = held_variants(there, here, str(path))
     if problems := [*_environment_problems(base, head, names, path), *_job_problems(base, head, path)]:
@@ -119,21 +121,6 @@ def _stale(head: Comparison) -> list[str]:
     if here == head.bench.commit:
         return []
     return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}; what is here now is {here}."]
-
-
-def _read(path: Path) -> Comparison:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        for each in (values, values["bench"]):
-            each["schema_"] = each.pop("schema")
-        return Comparison.model_validate(values)
-    except FileNotFoundError:
-        raise GateError(f"{path} is missing; run `dvc repro`, which writes it.") from None
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise GateError(
-            f"{path} is not a comparison that this version can read: give a reports/comparison.json that this version "
-            f"wrote, or a revision. ({error})"
-        ) from None
 
 
 def _accuracies(comparison: Comparison) -> dict[str, dict[int, float]]:

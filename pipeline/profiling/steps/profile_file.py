@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pipeline.params import Seed, VariantName
+from pipeline.params import Seed
 from pipeline.profiling.steps.trace import PARTS, Times
-from pipeline.results import Dataset, Record, Setup, variant_json
+from pipeline.results import Record, Setup, VariantDocument
 
 _MS = 1e-6
 """Nanoseconds to milliseconds."""
@@ -67,16 +65,9 @@ class Finding(Record):
     text: str
 
 
-class Profile(Setup):
+class Profile(Setup, VariantDocument):
     """``profile.json``."""
 
-    schema_: Literal[1] = 1
-    variant: VariantName
-    environment: str
-    """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant."""
-    config: dict[str, Any]
-    """``train`` and ``variant`` as params.yaml asked for them."""
-    dataset: Dataset
     seed: Seed
     steps: int
     """In the profiled window, after the warm-up."""
@@ -95,6 +86,3 @@ class Profile(Setup):
     def overhead_fraction(self) -> float:
         """By how much the profiler slowed the step down."""
         return self.profiled_step_p50_ms / self.step_p50_ms - 1
-
-    def to_json(self) -> str:
-        return variant_json(self)

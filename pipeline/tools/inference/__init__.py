@@ -19,7 +19,6 @@ from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
 from pipeline.params import Config, Machine
 from pipeline.plans import plan as plan_of
-from pipeline.results import Result
 from pipeline.tools.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavailable, cause
 from pipeline.tools.inference.inference_file import Agreement, Form, Inference, Measured, Noise
 from pipeline.tools.inference.tables import markdown
@@ -45,7 +44,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     plan = plan_of(config, name, machine)
     fingerprint = environment.read()
     asked, seed = config.infer, config.train.seeds[0]
-    weights = checkpoints.weights(_result(config, name), seed)
+    weights = checkpoints.weights(results.read(results.result_file(name), config), seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}
     forms: list[Form] = []
     noise: list[Noise] = []
@@ -250,14 +249,6 @@ def _native(device: str, machine: Machine, fingerprint: dict[str, Any], config: 
     return frozenset(
         [*(["bf16"] if machine.cpu_native_bf16 else []), *(["fp16"] if flags & _NATIVE_FP16_FLAGS else [])]
     )
-
-
-def _result(config: Config, name: str) -> Result:
-    path = results.result_file(name)
-    try:
-        return results.read(path, config)
-    except FileNotFoundError:
-        raise PipelineError(f"{path} is missing; run `dvc repro train@{name}` first.") from None
 
 
 def _load(model: torch.nn.Module, weights: dict[str, Any], name: str, seed: int) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pipeline.params import Seed, VariantName
-from pipeline.results import Dataset, Record, variant_json
+from pipeline.params import Seed
+from pipeline.results import Record, VariantDocument
 
 
 class Latency(Record):
@@ -91,16 +91,9 @@ class Noise(Record):
     """Why no ratio with this batch size is believed; None if they are."""
 
 
-class Inference(Record):
+class Inference(VariantDocument):
     """``inference/<variant>.json``."""
 
-    schema_: Literal[1] = 1
-    variant: VariantName
-    environment: str
-    """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the forms."""
-    config: dict[str, Any]
-    """``train`` and ``infer`` as params.yaml asked for them."""
-    dataset: Dataset
     seed: Seed
     model_sha256: str
     rounds: int
@@ -108,6 +101,3 @@ class Inference(Record):
     """CPU threads of an operation."""
     forms: tuple[Form, ...]
     noise: tuple[Noise, ...]
-
-    def to_json(self) -> str:
-        return variant_json(self)
