@@ -16,9 +16,15 @@ MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 class Losses(Protocol):
     """Where the losses of micro-batches are noted. Their sum over a step, averaged over ranks, is the step's loss."""
 
+    total: Any
+
     def add(self, loss: torch.Tensor) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def read(self) -> float: ...
+
+    def take(self) -> float: ...
 
 
 class TrainingStep:

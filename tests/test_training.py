@@ -182,7 +182,7 @@ def _broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool, 
         dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == broken_rank else None), **applied
     )
     if on_device:
-        training.losses = training.take_step.losses = DeviceLosses(joined)
+        training.take_step.losses = DeviceLosses(joined)
     return training
 
 

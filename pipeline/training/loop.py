@@ -19,7 +19,7 @@ from pipeline.measurement.windows import Clock, Memory
 from pipeline.models import loss_and_metric, optimizers
 from pipeline.plans import Plan
 from pipeline.results import HistoryRow
-from pipeline.step import TrainingStep
+from pipeline.step import Losses, TrainingStep
 from pipeline.techniques import Checkpointed, Inputs, Stored, chosen
 from pipeline.training import checkpoints
 from pipeline.training.evaluation import Score, UnshardedModel, evaluate
@@ -62,8 +62,8 @@ class Training:
             optimizer = technique.change_optimizer(optimizer)
         self.optimizer = optimizer.make(wrapped.parameters())
         self.objective = loss_and_metric.of_job(train, len(dataset.classes), world.device)
-        self.losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
-        self.take_step = TrainingStep(wrapped, self.objective.loss, self.optimizer, self.losses, plan.micro_batches)
+        losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
+        self.take_step = TrainingStep(wrapped, self.objective.loss, self.optimizer, losses, plan.micro_batches)
         checkpoint = Checkpointed(
             Stored(self.model.state_dict, self.model.load_state_dict),
             Stored(self.optimizer.state_dict, self.optimizer.load_state_dict),
@@ -89,6 +89,11 @@ class Training:
         self.epoch_loss = 0.0
         self._last_row = (0, 0.0)
         self._advancing: Generator[HistoryRow | None, None, None] | None = None
+
+    @property
+    def losses(self) -> Losses:
+        """Of the steps since the last row."""
+        return self.take_step.losses
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
         """Train to the end, or on from where ``restore`` left off. Yields once a step: a row where one is due.

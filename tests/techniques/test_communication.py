@@ -53,7 +53,7 @@ def _overheard(sent: Sent) -> Iterator[None]:
 def _communicate(joined: World, dataset: Dataset, hook: str, steps: int) -> list[dict[str, Any]]:
     """What each of the first steps sent, and left: gradients, and every rank's weights. Losses are kept as on a GPU."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook=hook)
-    training.losses = training.take_step.losses = DeviceLosses(joined)
+    training.take_step.losses = DeviceLosses(joined)
     found = []
     batches = training.batches.epoch(0)
     for _ in range(steps):

@@ -127,7 +127,7 @@ def test_dropout_is_drawn_anew_in_each_replay_and_a_resumed_run_goes_on(digits: 
 def test_replays_count_the_steps_since_a_bad_loss(digits: Dataset) -> None:
     training = make(digits, cuda_graph=True)
     training.advance(8)
-    training.losses.total.fill_(torch.nan)  # type: ignore[union-attr]
+    training.losses.total.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss, match="step 9: the loss became nan"):
         training.advance(8)
 

@@ -139,7 +139,7 @@ class Rehearsal:
                 model, faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
             )
             if on_gpu:
-                training.losses = training.take_step.losses = DeviceLosses(ALONE)
+                training.take_step.losses = DeviceLosses(ALONE)
             if plan.applied.parallelism == "ddp":
                 _use_buckets(training)
             _make_optimizer_state(training)
@@ -177,7 +177,7 @@ class Rehearsal:
             device=ALONE.device,
         )
         training = Training(plan, model, dataset, batches, ALONE, seed=0)
-        training.losses = training.take_step.losses = UnreadLosses(ALONE)
+        training.take_step.losses = UnreadLosses(ALONE)
         return training
 
     def _inside(self, samples: int) -> Callable[[Call], int]:

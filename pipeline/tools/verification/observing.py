@@ -130,7 +130,7 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
     with small.training(plan.train.seeds[0], change_model=_change(task, file.parent)) as training:
         _spoil(training, task)
         # Read by all ranks together, so all of them hear of a loss that is not finite, and none waits for another.
-        training.losses = training.take_step.losses = DeviceLosses(training.world)
+        training.take_step.losses = DeviceLosses(training.world)
         before, scales = _copied(training), _loss_scales(training)
         losses: tuple[float, ...] = ()
         not_finite = ""
