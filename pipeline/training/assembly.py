@@ -31,7 +31,7 @@ from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.techniques import Inputs, of_plan
 from pipeline.techniques.precision import DTYPES
-from pipeline.training.failures import OutOfMemory, without_deterministic_form
+from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
 from pipeline.training.loop import Training
 
 DETERMINISTIC = "deterministic"
@@ -138,18 +138,31 @@ class Assembly:
         """The plan with as few micro-batches as every rank has the memory for, where it is asked to find out.
 
         Each try is a training of its own that is thrown away, so that what follows begins as if there had been none.
-        All ranks call it together. Raises OutOfMemory if a single sample is too much.
+        All ranks call it together. Raises OutOfMemory if the fewest samples that the model trains with are too many.
         """
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
             return plan
         samples, count, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
+
+        def too_large(why_not_fewer: str = "") -> OutOfMemory:
+            return OutOfMemory(
+                f"variants.{plan.name}.gradient_accumulation: found 'auto', but even {samples // failed} micro-batches "
+                f"of {failed} sample(s) do not fit into a process's memory{why_not_fewer}; take a smaller model, or a "
+                "technique that saves memory, such as activation_checkpointing."
+            )
+
         while True:
             reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
             decision = f"{count} micro-batch(es) of {samples // count} samples a process{reason}"
             tried = plan.divided(count, decided=plan.decided | {technique: decision})
-            with replace(self, plan=tried).training(plan.train.seeds[0]) as training:
-                fits, tried = training.fits(), training.plan
+            try:
+                with replace(self, plan=tried).training(plan.train.seeds[0]) as training:
+                    fits, tried = training.fits(), training.plan
+            except TooFewSamples:
+                if not failed:
+                    raise
+                raise too_large(", and its BatchNorm cannot train with fewer") from None
             del training
             forget_last_run(self.world)
             if fits:
@@ -158,10 +171,7 @@ class Assembly:
                 torch.compiler.reset()  # or it would compile for batches of any size from the second on
             failed = tried.micro_batch_size
             if failed == 1:
-                raise OutOfMemory(
-                    f"variants.{plan.name}: a process runs out of memory with a single sample a micro-batch; take a "
-                    "smaller model, or a technique that saves memory, such as activation_checkpointing."
-                )
+                raise too_large()
             count = next(more for more in range(count + 1, samples + 1) if samples % more == 0)
         if self.world.is_main:
             print(f"{plan.name}: {technique}: {decision}", flush=True)

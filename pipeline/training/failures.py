@@ -13,6 +13,10 @@ class OutOfMemory(PipelineError):
     """A device had not the memory for a step of the training."""
 
 
+class TooFewSamples(PipelineError):
+    """A model cannot train with so few samples at once."""
+
+
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA( driver)? error: out of memory|CUDA ran out of memory|\[CUDA\]: out of memory"
     r"|ALLOC(ATION)?_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|Cuda failure (\d+ )?'out of memory'"
@@ -24,11 +28,16 @@ LITTLE_MEMORY = 0.1
 """The share of a GPU's memory below which it is taken for the reason why there is no engine."""
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator of torch said so, or one of CUDA's libraries."""
     if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return True
     return bool(_NO_ENGINE.search(str(error))) and _free_memory_fraction() < LITTLE_MEMORY
+
+
+def is_too_few_samples(error: Exception) -> bool:
+    """Whether a normalisation had a single value, which has no variance: BatchNorm, with one sample of one pixel."""
+    return "Expected more than 1 value per channel when training" in str(error)
 
 
 def _free_memory_fraction() -> float:

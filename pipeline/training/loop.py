@@ -23,7 +23,13 @@ from pipeline.step import Losses, TrainingStep
 from pipeline.techniques import Checkpointed, Inputs, Stored, chosen
 from pipeline.training import checkpoints
 from pipeline.training.evaluation import Score, UnshardedModel, evaluate
-from pipeline.training.failures import OutOfMemory, is_out_of_memory, without_deterministic_form
+from pipeline.training.failures import (
+    OutOfMemory,
+    TooFewSamples,
+    is_out_of_memory,
+    is_too_few_samples,
+    without_deterministic_form,
+)
 from pipeline.training.losses import DeviceLosses, HostLosses, NonFiniteLoss
 
 
@@ -127,7 +133,7 @@ class Training:
         """Whether every rank has the memory for a step: one is tried. The training is of no use afterwards.
 
         Gradients stay on their ranks, for one that fails would leave the others waiting for its own. The second round
-        finds the state that an optimizer makes in its first step.
+        finds the state that an optimizer makes in its first step. Raises TooFewSamples, on all ranks.
         """
         step = self.take_step
         step.syncs = [False] * min(2, len(step.syncs))  # all after the first find gradients to add to
@@ -142,11 +148,16 @@ class Training:
             failed = torch.zeros((), device=self.world.device)
             try:
                 part()
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
+            except (RuntimeError, ValueError) as error:
+                if not (is_out_of_memory(error) or is_too_few_samples(error)):
                     raise
-                failed += 1
-            if self.world.max_(failed):
+                failed += 2 if is_too_few_samples(error) else 1
+            if (worst := self.world.max_(failed)) > 1:
+                raise TooFewSamples(
+                    f"train.model: found {self.train.model!r}, whose BatchNorm cannot train with a micro-batch of "
+                    f"{self.plan.micro_batch_size} sample(s) a process, as variants.{self.plan.name} has it."
+                )
+            if worst:
                 return False
         return True
 

@@ -35,15 +35,18 @@ from tests.workspaces import PREPARED
 class Greedy(nn.Module):
     """Runs out of memory in training: with more than ``most`` samples, on rank 1 alone; and in the call ``calls``."""
 
-    def __init__(self, channels: int, pixels: int, classes: int, most: int, where: str, calls: int) -> None:
+    def __init__(
+        self, channels: int, pixels: int, classes: int, most: int, where: str, calls: int, compares: bool
+    ) -> None:
         super().__init__()
         linear = nn.Linear(channels * pixels, classes)
-        self.net = nn.Sequential(nn.BatchNorm2d(channels), nn.Flatten(), nn.Dropout(0.1), linear)
+        compared = nn.BatchNorm1d(classes) if compares else nn.Identity()
+        self.net = nn.Sequential(nn.BatchNorm2d(channels), nn.Flatten(), nn.Dropout(0.1), linear, compared)
         self.most, self.where, self.calls = most, where, calls
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 1
-        greedy = self.training and rank == 1 and len(images) > self.most
+        greedy = self.training and torch.is_grad_enabled() and rank == 1 and len(images) > self.most
         self.calls -= self.training
         if (greedy and self.where == "forward") or self.calls == 0:
             _fail()
@@ -58,9 +61,18 @@ def _fail(_: torch.Tensor | None = None) -> None:
 
 
 def net(
-    *, channels: int, height: int, width: int, classes: int, most: int = 8, where: str = "forward", calls: int = -1
+    *,
+    channels: int,
+    height: int,
+    width: int,
+    classes: int,
+    most: int = 8,
+    where: str = "forward",
+    calls: int = -1,
+    compares: bool = False,
 ) -> nn.Module:
-    return Greedy(channels, height * width, classes, most, where, calls)
+    """``compares``: it cannot train with a single sample."""
+    return Greedy(channels, height * width, classes, most, where, calls, compares)
 
 
 def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> Config:
@@ -108,11 +120,23 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
         assert found[1:] == (micro_batches, {"auto_micro_batch": said})
         assert asked == (found[0], micro_batches, {})
     assert other[:-2] == outcomes
-    assert too_large.startswith("variants.tried: a process runs out of memory with a single sample a micro-batch; ")
+    assert too_large.startswith("variants.tried.gradient_accumulation: found 'auto', but even 64 micro-batches of 1 ")
     assert later.startswith(
         "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples a process "
         "(tried to allocate too much). Set variants.tried.gradient_accumulation to 'auto', "
     )
+
+
+def test_the_batch_is_divided_no_further_than_batchnorm_can_train_with(digits: Dataset) -> None:
+    """With one sample rank 1 is out of memory before it comes to the layer that rank 0 fails in."""
+    tries: list[Try] = [({"most": 0, "compares": True}, "auto", 16), ({"most": 8, "compares": True}, "auto", 2)]
+    main, other = run_ranks(_train, digits, tries)
+    assert main == other
+    divided, never_fitted = main
+    assert "variants.tried.gradient_accumulation: found 'auto', but even 4 micro-batches of 2 sample(s) " in divided
+    assert "BatchNorm" in divided
+    assert "train.model: found 'tests.techniques.test_auto_micro_batch:net'" in never_fitted
+    assert "1 sample(s)" in never_fitted
 
 
 _NO_ENGINE = "was unable to find an engine to execute this computation"
@@ -193,7 +217,7 @@ class _Hungry(torch.optim.AdamW):
 
 def test_a_rank_that_runs_out_of_memory_in_its_own_update_leaves_no_other_waiting(digits: Dataset) -> None:
     said = run_ranks(_without_memory_for_the_update, digits)
-    assert all(each.startswith("variants.tried: a process runs out of memory with a single sample") for each in said)
+    assert all("even 4 micro-batches of 1 sample(s) do not fit" in each for each in said)
 
 
 @pytest.mark.slow
