@@ -79,6 +79,15 @@ def greedy(*, channels, height, width, classes):
     block = nn.Sequential(nn.Linear(channels * height * width, 16), nn.ReLU())
     return nn.Sequential(nn.Flatten(), Greedy(), block, nn.Linear(16, classes))
 
+class Hungry(nn.Module):
+    def forward(self, images):
+        if not self.training:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return images
+
+def hungry(*, channels, height, width, classes):
+    return nn.Sequential(nn.Flatten(), Hungry(), nn.Linear(channels * height * width, classes))
+
 class Centred(nn.Module):
     def forward(self, images):
         return images - images.mean(0)
@@ -402,6 +411,12 @@ def test_a_reference_that_does_not_train_is_told_and_the_other_variants_are_veri
         assert of(claims, name, "the same seed").holds
         assert of(claims, name, "evaluation").holds
     assert of(claims, "both", "weights after 20 steps: those without activation_checkpointing").holds
+
+
+def test_memory_that_is_out_beside_the_steps_is_no_fault(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+    (claim,) = claimed(digits_folder, digits, {}, ["baseline"], tmp_path, model="own_nets:hungry")
+    assert (claim.holds, claim.undecided) == (None, UNTRIED)
+    assert "can't allocate memory" in claim.note
 
 
 def test_the_step_that_shows_the_gradients_is_not_evaluated(

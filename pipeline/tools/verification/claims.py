@@ -407,8 +407,8 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
 
 
 def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
-    """What the pipeline itself refuses, and what there is no memory for, was not tried; any other error is a fault."""
+    """What the pipeline itself refuses, for want of memory say, was not tried; any other error is a fault."""
     text = str(error)
-    if "Traceback (most recent call last)" in text and "OutOfMemoryError" not in text:
+    if "Traceback (most recent call last)" in text:
         return Claim(variant, claim, holds=False, note=text)
     return Claim(variant, claim, note=text, undecided=UNTRIED)

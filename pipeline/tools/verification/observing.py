@@ -19,9 +19,11 @@ from pipeline import models
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import forked
+from pipeline.errors import first_line
 from pipeline.plans import Plan
 from pipeline.tools.verification.natures import keep_still
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
+from pipeline.training.failures import OutOfMemory, is_out_of_memory
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 
@@ -119,7 +121,12 @@ def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
         found = None
         while request := (yield found):
             task, file = request
-            found = observe(task, file, assembly)
+            try:
+                found = observe(task, file, assembly)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise OutOfMemory(f"out of memory ({first_line(error)})") from None
 
 
 def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
