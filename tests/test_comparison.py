@@ -404,7 +404,7 @@ def test_figures_of_the_training_runs_keep_their_names() -> None:
     assert fast.training_samples_per_second == 30_000
     assert fast.training_peak_memory_bytes == 60 * 2**20
     assert fast.train_time_ratio == 6.0 / 9.0
-    assert (baseline.train_time_ratio, baseline.time_to_target_ratio) == (1.0, 1.0)
+    assert (baseline.train_time_ratio, baseline.time_to_target_ratio) == (1.0, None)
     assert (fast.startup_seconds, fast.first_step_seconds) == (2.4, 0.12)  # of the first seed
     assert fast.runs == tuple(runs)
 
@@ -442,30 +442,47 @@ def test_a_number_unknown_in_one_training_run_is_unknown(field: str) -> None:
     assert found.train_time_ratio == 1.0  # other numbers stay
 
 
-def test_time_to_target_is_the_first_evaluation_at_or_above_it() -> None:
-    history = make_history((0, 1, 2), (0.80, 0.85, 0.90), seconds_per_epoch=4.0)
-    found = time_to_target(BASELINE, history, 0.85)
-    assert [each.train_seconds for each in found.seeds] == [8.0, 8.0, 8.0]
-    assert (found.train_seconds, found.reached_count) == (8.0, 3)
+def test_time_to_target_is_that_of_the_samples_up_to_the_first_evaluation_at_or_above_it() -> None:
+    history = make_history((0, 1, 2), (0.80, 0.85, 0.90))
+    found = time_to_target(BASELINE, history, 0.85, 20_000.0)
+    assert [each.steps for each in found.seeds] == [470, 470, 470]
+    assert (found.samples, found.reached_count) == (470 * 256, 3)
+    assert found.train_seconds == 470 * 256 / 20_000
+    assert time_to_target(BASELINE, history, 0.85, None).train_seconds is None
 
 
-def test_time_to_target_when_no_seed_reached_it() -> None:
-    found = time_to_target(BASELINE, make_history(), 0.95)
-    assert (found.train_seconds, found.reached_count) == (None, 0)
+@pytest.mark.parametrize(
+    ("late", "steps", "reached"), [((0.80, 0.84), [470, None, 470], 2), ((0.80, 0.90), [470, 470, 470], 3)]
+)
+def test_time_to_target_has_no_median_unless_all_seeds_reached_it(
+    late: tuple[float, ...], steps: list[int | None], reached: int
+) -> None:
+    history = [*make_history((0, 2), (0.80, 0.90)), *make_history((1,), late)]
+    found = time_to_target(BASELINE, history, 0.85, 20_000.0)
+    assert [each.steps for each in found.seeds] == steps
+    assert (found.train_seconds is None, found.reached_count) == (reached < 3, reached)
 
 
-def test_time_to_target_has_no_median_when_some_seeds_reached_it() -> None:
-    history = [*make_history((0, 2), (0.80, 0.90)), *make_history((1,), (0.80, 0.84))]
-    found = time_to_target(BASELINE, history, 0.85)
-    assert [each.train_seconds for each in found.seeds] == [6.0, None, 6.0]
-    assert (found.train_seconds, found.reached_count) == (None, 2)
+def test_the_ratio_of_times_to_target_is_of_steps_over_that_of_speeds() -> None:
+    histories = {"baseline": make_history(), "ddp": make_history(accuracies=(0.7, 0.8, 0.9))}
+    ddp = compared(BASELINE, make_result("ddp"), histories=histories).variants[1]
+    speed, found = ddp.throughput, ddp.time_to_target_ratio
+    assert found
+    assert speed
+    assert speed.estimate
+    assert speed.low
+    assert speed.high
+    expected = [705 / 470 / each for each in (speed.estimate, speed.high, speed.low)]
+    assert [found.estimate, found.low, found.high] == pytest.approx(expected)
+    assert compared(BASELINE, make_result("ddp"), target=0.95).variants[1].time_to_target_ratio is None
 
 
-def test_the_ratio_of_times_to_target() -> None:
-    histories = {"baseline": make_history(seconds_per_epoch=4.0), "late": make_history(accuracies=(0.7, 0.8, 0.9))}
-    both = compared(BASELINE, make_result("late"), histories=histories)
-    assert both.variants[1].time_to_target_ratio == 9.0 / 8.0
-    assert compared(BASELINE, make_result("late"), target=0.95).variants[1].time_to_target_ratio is None
+def test_a_throughput_that_is_not_trusted_gives_no_time() -> None:
+    noisy = make_bench([BASELINE, make_result("ddp")], noise=0.5)
+    measured = [BASELINE, make_result("ddp")]
+    baseline, ddp = compare(measured, make_histories(measured), [noisy], Compare(), ENVIRONMENT).variants
+    assert (baseline.time_to_target.train_seconds, ddp.time_to_target.train_seconds) == (None, None)
+    assert (baseline.time_to_target.samples, ddp.time_to_target_ratio) == (470 * 256, None)
 
 
 @pytest.mark.parametrize(

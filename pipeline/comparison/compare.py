@@ -70,7 +70,15 @@ def compare(
     placed = {name: each[:3] for name, each in judgements.items() if each.verdict != "untrusted"}
     front = pareto.on_front(baseline.variant, placed) if all(trusted[baseline.variant]) else set()
     target = settings.target_accuracy
-    times = {each.variant: figures.time_to_target(each, histories[each.variant], target) for each in measured}
+    benched = {name: figures.of_bench(bench, _arm(shown.bench, "variant", name), *trusted[name]) for name in names}
+    times = {
+        each.variant: figures.time_to_target(
+            each, histories[each.variant], target, benched[each.variant]["samples_per_second"]
+        )
+        for each in measured
+    }
+    reached = times[baseline.variant]
+    time_ratios = {name: figures.time_ratio(times[name], reached, each.throughput) for name, each in judgements.items()}
     return Comparison(
         baseline=baseline.variant,
         target_accuracy_fraction=target,
@@ -88,8 +96,10 @@ def compare(
                 variant=each.variant,
                 on_front=each.variant in front,
                 **(_NOT_JUDGED if each is baseline else judgements[each.variant]._asdict()),
-                **figures.of_bench(bench, _arm(shown.bench, "variant", each.variant), *trusted[each.variant]),
-                **figures.of_training(each, baseline, times[each.variant], times[baseline.variant]),
+                **benched[each.variant],
+                **figures.of_training(each, baseline),
+                time_to_target=times[each.variant],
+                time_to_target_ratio=time_ratios.get(each.variant),
             )
             for each in (baseline, *others)
         ),

@@ -32,18 +32,30 @@ class SeedTarget(Record):
     """When one seed's run reached the target."""
 
     seed: int
-    train_seconds: float | None
-    """Training wall time, without evaluation, at the first evaluation at or above the target; None: not reached."""
+    steps: int | None
+    """Optimizer steps at the first evaluation at or above the target; None: not reached."""
+
+
+class TimeRatio(Record):
+    """Of the samples to the target over that of the throughputs: its interval is that of the throughput alone, for how
+    far seeds differ in steps is coarser than evaluations tell."""
+
+    estimate: float
+    low: float
+    high: float
 
 
 class TimeToTarget(Record):
-    """Training time until an evaluation shows the target accuracy."""
+    """Training time until an evaluation shows the target accuracy: steps of the trainings at the speed of the bench,
+    which measured all variants side by side. Evaluation, start-up and the first step are not in it."""
 
     seeds: tuple[SeedTarget, ...]
     reached_count: int
     """How many seeds reached it."""
+    samples: float | None
+    """Median over seeds of their steps, times the global batch. None unless every seed reached the target."""
     train_seconds: float | None
-    """Median over seeds. None unless every seed reached the target: the others have no time."""
+    """None also where the throughput is not trusted."""
 
 
 class Compared(Record):
@@ -122,7 +134,8 @@ class Compared(Record):
     """Median over seeds."""
     train_time_ratio: float | None
     time_to_target: TimeToTarget
-    time_to_target_ratio: float | None
+    time_to_target_ratio: TimeRatio | None
+    """To the baseline's. None: of the baseline itself, and where either has none, or the throughput no interval."""
     runs: tuple[Run, ...]
 
 

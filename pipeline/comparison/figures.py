@@ -6,8 +6,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.comparison.comparison_file import AccuracyDifference, SeedDifference, SeedTarget, TimeToTarget
+from pipeline.comparison.comparison_file import (
+    AccuracyDifference,
+    SeedDifference,
+    SeedTarget,
+    TimeRatio,
+    TimeToTarget,
+)
 from pipeline.comparison.consistency import techniques
+from pipeline.comparison.verdicts import Ratio
 from pipeline.results import Arm, Bench, HistoryRow, Result
 
 
@@ -50,7 +57,7 @@ def median_of(arm: Arm, field: str) -> float | None:
     return statistics.median(known) if known else None
 
 
-def of_training(result: Result, baseline: Result, time: TimeToTarget, reference: TimeToTarget) -> dict[str, Any]:
+def of_training(result: Result, baseline: Result) -> dict[str, Any]:
     """The fields of Compared that the training runs measured."""
     runs, summary = result.runs, result.summary
     return {
@@ -74,33 +81,34 @@ def of_training(result: Result, baseline: Result, time: TimeToTarget, reference:
         "first_step_seconds": runs[0].first_step_seconds,
         "train_seconds": summary.train_seconds,
         "train_time_ratio": _quotient(summary.train_seconds, baseline.summary.train_seconds),
-        "time_to_target": time,
-        "time_to_target_ratio": _quotient(time.train_seconds, reference.train_seconds),
         "runs": runs,
     }
 
 
-def time_to_target(result: Result, history: Sequence[HistoryRow], target: float) -> TimeToTarget:
-    """When each seed of ``result`` first showed at least ``target`` test accuracy (0 to 1), in training seconds."""
-    times = [
-        min(
-            (
-                row.train_seconds
-                for row in history
-                if row.seed == run.seed and row.test_accuracy is not None and row.test_accuracy >= target
-            ),
-            default=None,
-        )
+def time_to_target(
+    result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
+) -> TimeToTarget:
+    """When each seed first showed at least ``target`` test accuracy (0 to 1), at the variant's speed in the bench."""
+    reached = [(row.seed, row.step) for row in history if row.test_accuracy is not None and row.test_accuracy >= target]
+    seeds = tuple(
+        SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))
         for run in result.runs
-    ]
-    reached = [time for time in times if time is not None]
-    return TimeToTarget(
-        seeds=tuple(
-            SeedTarget(seed=run.seed, train_seconds=time) for run, time in zip(result.runs, times, strict=True)
-        ),
-        reached_count=len(reached),
-        train_seconds=statistics.median(reached) if len(reached) == len(times) else None,
     )
+    steps = [each.steps for each in seeds if each.steps is not None]
+    samples = statistics.median(steps) * result.batch_size if len(steps) == len(seeds) else None
+    return TimeToTarget(
+        seeds=seeds, reached_count=len(steps), samples=samples, train_seconds=_quotient(samples, samples_per_second)
+    )
+
+
+def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | None) -> TimeRatio | None:
+    """Of the times to the target, by the ratio of throughputs."""
+    if not (throughput and throughput.estimate and throughput.low and throughput.high):
+        return None
+    more = _quotient(time.samples, baseline.samples)
+    if more is None or throughput.decision == "untrusted":
+        return None
+    return TimeRatio(estimate=more / throughput.estimate, low=more / throughput.high, high=more / throughput.low)
 
 
 def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:

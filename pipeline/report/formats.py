@@ -104,6 +104,11 @@ def interval(ratio: Ratio | Noise) -> str:
     return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
 
 
+def ends(low: float, high: float) -> str:
+    """An interval of a ratio that is descriptive."""
+    return _to(_bare(low, 2), _bare(high, 2))
+
+
 def _decimals(ratio: Ratio | Noise) -> int:
     """One more where two would make the ends of a narrow interval look the same."""
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2

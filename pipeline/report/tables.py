@@ -60,12 +60,12 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         return Cell(formats.percent(each.test_accuracy_mean_fraction), formats.accuracy_lines(each.accuracy), decision)
 
     def reached(each: Compared) -> Cell:
-        time = each.time_to_target
-        if time.train_seconds is None:
+        time, ratio = each.time_to_target, each.time_to_target_ratio
+        if time.samples is None:
             seeds = f"{time.reached_count} of {formats.count(len(time.seeds), 'seed')}"
             return Cell("not by every seed" if time.reached_count else "not reached", (seeds,))
-        beside = () if each.variant == comparison.baseline else (formats.times(each.time_to_target_ratio),)
-        return Cell(formats.number(time.train_seconds, "s"), (*beside, *sentences.disturbed(each)))
+        beside = (formats.times(ratio.estimate), formats.ends(ratio.low, ratio.high)) if ratio else ()
+        return Cell(formats.number(time.train_seconds, "s"), beside)
 
     return (
         Column(
@@ -91,9 +91,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             f"Time to {target}",
-            f"Training time, without evaluation, at the first evaluation of at least {target} test accuracy; median "
-            "over seeds, given only if every seed reached it. Evaluations are an epoch apart, so it is as coarse, and "
-            "the variants trained one after the other: no interval, no verdict.",
+            f"The samples up to the first evaluation of at least {target} test accuracy, median over seeds, at the "
+            "throughput beside: training time without evaluation and start-up. Given only if every seed reached it. "
+            "Evaluations are an epoch apart, so it is as coarse; the ratio's interval is that of the throughput alone.",
             reached,
         ),
     )
@@ -297,7 +297,7 @@ def run_rows(each: Compared) -> list[list[str]]:
     """One row a seed, in the order of the page's headings."""
     paired = each.accuracy_difference.seeds if each.accuracy_difference else ()
     differences = {item.seed: item.difference_fraction for item in paired}
-    targets = {item.seed: item.train_seconds for item in each.time_to_target.seeds}
+    targets = {item.seed: item.steps for item in each.time_to_target.seeds}
     return [
         [
             str(run.seed),
@@ -307,7 +307,7 @@ def run_rows(each: Compared) -> list[list[str]]:
             formats.number(run.step_p50_ms, "ms"),
             formats.size(run.peak_memory_bytes),
             formats.number(run.train_seconds, "s"),
-            "not reached" if (time := targets[run.seed]) is None else formats.number(time, "s"),
+            "not reached" if (steps := targets[run.seed]) is None else f"{steps:,}",
             run.model_sha256[:12],
         ]
         for run in each.runs
