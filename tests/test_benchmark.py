@@ -343,7 +343,6 @@ def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() ->
     assert without == {"tuned": {"bucket_mb=5": "it goes with the variant's parallelism, which baseline lacks"}}
 
 
-@pytest.mark.slow
 def test_a_bench_of_another_schema_is_rejected_with_what_measures_it(tmp_path: Path) -> None:
     old = json.loads(make_bench().to_json()) | {"schema": 1}
     old["arms"][-1]["role"] = "again"
@@ -352,6 +351,7 @@ def test_a_bench_of_another_schema_is_rejected_with_what_measures_it(tmp_path: P
         read_bench(tmp_path / "bench.json")
 
 
+@pytest.mark.slow
 def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     (workspace / "broken.py").write_text("def net(**sizes):\n    raise RuntimeError('planted')\n")
     params = PARAMS | {"train": PARAMS["train"] | {"model": "broken:net"}}
