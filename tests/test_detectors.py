@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pynvml
 import pytest
 import torch
@@ -111,6 +112,7 @@ class Machine:
         self.root, self.seconds = root, 50.0
         self.cores = [[0] * 10, [0] * 10]
         monkeypatch.setattr(processes, "PROC", root)
+        monkeypatch.setattr(psutil, "PROCFS_PATH", str(root))
         monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
         monkeypatch.setattr(os, "sysconf", lambda _: 100)
         self.process(1, parent=0)
@@ -129,14 +131,15 @@ class Machine:
         (self.root / "stat").write_text("\n".join(["cpu  9 9 9 9 9 9 9 9 9 9", *lines, "intr 1 2 3", ""]))
 
     def process(
-        self, pid: int, parent: int, *, own: float = 0, ended: float = 0, waits: dict[int, float] | None = None
-    ) -> None:
+        self, pid: int, parent: int, *, own: float = 0, ended: float = 0, waits: dict[int, float] | None = None,
+        name: str = "a) 7 name",
+    ) -> None:  # fmt: skip
         """``own`` seconds of CPU, ``ended`` of children that have ended; ``waits``: thread -> seconds in the queue."""
         directory = self.root / str(pid)
         directory.mkdir(exist_ok=True)
         times = [round(own * 60), round(own * 40), round(ended * 60), round(ended * 40)]
         fields = ["S", parent, *[0] * 9, *times, *[7] * 30]
-        (directory / "stat").write_text(f"{pid} (a) 7 name) {' '.join(map(str, fields))}\n")
+        (directory / "stat").write_text(f"{pid} ({name}) {' '.join(map(str, fields))}\n")
         for thread, wait in (waits or {}).items():
             (directory / "task" / str(thread)).mkdir(parents=True, exist_ok=True)
             (directory / "task" / str(thread) / "schedstat").write_text(f"123 {round(wait * 1e9)} 5\n")
@@ -531,8 +534,8 @@ def test_other_processes_on_the_gpu_are_refused(
 def test_the_server_of_mps_is_not_another_process(
     nvml: FakeNvml, machine: Machine, pids: list[int], clients: list[int], others: int
 ) -> None:
-    machine.process(30, parent=1)
-    (machine.root / "30" / "comm").write_text("nvidia-cuda-mps\n")
+    machine.process(30, parent=1, name="nvidia-cuda-mps")
+    (machine.root / "30" / "cmdline").write_text("nvidia-cuda-mps-server\0")
     nvml.clients = clients
     assert shared_gpu(nvml, pids, pids).others == others
 

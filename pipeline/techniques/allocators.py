@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from pipeline.distributed import World
@@ -72,8 +72,8 @@ class ReleaseCache(Technique):
         """Bytes that this process holds: of the GPU's memory, or of the host's without files' pages."""
         if self.world.device.type == "cuda":
             return torch.cuda.memory_reserved(self.world.device)
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+        memory = psutil.Process().memory_info()
+        return memory.rss - memory.shared
 
 
 def _tell_cuda_allocator(settings: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import psutil
+
 PROC = Path("/proc")
 
 
@@ -34,10 +36,10 @@ def job_ticks(root_pid: int) -> dict[int, int]:
 
 
 def name_of(pid: int) -> str:
-    """Its first 15 characters; empty where there is no such process, in this namespace of process ids."""
+    """Empty where there is no such process, in this namespace of process ids."""
     try:
-        return (PROC / str(pid) / "comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+        return psutil.Process(pid).name()
+    except psutil.Error:
         return ""
 
 
