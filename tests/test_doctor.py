@@ -1,4 +1,9 @@
-"""Each check, brought into the situation that it is there for: what it says, and what it tells a person to do."""
+"""Each finding, and what a person reads of all of them.
+
+The sentences are in one golden file, ``tests/data/doctor.txt``: what doctor prints of made-up machines. After a change
+that is meant, renew it with ``RENEW=1 python -m pytest tests/test_doctor.py -k golden`` and read its difference. All
+other tests ask for a finding's level and what it is about.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,38 +24,57 @@ import pynvml
 import pytest
 
 from pipeline import cli, environment, tracking
-from pipeline.errors import ConfigError
+from pipeline.errors import redacted
 from pipeline.params import Machine, parse
 from pipeline.plans import plans
 from pipeline.tools import doctor
-from pipeline.tools.doctor import checkout, gpus, params, printed, probes, resources
+from pipeline.tools.doctor import checkout, facts, findings, gpus, machine, probes
+from pipeline.tools.doctor.facts import Facts, Job
 from pipeline.tools.doctor.findings import Finding
-from pipeline.tools.doctor.gpus import Driver, Gpu
-from pipeline.tools.doctor.params import Job
 from pipeline.tools.doctor.probes import Answer
+from tests.servers import hang, serving
 
 ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "data" / "doctor.txt"
+
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 TWO = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
 
-A, B = Gpu("GPU-a", "H100", None, []), Gpu("GPU-b", "H100", None, [])
-DRIVER = Driver("580.65.06", (13, 0), (A, B))
-NO_DRIVER = Driver(failure="missing")
-TORCH = Answer({"version": "2.15.0+cu132", "cuda": "13.2", "nccl": "2.30.7", "gpus": 2, "errors": []})
+
+def gpu(uuid: str, instances: list[str] | None = None, pids: tuple[int, ...] = ()) -> dict[str, Any]:
+    return {"uuid": uuid, "instances": instances, "pids": [*pids]}
+
+
+def driver(*gpus: dict[str, Any], version: str = "580.65.06", cuda: tuple[int, int] = (13, 0)) -> Answer:
+    return Answer({"version": version, "cuda": [*cuda], "gpus": [*gpus]})
+
+
+def torch(failure: str = "", **found: Any) -> Answer:
+    known = {"version": "2.15.0+cu132", "cuda": "13.2", "nccl": "2.30.7", "gpus": 2, "names": ["H100", "H100"]}
+    return Answer(known | found, failure)
+
+
+NO_DRIVER = Answer({}, "NVMLError_LibraryNotFound: NVML Shared Library Not Found")
 CPU_TORCH = Answer({"version": "2.15.0+cpu", "cuda": None, "nccl": None})
+LATE = Answer({}, "no answer within 30 s", late=True)
+DVC = Answer({"cache": "/.dvc/cache/files/md5", "link": "reflink", "remote": None, "remotes": [], "url": ""})
+WELL = Answer({"well": True, "found": "the embedded store mlflow.db", "remedy": ""})
 
 
-def job(machine: Machine = LAPTOP, **train: Any) -> Job:
-    config = parse({"train": train, "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}}})
-    try:
-        return Job(config, plans=plans(config, machine))
-    except ConfigError:
-        return Job(config)
+def job(machine: Machine = LAPTOP, variants: str = "baseline ddp", **train: Any) -> Job:
+    about = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
+    config = parse({"train": train, "variants": {name: about[name] for name in variants.split()}})
+    return Job(config, plans=plans(config, machine) if machine.gpus or train.get("device") != "cuda" else {})
 
 
-def only(found: Iterator[Finding]) -> Finding:
-    (finding,) = found
-    return finding
+def known(**different: Any) -> Facts:
+    """A laptop on which all is well, but for what is ``different``."""
+    answers = {"driver": NO_DRIVER, "torch": CPU_TORCH, "names": Answer({}), "store": WELL, "dvc": DVC}
+    return replace(Facts(Path("/"), job(), planned_gpus=0, container=False, **answers), **different)
+
+
+A, B = gpu("GPU-a"), gpu("GPU-b")
+ON_TWO = {"job": job(TWO), "planned_gpus": 2, "driver": driver(A, B), "torch": torch()}
 
 
 @pytest.fixture(autouse=True)
@@ -68,452 +90,409 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpus, "KERNEL_DRIVER", tmp_path / "no-driver")
 
 
-# params.yaml
+Play = Callable[..., None]
+Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def test_params_that_can_be_read_and_run(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text("variants: {baseline: {}, ddp: {parallelism: ddp}}", encoding="utf-8")
-    first, second = params.check(params.read(tmp_path / "params.yaml", TWO))
-    assert first == ("params.yaml", "ok", "2 variants: baseline, ddp", "")
-    assert second == ("variants", "ok", "all run here as asked: baseline on 1 GPU(s), ddp on 2 GPU(s)", "")
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """``play(cores=2, ...)``: what is looked at cheaply is as told; sizes in GiB."""
+
+    def play(
+        *, cores: float = 8, free: float = 64, limit: float | None = None, disk: float = 100,
+        shared: tuple[float, float] = (8, 8), mounts: dict[str, str] | None = None,
+        git: tuple[int, str] = (0, "1a2b3c4"),
+    ) -> None:  # fmt: skip
+        def usage(path: Path) -> Usage:
+            size, left = shared if path == machine.SHARED_MEMORY else (1000, disk)
+            return Usage(int(size * 2**30), 0, int(left * 2**30))
+
+        mounted = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in (mounts or {"/": "ext4"}).items()]
+        said = git[1].encode()
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(os, "getuid", lambda: 1000)
+        monkeypatch.setattr(os, "access", lambda *_: True)
+        monkeypatch.setattr(environment, "cores", lambda: cores)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(free * 2**30)))
+        monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounted)  # noqa: ARG005
+        monkeypatch.setattr(machine, "_memory_limits", lambda: [int(limit * 2**30)] if limit else [])
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+        monkeypatch.setattr(checkout, "_writable", lambda _: True)
+        done = subprocess.CompletedProcess([], git[0], b"" if git[0] else said, said if git[0] else b"")
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+
+    return play
+
+
+def test_a_report_is_as_in_the_golden_file(play: Play) -> None:
+    """See the top of this file for how to renew it."""
+    skipped = {"bf16": "this CPU has no native bf16", "GPU": "CUDA's error 802", "ema": "it needs what is not there"}
+    fewer = {"ddp": "1 of 3 GPUs is left out: 3 do not divide train.batch_size"}
+    plan = job().plans["baseline"]
+    several = {
+        "one": plan.model_copy(update={"skipped": skipped}),
+        "two": plan.model_copy(update={"skipped": fewer}),
+    }
+    broken = Job(job().config, plans=several, refused=dict.fromkeys(("fp16", "amp"), "precision: it needs a GPU"))
+    docker = {"container": True, "job": job(TWO), "planned_gpus": 2}
+    split = driver(
+        gpu("GPU-a", ["MIG-1"]), gpu("GPU-b", []), gpu("GPU-c", pids=(41, 42)), version="535.1", cuda=(12, 2)
+    )
+    remote = {"cache": "/proc/cache", "remote": "s3", "remotes": ["s3"], "url": "s3://me:secret@bucket"}
+    scenes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "a laptop": ({}, {}),
+        "two GPUs": ({**ON_TWO, "dvc": Answer(DVC.found | {"remote": "nas", "url": "/nas", "exists": False})}, {}),
+        "a container that was started without much": (
+            {**docker, "torch": CPU_TORCH, "dvc": Answer({}, "NotDvcRepoError: not inside of a repository")},
+            {
+                "cores": 1.5, "free": 3, "limit": 2, "disk": 0.2, "shared": (0.0625, 0.0625),
+                "mounts": {"/": "overlay"}, "git": (128, "fatal: detected dubious ownership in repository at '/'"),
+            },
+        ),
+        "a machine with split GPUs, an old driver and others at work": (
+            {
+                **ON_TWO, "job": broken, "planned_gpus": 3, "driver": split,
+                "torch": torch("RuntimeError: the driver is too old", gpus=0),
+                "names": Answer({}, "train.model: found 'resnet81'; did you mean resnet18?"),
+                "dvc": Answer(remote, "ConnectionError: no route to host"),
+                "store": Answer({}, "no answer within 6 s", late=True),
+            },
+            {"free": 1, "disk": 3, "shared": (1, 0.01), "mounts": {"/": "ext4", "/proc": "nfs"}, "git": (1, "fatal")},
+        ),
+        "nothing at all": (
+            {
+                "job": Job(mistakes="params.yaml is missing: run from the top of the checkout."),
+                "torch": LATE, "dvc": LATE, "driver": Answer({}, "NVMLError_Unknown: Unknown Error"),
+                "store": Answer({}, "ModuleNotFoundError: No module named 'sqlite3'"),
+            },
+            {"git": (128, "fatal: not a git repository"), "shared": (0.0625, 0.0625)},
+        ),
+    }  # fmt: skip
+    reports = []
+    for scene, (different, machine_) in scenes.items():
+        play(**machine_)
+        report = findings.as_text(list(doctor.examine(known(**different))), 100, colour=False)
+        reports.append(f"# {scene}\n\n{report}\n")
+    text = "\n".join(reports)
+    if os.environ.get("RENEW"):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+def judged(check: Callable[[Facts], Any], **different: Any) -> list[tuple[str, str]]:
+    """Status, and all that is said, of each finding."""
+    found = check(known(**different))
+    return [
+        (each.status, f"{each.found} -> {each.remedy}") for each in ([found] if isinstance(found, Finding) else found)
+    ]
+
+
+def assert_judged(check: Callable[[Facts], Any], different: dict[str, Any], *expected: tuple[str, str]) -> None:
+    """``expected``: of each finding its status, and what it is about."""
+    found = judged(check, **different)
+    assert [status for status, _ in found] == [status for status, _ in expected], found
+    assert all(subject in said for (_, said), (_, subject) in zip(found, expected, strict=True)), found
+
+
+# params.yaml and the names in it
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "remedy"),
+    ("text", "machine", "expected"),
     [
-        (None, "params.yaml is missing", "cd to the top of the checkout"),
-        ("variants: [", "is not YAML", "correct params.yaml"),
-        ("{variants: {a: {}}, trian: {}}", "trian: unknown key", "correct params.yaml"),
+        ("variants: {baseline: {}, ddp: {parallelism: ddp}}", TWO, [("ok", "baseline on 1 GPU(s), ddp on 2 GPU(s)")]),
+        ("variants: {baseline: {}, fp16: {precision: fp16}}", LAPTOP, [("problem", "variants.fp16.precision")]),
+        ("variants: {baseline: {precision: bf16}}", LAPTOP.model_copy(update={"cpu_native_bf16": False}),
+         [("warning", "train.without_native: run")]),
+        ("{train: {batch_size: 256}, variants: {baseline: {parallelism: ddp}}}", TWO.model_copy(update={"gpus": 3}),
+         [("warning", "a multiple of the number of GPUs")]),
+        ("variants: {baseline: {}}", LAPTOP.model_copy(update={"why_no_gpu": "CUDA's error 802"}),
+         [("warning", "CUDA's error 802")]),
+        ("variants: {baseline: {}}", None, []),
     ],
+)  # fmt: skip
+def test_variants(text: str, machine: Machine | None, expected: list[tuple[str, str]], tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
+    read = {"job": facts.read(tmp_path / "params.yaml", machine)}
+    assert_judged(checkout.params_file, read, ("ok", "variants: "))
+    assert_judged(checkout.variants, read, *expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "subject"),
+    [(None, "cd to the top"), ("variants: [", "is not YAML"), ("{variants: {a: {}}, trian: {}}", "trian: unknown key")],
 )
-def test_params_that_cannot_be_read(text: str | None, found: str, remedy: str, tmp_path: Path) -> None:
+def test_params_that_cannot_be_read(text: str | None, subject: str, tmp_path: Path) -> None:
     if text:
         (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
-    finding = only(params.check(params.read(tmp_path / "params.yaml", LAPTOP)))
-    assert finding.status == "problem"
-    assert found in finding.found
-    assert finding.remedy.startswith(remedy)
-
-
-def test_variants_that_cannot_run_here_and_what_is_left_out(tmp_path: Path) -> None:
-    text = "variants: {baseline: {}, half: {precision: fp16}, brain: {precision: bf16}}"
-    (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
-    plain = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-    _, refused, left_out = params.check(params.read(tmp_path / "params.yaml", plain))
-    assert refused.status == "problem"
-    assert refused.found.startswith("cannot run here: half: variants.half.precision: found 'fp16', but it needs a GPU")
-    assert left_out.status == "warning"
-    assert left_out.found.startswith("brain: bf16 is left out: this CPU has no native bf16")
-    assert left_out.remedy.endswith("set train.without_native: run")
-
-
-def test_a_batch_that_some_gpus_do_not_divide(tmp_path: Path) -> None:
-    text = "{train: {batch_size: 256}, variants: {baseline: {}, ddp: {parallelism: ddp}}}"
-    (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
-    three = Machine(gpus=3, gpu_native_bf16=True, cpu_native_bf16=False)
-    _, left_out = params.check(params.read(tmp_path / "params.yaml", three))
-    assert left_out.found.startswith("ddp: 1 of 3 GPUs is left out")
-    assert left_out.remedy == "set train.batch_size to a multiple of the number of GPUs"
-
-
-def test_names_that_are_there() -> None:
-    finding = only(params.check_names(job(model="resnet18"), TORCH, Answer({"error": None})))
-    assert finding == ("model", "ok", "resnet18, with cross_entropy and accuracy", "")
-
-
-def test_names_that_stand_for_nothing() -> None:
-    for answer in (Answer({"error": "train.model: found 'x'"}), Answer({}, "NameError: train.model: found 'x'")):
-        finding = only(params.check_names(job(), TORCH, answer))
-        assert (finding.check, finding.status) == ("model", "problem")
-        assert "train.model: found 'x'" in finding.found
-        assert finding.remedy == "correct params.yaml, or the module that it names"
-    slow = only(params.check_names(job(), TORCH, Answer({}, "no answer within 30 s", late=True)))
-    assert slow.status == "warning", "they may be there"
-    assert slow.remedy.startswith("try again")
-    assert not list(params.check_names(job(), Answer({}, "no torch"), Answer({}, "no torch"))), "one line says so"
-    assert not list(params.check_names(Job(mistakes="not YAML"), TORCH, Answer({}, "not YAML")))
+    read = {"job": facts.read(tmp_path / "params.yaml", LAPTOP)}
+    assert_judged(checkout.params_file, read, ("problem", subject))
+    assert_judged(checkout.variants, read)
 
 
 @pytest.mark.parametrize(
-    ("train", "error"),
+    ("different", "expected"),
     [
-        ({"model": "my_nets:net", "loss": "my_nets:net", "metric": "my_nets:net"}, None),
-        pytest.param({"model": "resnet18"}, None, marks=pytest.mark.slow),
+        ({"job": job(model="resnet18")}, [("ok", "resnet18")]),
+        ({"names": Answer({}, "train.model: found 'x'")}, [("problem", "train.model: found 'x'")]),
+        ({"names": LATE}, [("warning", "try again")]),
+        ({"torch": LATE, "names": LATE}, []),
+        ({"job": Job(mistakes="not YAML"), "names": Answer({}, "not YAML")}, []),
+    ],
+)
+def test_names(different: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert_judged(checkout.names, different, *expected)
+
+
+@pytest.mark.parametrize(
+    ("train", "failure"),
+    [
+        ({"model": "my_nets:net", "loss": "my_nets:net", "metric": "my_nets:net"}, ""),
+        pytest.param({"model": "resnet18"}, "", marks=pytest.mark.slow),
         ({"model": "resnet81"}, "train.model: found 'resnet81'; did you mean resnet18"),
-        pytest.param({"model": "my_nets:nets"}, "my_nets.py has no 'nets'. Did you mean net?", marks=pytest.mark.slow),
-        pytest.param(
-            {"metric": "scores:top"},
-            "train.metric: found 'scores:top', but there is no module 'scores'",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({"metric": "scores:top"}, "there is no module 'scores'", marks=pytest.mark.slow),
     ],
 )
 def test_names_are_looked_up(
-    train: dict[str, str], error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: dict[str, str], failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = json.dumps({"train": train, "variants": {"baseline": {}}})
     (tmp_path / "params.yaml").write_text(written, encoding="utf-8")
     (tmp_path / "my_nets.py").write_text("def net(): ...\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     answer = probes.ask("names", 120)
-    assert answer.failure == ""
-    assert answer.found["error"] is None if error is None else error in answer.found["error"]
+    assert failure in answer.failure if failure else answer == Answer({})
 
 
 # torch, driver, GPUs, NCCL
 
 
-def test_torch_that_works() -> None:
-    assert gpus.check_torch(job(), TORCH, NO_DRIVER) == ("torch", "ok", "2.15.0+cu132, for CUDA 13.2", "")
-    assert gpus.check_torch(job(), CPU_TORCH, NO_DRIVER) == ("torch", "ok", "2.15.0+cpu, for CPUs", "")
-
-
-def test_torch_that_does_not_import() -> None:
-    missing = Answer({}, "ModuleNotFoundError: No module named 'torch'")
-    finding = gpus.check_torch(job(), missing, NO_DRIVER)
-    assert finding.status == "problem"
-    assert finding.found == "cannot be imported: ModuleNotFoundError: No module named 'torch'"
-    assert finding.remedy.startswith("make repro")
-    slow = gpus.check_torch(job(), Answer({}, "no answer within 30 s", late=True), NO_DRIVER)
-    assert slow.status == "warning", "it may be there"
-    assert slow.remedy.startswith("try again")
-
-
-@pytest.mark.parametrize(("device", "status"), [("auto", "warning"), ("cuda", "problem"), ("cpu", "ok")])
-def test_a_torch_for_cpus_beside_gpus(device: str, status: str) -> None:
-    finding = gpus.check_torch(job(device=device), CPU_TORCH, DRIVER)
-    assert finding.status == status
-    if status != "ok":
-        assert finding.found == "2.15.0+cpu is a CPU build, but there are 2 GPU(s)"
-        assert finding.remedy == "install a CUDA build of torch, or set train.device: cpu"
-
-
-def driver(asked: Job, driver: Driver, torch: Answer | None = None, *, container: bool = False) -> Finding:
-    torch = torch or (torch_with(gpus=0) if driver.failure else TORCH)
-    return gpus.check_driver(asked, torch, driver, container=container)
-
-
-def put_a_gpu_on_the_bus(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for name, vendor, kind in (("0000:01:00.0", "0x10de", "0x030200"), ("0000:01:00.1", "0x10de", "0x040300")):
-        (path / "pci" / name).mkdir(parents=True)
-        (path / "pci" / name / "vendor").write_text(vendor + "\n", encoding="ascii")
-        (path / "pci" / name / "class").write_text(kind + "\n", encoding="ascii")
-    monkeypatch.setattr(gpus, "PCI", path / "pci")
-
-
-def load_the_kernel_driver(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    (path / "version").write_text("NVRM version: ...", encoding="ascii")
-    monkeypatch.setattr(gpus, "KERNEL_DRIVER", path / "version")
-
-
-def test_a_machine_without_gpus() -> None:
-    finding = driver(job(), NO_DRIVER)
-    assert (finding.status, finding.found) == ("not applicable", "no NVIDIA GPU here: the job runs on the CPU")
-    assert driver(job(device="cpu"), NO_DRIVER).status == "not applicable"
-    demanded = driver(job(device="cuda"), NO_DRIVER)
-    assert (demanded.status, demanded.found) == ("problem", "train.device is cuda, but there is no NVIDIA GPU")
-    assert demanded.remedy == "use a machine with a GPU, or set train.device: auto"
-    assert "--gpus all" in driver(job(device="cuda"), NO_DRIVER, container=True).remedy
-
-
-def test_a_gpu_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    put_a_gpu_on_the_bus(monkeypatch, tmp_path)
-    finding = driver(job(), NO_DRIVER)
-    assert (finding.status, finding.found) == ("problem", "missing, but this machine has 1 NVIDIA GPU(s)")
-    assert finding.remedy == "install the NVIDIA driver, 580 or newer; or set train.device: cpu"
-
-
-@pytest.mark.parametrize("sign", [put_a_gpu_on_the_bus, load_the_kernel_driver])
-def test_a_container_started_without_its_gpus(
-    sign: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    sign(monkeypatch, tmp_path)
-    finding = driver(job(), NO_DRIVER, container=True)
-    assert finding.status == "problem"
-    assert finding.found == "the host has an NVIDIA GPU, but this container was started without it"
-    assert finding.remedy.startswith("docker run --gpus all ... (the host needs the NVIDIA Container Toolkit)")
-
-
-def test_a_driver_without_its_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load_the_kernel_driver(monkeypatch, tmp_path)
-    finding = driver(job(), NO_DRIVER)
-    assert finding.status == "problem"
-    assert "libnvidia-ml.so.1 is missing" in finding.found
-
-
 @pytest.mark.parametrize(
-    ("failure", "said"), [("missing", "its library NVML is missing"), ("Unknown Error", "Unknown")]
-)
-def test_cuda_computes_though_its_driver_tells_nothing(failure: str, said: str) -> None:
-    """As in a container without the capability utility."""
-    finding = driver(job(TWO), Driver(failure=failure), TORCH, container=True)
-    assert finding.status == "warning"
-    assert said in finding.found
-    assert "CUDA computes, but nobody sees heat" in finding.found
-    assert finding.remedy.endswith("--env NVIDIA_DRIVER_CAPABILITIES=compute,utility")
-    assert look(job(TWO), TORCH, Driver(failure=failure), 2)[1:3] == (
-        "ok",
-        "torch computes on 2, and the plans count on 2",
-    )
-    assert look(job(), TORCH, Driver(failure=failure), 0).status == "problem"
-
-
-def test_a_gpu_that_could_not_be_used_is_said() -> None:
-    broken = LAPTOP.model_copy(update={"why_no_gpu": "CUDA's error 802"})
-    found = list(params.check(job(broken)))
-    assert (
-        "baseline: GPU is left out: CUDA's error 802",
-        "see to the NVIDIA driver, below, or set train.device: cpu",
-    ) in [(each.found, each.remedy) for each in found]
-
-
-@pytest.mark.parametrize(
-    ("failure", "container", "remedy"),
+    ("different", "status", "subject"),
     [
-        ("Driver/library version mismatch", False, "reboot the host"),
-        ("nvidia-ml-py cannot be imported (broken)", False, "make repro"),
-        ("Unknown Error", True, "start the container anew with --gpus all"),
-        ("Unknown Error", False, "run nvidia-smi, and read"),
+        (ON_TWO, "ok", "CUDA 13.2"),
+        ({}, "ok", "CPUs"),
+        ({"torch": Answer({}, "ModuleNotFoundError: No module named 'torch'")}, "problem", "No module named 'torch'"),
+        ({"torch": LATE}, "warning", "try again"),
+        ({"driver": driver(A)}, "warning", "1 GPU(s)"),
+        ({"driver": driver(A), "job": job(device="cuda")}, "problem", "1 GPU(s)"),
+        ({"job": job(device="cuda")}, "problem", "install a CUDA build"),
+        ({"driver": driver(A), "job": job(device="cpu")}, "ok", "CPUs"),
     ],
 )
-def test_a_driver_that_does_not_answer(failure: str, container: bool, remedy: str) -> None:
-    finding = driver(job(), Driver(failure=failure), container=container)
-    assert (finding.status, finding.found) == ("problem", f"does not answer: {failure}")
-    assert finding.remedy.startswith(remedy)
+def test_torch(different: dict[str, Any], status: str, subject: str) -> None:
+    assert_judged(gpus.torch, different, (status, subject))
 
 
-def test_how_new_the_driver_must_be() -> None:
-    assert driver(job(TWO), DRIVER) == ("NVIDIA driver", "ok", "580.65.06, for CUDA up to 13.0", "")
-    old = Driver("535.54.03", (12, 2), (A,))
-    broken = Answer({**TORCH.found, "gpus": 0, "errors": ["RuntimeError: The NVIDIA driver on your system is too old"]})
-    finding = driver(job(TWO), old, broken)
-    assert finding.status == "problem"
-    assert finding.found == (
-        "535.54.03, for CUDA up to 12.2; too old for torch 2.15.0+cu132, which is built for CUDA 13.2"
-    )
-    assert finding.remedy == "install driver 580 or newer on the host, or a torch that is built for CUDA 12"
-    assert driver(job(TWO), old, TORCH).status == "ok", "with the compatibility package, torch computes"
+MISMATCH = Answer({}, "NVMLError_LibRmVersionMismatch: Driver/library version mismatch")
+UNKNOWN = Answer({}, "NVMLError_Unknown: Unknown Error")
+NO_NVML = Answer({}, "ImportError: broken")
+OLD = driver(A, version="535.54.03", cuda=(12, 2))
 
 
-def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(*_: object) -> None:
-        raise pynvml.NVMLError_NotFound
+@pytest.mark.parametrize(
+    ("different", "status", "subject"),
+    [
+        (ON_TWO, "ok", "580.65.06"),
+        ({}, "not applicable", "runs on the CPU"),
+        ({"job": job(device="cpu")}, "not applicable", "train.device is cpu"),
+        ({"job": job(device="cuda")}, "problem", "use a machine with a GPU"),
+        ({"job": job(device="cuda"), "container": True}, "problem", "--gpus all"),
+        ({**ON_TWO, "driver": NO_DRIVER}, "warning", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
+        ({**ON_TWO, "driver": UNKNOWN}, "warning", "Unknown Error"),
+        ({"driver": MISMATCH}, "problem", "reboot the host"),
+        ({"driver": NO_NVML}, "problem", "make repro"),
+        ({"driver": UNKNOWN}, "problem", "dmesg"),
+        ({"driver": UNKNOWN, "container": True}, "problem", "start the container anew"),
+        ({**ON_TWO, "driver": OLD, "torch": torch("RuntimeError: too old", gpus=0)}, "problem", "driver 580 or newer"),
+        ({**ON_TWO, "driver": OLD}, "ok", "CUDA up to 12.2"),  # with the compatibility package, torch computes
+        ({"driver": driver(A)}, "ok", "580.65.06"),
+    ],
+)
+def test_the_driver(different: dict[str, Any], status: str, subject: str) -> None:
+    assert_judged(gpus.driver, different, (status, subject))
 
-    def mode(gpu: str) -> list[int]:
-        if gpu == "plain":
-            raise pynvml.NVMLError_NotSupported
-        return [1, 1]
+
+@pytest.mark.parametrize(
+    ("bus", "kernel", "container", "subject"),
+    [
+        (True, False, False, "install the NVIDIA driver, 580 or newer"),
+        (True, False, True, "NVIDIA Container Toolkit"),
+        (False, True, True, "NVIDIA Container Toolkit"),
+        (True, True, False, "libnvidia-ml.so.1 is missing"),
+    ],
+)
+def test_a_gpu_without_a_driver_or_its_library(
+    bus: bool, kernel: bool, container: bool, subject: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, vendor, kind in (("01:00.0", "0x10de", "0x030200"), ("01:00.1", "0x10de", "0x040300")):
+        if bus:
+            (tmp_path / "pci" / name).mkdir(parents=True)
+            (tmp_path / "pci" / name / "vendor").write_text(vendor + "\n", encoding="ascii")
+            (tmp_path / "pci" / name / "class").write_text(kind + "\n", encoding="ascii")
+    monkeypatch.setattr(gpus, "PCI", tmp_path / "pci")
+    if kernel:
+        monkeypatch.setattr(gpus, "KERNEL_DRIVER", tmp_path)
+    assert_judged(gpus.driver, {"container": container}, ("problem", subject))
+
+
+def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(error: type[pynvml.NVMLError]) -> Any:
+        raise error
 
     answers = {
         "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: "580.65.06",
         "nvmlSystemGetCudaDriverVersion_v2": lambda: 13020,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: ["plain", "split"][index],
         "nvmlDeviceGetUUID": lambda handle: f"UUID-{handle}",
-        "nvmlDeviceGetName": lambda handle: f"the {handle} one",
-        "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [SimpleNamespace(pid=7)] if gpu == "plain" else [],
-        "nvmlDeviceGetMigMode": mode,
+        "nvmlDeviceGetComputeRunningProcesses": lambda gpu: (
+            [SimpleNamespace(pid=7)] if gpu == "plain" else fails(pynvml.NVMLError_NotSupported)
+        ),
+        "nvmlDeviceGetMigMode": lambda gpu: fails(pynvml.NVMLError_NotSupported) if gpu == "plain" else [1, 1],
         "nvmlDeviceGetMaxMigDeviceCount": lambda _: 2,
-        "nvmlDeviceGetMigDeviceHandleByIndex": lambda _, index: "first" if index == 0 else not_found(),
+        "nvmlDeviceGetMigDeviceHandleByIndex": lambda _, index: fails(pynvml.NVMLError_NotFound) if index else "first",
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
-    assert gpus.ask_driver() == Driver(
-        "580.65.06",
-        (13, 2),
-        (Gpu("UUID-plain", "the plain one", None, [7]), Gpu("UUID-split", "the split one", ["UUID-first"], [])),
-    )
-
-    def fails(error: type[pynvml.NVMLError]) -> Callable[[], None]:
-        def init() -> None:
-            raise error
-
-        return init
-
-    monkeypatch.setattr(pynvml, "nvmlInit", fails(pynvml.NVMLError_LibraryNotFound))
-    assert gpus.ask_driver() == NO_DRIVER
-    monkeypatch.setattr(pynvml, "nvmlInit", fails(pynvml.NVMLError_LibRmVersionMismatch))
-    assert "mismatch" in gpus.ask_driver().failure
+    probes.answer("driver")
+    plain, split = gpu("UUID-plain", None, (7,)), gpu("UUID-split", ["UUID-first"])
+    assert json.loads(capsys.readouterr().out) == driver(plain, split, cuda=(13, 2)).found
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: fails(pynvml.NVMLError_LibraryNotFound))
+    probes.answer("driver")
+    assert json.loads(capsys.readouterr().out) == {"failure": NO_DRIVER.failure}
 
 
-def look(asked: Job, torch: Answer, driver: Driver, planned: int) -> Finding:
-    return only(gpus.check_gpus(asked, torch, driver, planned))
-
-
-def torch_with(**found: Any) -> Answer:
-    return Answer({**TORCH.found, **found})
-
-
-def test_gpus_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert look(job(TWO), TORCH, DRIVER, 2) == ("GPUs", "ok", "torch computes on 2 x H100", "")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    shown = look(job(TWO), torch_with(gpus=1), DRIVER, 1)
-    assert (shown.status, shown.found) == ("ok", "torch computes on 1 x H100 (1 of 2: CUDA_VISIBLE_DEVICES=1)")
+SPLIT = driver(A, gpu("GPU-c", ["MIG-1", "MIG-2"]))
 
 
 @pytest.mark.parametrize(
-    ("value", "device", "status"),
-    [("", "auto", "warning"), ("-1", "auto", "warning"), ("7", "auto", "problem"), ("", "cuda", "problem")],
-)
-def test_hidden_gpus(value: str, device: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    finding = look(job(device=device), torch_with(gpus=0), DRIVER, 0)
-    assert finding == ("GPUs", status, f"CUDA_VISIBLE_DEVICES={value!r} hides all 2", "unset CUDA_VISIBLE_DEVICES")
-
-
-def test_gpus_that_torch_cannot_use() -> None:
-    none = torch_with(gpus=0, errors=["RuntimeError: CUDA unknown error"])
-    finding = look(job(TWO), none, DRIVER, 2)
-    assert finding.status == "problem"
-    assert finding.found == (
-        "the driver shows 2, of which 2 should be visible; torch sees 0: RuntimeError: CUDA unknown error"
-    )
-    old = torch_with(errors=["RuntimeError: CUDA error: no kernel image is available for execution on the device"])
-    assert look(job(TWO), old, DRIVER, 2).remedy.startswith("install a torch that is built for this GPU's compute cap")
-    hanging = Answer({"version": "2.15.0", "cuda": "13.2"}, "no answer within 30 s")
-    stuck = look(job(TWO), hanging, DRIVER, 2)
-    assert stuck.found == "torch does not come back from using them: no answer within 30 s"
-    assert look(job(), TORCH, Driver("580", (13, 0)), 0).found == "the driver shows none"
-
-
-@pytest.mark.parametrize(
-    ("device", "torch", "driver"),
+    ("shown", "different", "expected"),
     [
-        ("cpu", TORCH, DRIVER),
-        ("auto", Answer({**TORCH.found, "gpus": 0}), NO_DRIVER),
-        ("auto", CPU_TORCH, DRIVER),
-        ("auto", Answer({}), DRIVER),
+        (None, ON_TWO, [("ok", "2 x H100")]),
+        ("1", {**ON_TWO, "planned_gpus": 1, "torch": torch(gpus=1)}, [("ok", "CUDA_VISIBLE_DEVICES=1")]),
+        (None, {**ON_TWO, "driver": NO_DRIVER}, [("ok", "torch computes on 2")]),
+        (None, {**ON_TWO, "driver": NO_DRIVER, "planned_gpus": 0}, [("problem", "torch sees 2")]),
+        ("", {**ON_TWO, "planned_gpus": 0}, [("warning", "hides all 2")]),
+        ("-1", {**ON_TWO, "planned_gpus": 0}, [("warning", "hides all 2")]),
+        ("7", {**ON_TWO, "planned_gpus": 0}, [("problem", "unset CUDA_VISIBLE_DEVICES")]),
+        ("", {**ON_TWO, "planned_gpus": 0, "job": job(TWO, device="cuda")}, [("problem", "hides all 2")]),
+        (None, {**ON_TWO, "torch": torch("CUDA unknown error", gpus=0)}, [("problem", "CUDA unknown error")]),
+        (None, {**ON_TWO, "torch": torch(gpus=1)}, [("problem", "torch sees 1")]),
+        (None, {**ON_TWO, "torch": torch("no kernel image is available")}, [("problem", "compute capability")]),
+        (None, {**ON_TWO, "torch": torch()._replace(failure="no answer", late=True)}, [("problem", "hangs")]),
+        (None, {**ON_TWO, "driver": driver()}, [("problem", "the driver shows none")]),
+        (None, {**ON_TWO, "job": job(device="cpu")}, [("not applicable", "train.device is cpu")]),
+        (None, {"torch": torch(gpus=0)}, [("not applicable", "see above")]),
+        (None, {"driver": driver(A)}, [("not applicable", "see above")]),
+        (None, {"driver": driver(A), "torch": LATE}, [("not applicable", "see above")]),
+        (None, {**ON_TWO, "driver": SPLIT, "planned_gpus": 1, "torch": torch(gpus=1)},
+         [("warning", "CUDA_VISIBLE_DEVICES=MIG-1"), ("ok", "torch computes on 1")]),
+        ("MIG-2", {**ON_TWO, "driver": SPLIT, "planned_gpus": 1, "torch": torch(gpus=1)}, [("ok", "=MIG-2")]),
+        (None, {**ON_TWO, "driver": driver(gpu("GPU-c", [])), "planned_gpus": 0}, [("problem", "-i 0 -mig 0")]),
+        (None, {**ON_TWO, "driver": driver(A, gpu("GPU-b", pids=(41, 42)))},
+         [("ok", "2 x H100"), ("warning", "(pid 41, 42) compute on GPU 1")]),
+        ("0", {**ON_TWO, "driver": driver(A, gpu("GPU-b", pids=(41,))), "planned_gpus": 1, "torch": torch(gpus=1)},
+         [("ok", "1 x H100")]),
+        ("MIG-2", {**ON_TWO, "driver": driver(gpu("GPU-c", ["MIG-2"], (41,))), "torch": torch()},
+         [("ok", "2 x H100"), ("warning", "pid 41")]),
+    ],
+)  # fmt: skip
+def test_gpus(
+    shown: str | None, different: dict[str, Any], expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert_judged(gpus.gpus, different, *expected)
+
+
+@pytest.mark.parametrize(
+    ("different", "status", "subject"),
+    [
+        (ON_TWO, "ok", "2.30.7"),
+        ({**ON_TWO, "torch": torch(nccl=None)}, "problem", "for Linux"),
+        ({}, "not applicable", "gloo"),
+        ({**ON_TWO, "job": job(TWO, "baseline")}, "not applicable", "no variant"),
     ],
 )
-def test_gpus_that_nobody_could_use(device: str, torch: Answer, driver: Driver) -> None:
-    assert look(job(device=device), torch, driver, 0).status == "not applicable"
-
-
-def test_split_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = Driver("580", (13, 0), (A, Gpu("GPU-c", "A100", ["MIG-1", "MIG-2"], [])))
-    warning, ok = gpus.check_gpus(job(), torch_with(gpus=1), split, 1)
-    assert warning.status == "warning"
-    assert warning.found.startswith("GPU 1 is split (MIG): CUDA shows a process one instance, never more")
-    assert warning.remedy.startswith("export CUDA_VISIBLE_DEVICES=MIG-1")
-    assert ok.status == "ok"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
-    chosen = look(job(), torch_with(gpus=1), split, 1)
-    assert (chosen.status, chosen.found) == ("ok", "torch computes on 1 x A100 (1 of 2: CUDA_VISIBLE_DEVICES=MIG-2)")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    empty = look(job(), torch_with(gpus=0), Driver("580", (13, 0), (Gpu("GPU-c", "A100", [], []),)), 0)
-    assert (empty.status, empty.found) == (
-        "problem",
-        "GPU 0 is split (MIG) but has no instance, so CUDA cannot use it",
-    )
-    assert empty.remedy.startswith("nvidia-smi -i 0 -mig 0")
-
-
-def test_others_on_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = Driver("580", (13, 0), (A, Gpu("GPU-b", "H100", None, [41, 42])))
-    _, foreign = gpus.check_gpus(job(TWO), TORCH, busy, 2)
-    assert (foreign.check, foreign.status) == ("GPU processes", "warning")
-    assert foreign.found.startswith("2 other process(es) compute on GPU 1 (pid 41, 42)")
-    assert "nvidia-smi" in foreign.remedy
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert look(job(TWO), torch_with(gpus=1), busy, 1).status == "ok", "a hidden GPU's processes harm nobody"
-
-
-def test_nccl() -> None:
-    assert gpus.check_nccl(job(TWO), TORCH) == ("NCCL", "ok", "2.30.7 in torch, between 2 GPUs", "")
-    without = gpus.check_nccl(job(TWO), torch_with(nccl=None))
-    assert (without.status, without.found) == ("problem", "torch has none, and 2 GPUs should train together")
-    assert "for Linux" in without.remedy
-    on_cpu = gpus.check_nccl(job(), TORCH)
-    assert (on_cpu.status, on_cpu.found) == ("not applicable", "2.30.7 in torch; no GPU; ddp runs over gloo")
+def test_nccl(different: dict[str, Any], status: str, subject: str) -> None:
+    assert_judged(gpus.nccl, different, (status, subject))
 
 
 # CPU, memory, shared memory, disk
 
-
-def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(environment, "cores", lambda: 1.5)
-    finding = resources.check_cpu(job())
-    assert finding.status == "warning"
-    assert finding.found == "1.5 of 64 cores for 2 processes that train together: they wait for each other"
-    assert "--cpus 2" in finding.remedy
-    monkeypatch.setattr(environment, "cores", lambda: 2)
-    assert resources.check_cpu(job()) == ("CPU", "ok", "2 of 64 cores", "")
-
-
-def limit_memory(monkeypatch: pytest.MonkeyPatch, path: Path, membership: str, files: dict[str, str]) -> None:
-    (path / "membership").write_text(membership, encoding="utf-8")
-    for name, content in files.items():
-        (path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / "mount" / name).write_text(content, encoding="utf-8")
-    monkeypatch.setattr(environment.cpus, "CGROUP_MEMBERSHIP", path / "membership")
-    monkeypatch.setattr(environment.cpus, "CGROUP_MOUNT", path / "mount")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+LOADING = {"data_loading": "dataloader", "loader_workers": 4}
 
 
 @pytest.mark.parametrize(
-    ("membership", "files", "limit"),
+    ("check", "played", "different", "status", "subject"),
     [
-        ("0::/\n", {"memory.max": "max\n"}, None),
-        ("0::/pod/box\n", {"pod/memory.max": f"{3 * 2**30}\n", "pod/box/memory.max": "max\n"}, 3 * 2**30),
-        ("4:memory:/box\n3:cpu:/other\n", {"memory/box/memory.limit_in_bytes": "1048576\n"}, 2**20),
+        (machine.cpu, {"cores": 1.5}, {}, "warning", "--cpus 2"),
+        (machine.cpu, {"cores": 2}, {}, "ok", "2 of 8 cores"),
+        (machine.cpu, {}, {}, "ok", "8 cores"),
+        (machine.memory, {}, {}, "ok", "64.0 GiB free"),
+        (machine.memory, {"limit": 100}, {}, "ok", "64.0 GiB free"),
+        (machine.memory, {"limit": 3}, {}, "warning", "docker run --memory 4g"),
+        (machine.memory, {"free": 1}, {"job": job(variants="baseline")}, "warning", "end other programs"),
+        (machine.shared_memory, {}, ON_TWO, "ok", "8.0 GiB of 8.0 GiB"),
+        (machine.shared_memory, {"shared": (0.0625, 0.0625)}, ON_TWO, "problem", "-> docker run --shm-size=1g"),
+        (machine.shared_memory, {"shared": (0.0625, 0.0625)}, {}, "warning", "64 MiB"),
+        (machine.shared_memory, {"shared": (1, 0.01)}, ON_TWO, "problem", "rm /dev/shm/nccl-*"),
+        (machine.shared_memory, {"shared": (0.0625, 0.0625)}, {"job": "loading"}, "problem", "4 workers"),
+        (machine.disk, {"disk": 0.2}, {}, "problem", "dvc gc --workspace"),
+        (machine.disk, {"disk": 3}, {}, "warning", "3.0 GiB free for /"),
+        (machine.disk, {"disk": 40}, {"dvc": LATE}, "ok", "40.0 GiB free for /"),
+    ],
+)
+def test_resources(
+    check: Callable[[Facts], Finding], played: dict[str, Any], different: dict[str, Any], status: str, subject: str,
+    play: Play,
+) -> None:  # fmt: skip
+    play(**played)
+    if different.get("job") == "loading":
+        config = parse({"variants": {"baseline": LOADING}})
+        different = {"job": Job(config, plans=plans(config, LAPTOP))}
+    assert_judged(check, different, (status, subject))
+
+
+def test_shared_memory_that_is_missing_or_shut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "none")
+    assert_judged(machine.shared_memory, {}, ("problem", "is missing"))
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert_judged(machine.shared_memory, {}, ("problem", "cannot be written to"))
+    monkeypatch.setattr(psutil, "LINUX", False)
+    assert_judged(machine.shared_memory, {}, ("not applicable", "/dev/shm"))
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limits"),
+    [
+        ("0::/\n", {"memory.max": "max\n"}, []),
+        ("0::/pod/box\n", {"pod/memory.max": f"{3 * 2**30}\n", "pod/box/memory.max": "max\n"}, [3 * 2**30]),
+        ("4:memory:/box\n3:cpu:/other\n", {"memory/box/memory.limit_in_bytes": "1048576\n"}, [2**20]),
     ],
 )
 def test_the_memory_limit_of_control_groups(
-    membership: str, files: dict[str, str], limit: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    membership: str, files: dict[str, str], limits: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    limit_memory(monkeypatch, tmp_path, membership, files)
-    assert resources.memory_limit() == limit
+    (tmp_path / "membership").write_text(membership, encoding="utf-8")
+    for name, content in files.items():
+        (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mount" / name).write_text(content, encoding="utf-8")
+    monkeypatch.setattr(environment.cpus, "CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(environment.cpus, "CGROUP_MOUNT", tmp_path / "mount")
+    assert sorted(set(machine._memory_limits())) == limits
 
 
-def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit_memory(monkeypatch, tmp_path, "0::/\n", {"memory.max": f"{3 * 2**30}"})
-    finding = resources.check_memory(job())
-    assert finding.status == "warning"
-    assert finding.found == "3.0 GiB is the container's limit; 2 training processes may need 4.0 GiB"
-    assert finding.remedy == "docker run --memory 4g, or lower processes in params.yaml"
-    limit_memory(monkeypatch, tmp_path, "0::/\n", {"memory.max": f"{100 * 2**30}"})
-    assert resources.check_memory(job()) == ("memory", "ok", "64.0 GiB free", "")
-
-
-def shared(monkeypatch: pytest.MonkeyPatch, path: Path, asked: Job, mebibytes: int, free: int | None = None) -> Finding:
-    blocks = SimpleNamespace(f_frsize=2**20, f_blocks=mebibytes, f_bavail=mebibytes if free is None else free)
-    with monkeypatch.context() as faked:
-        faked.setattr(os, "statvfs", lambda _: blocks)
-        return resources.check_shared_memory(asked, path)
-
-
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    docker = shared(monkeypatch, tmp_path, job(TWO), 64)
-    assert docker.status == "problem"
-    assert docker.found == f"{tmp_path}: 64 MiB of 64 MiB free; NCCL between 2 GPUs wants 1.0 GiB"
-    assert docker.remedy.startswith("docker run --ipc=host, or --shm-size=1g")
-    assert shared(monkeypatch, tmp_path, job(), 64).status == "warning", "nothing of this job needs more"
-    assert shared(monkeypatch, tmp_path, job(TWO), 1024).status == "ok"
-    littered = shared(monkeypatch, tmp_path, job(TWO), 1024, 10)
-    assert littered.status == "problem"
-    assert f"rm {tmp_path}/nccl-*" in littered.remedy
-    missing = resources.check_shared_memory(job(), tmp_path / "none")
-    assert (missing.status, missing.found.split(":")[0]) == ("problem", f"{tmp_path / 'none'} is missing")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "cannot be written to" in shared(monkeypatch, tmp_path, job(), 1024).found
-
-
-@pytest.mark.parametrize(("free", "status"), [(0.2, "problem"), (3.0, "warning"), (40.0, "ok")])
-def test_disk(free: float, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fullest_disk_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-
-    def usage(path: Path) -> SimpleNamespace:
-        return SimpleNamespace(free=int((free if path == small else 100) * 2**30))
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    finding = resources.check_disk([tmp_path, small / "not" / "there"])
-    assert finding.status == status
-    assert f"free for {small / 'not' / 'there'}" in finding.found
-    assert ("dvc gc --workspace" in finding.remedy) is (status != "ok")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20 if path == small else 2**40))
+    cache = Answer({"cache": str(small / "not" / "there")})
+    assert_judged(machine.disk, {"root": tmp_path, "dvc": cache}, ("problem", f"{small / 'not' / 'there'}"))
 
 
 # the checkout
@@ -523,33 +502,26 @@ def test_a_work_tree_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, 
     for name in ("models", "data"):
         (tmp_path / name).mkdir()
     (tmp_path / "dvc.lock").touch()
-    assert checkout.check_work_tree(tmp_path, container=False).status == "ok"
-
+    assert_judged(checkout.work_tree, {"root": tmp_path}, ("ok", str(tmp_path)))
     writable = checkout._writable
     monkeypatch.setattr(checkout, "_writable", lambda path: path.name != "models" and writable(path))
     monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "dvc.lock")
-    finding = checkout.check_work_tree(tmp_path, container=False)
-    assert finding.status == "problem"
-    assert finding.found == f"user {os.getuid()} cannot write to models, dvc.lock in {tmp_path}"
-    assert finding.remedy.startswith('sudo chown -R "$(id -u):$(id -g)" .')
+    assert_judged(checkout.work_tree, {"root": tmp_path}, ("problem", "models, dvc.lock"))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert_judged(checkout.work_tree, {"root": tmp_path}, ("problem", "without :ro"))
+    assert not writable(Path("/proc"))
 
 
-def test_a_directory_that_refuses_files() -> None:
-    assert not checkout._writable(Path("/proc"))
+def test_a_work_tree_in_the_containers_own_layer(play: Play, tmp_path: Path) -> None:
+    inside = {"root": tmp_path, "container": True}
+    play(mounts={"/": "overlay", "/proc": "proc"})
+    assert_judged(checkout.work_tree, inside, ("warning", "is lost with the container"))
+    play(mounts={"/": "overlay", str(tmp_path): "ext4"})
+    assert_judged(checkout.work_tree, inside, ("ok", str(tmp_path)))
 
 
-def test_a_work_tree_in_the_containers_own_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mounts = tmp_path / "mountinfo"
-    monkeypatch.setattr(checkout, "MOUNTS", mounts)
-    mounts.write_text("1 0 0:1 / / rw - overlay overlay rw\n2 1 0:2 / /proc rw - proc proc rw\n", encoding="utf-8")
-    finding = checkout.check_work_tree(tmp_path, container=True)
-    assert finding.status == "warning"
-    assert "is lost with the container" in finding.found
-    assert finding.remedy.startswith(f'docker run -v "$PWD:{tmp_path}"')
-    with mounts.open("a", encoding="utf-8") as file:
-        file.write(f"3 1 8:1 /src {tmp_path} rw shared:1 - ext4 /dev/sda rw\n")
-    assert checkout.file_system(tmp_path / "x") == "ext4"
-    assert checkout.check_work_tree(tmp_path, container=True).status == "ok"
+def test_the_file_system_of_a_path() -> None:
+    assert checkout.file_system(Path("/proc/self")) == "proc"
 
 
 @pytest.fixture
@@ -570,27 +542,26 @@ def git(tree: Path, *arguments: str) -> None:
 
 
 def test_git(plain_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = plain_git
-    outside = checkout.check_git(tree)
-    assert (outside.status, outside.found) == ("problem", f"{tree} is no git repository; DVC and gate need one")
-    git(tree, "init", "--quiet")
-    unborn = checkout.check_git(tree)
-    assert (unborn.status, unborn.found, unborn.remedy) == (
-        "warning",
-        "no commit yet; results name the commit that made them",
-        "git commit",
-    )
-    git(tree, "commit", "--quiet", "--allow-empty", "--message", "first")
-    assert checkout.check_git(tree).found.startswith("at commit ")
+    here = {"root": plain_git}
+    assert_judged(checkout.git, here, ("problem", "start from a clone"))
+    git(plain_git, "init", "--quiet")
+    assert_judged(checkout.git, here, ("warning", "git commit"))
+    git(plain_git, "commit", "--quiet", "--allow-empty", "--message", "first")
+    assert_judged(checkout.git, here, ("ok", "at commit "))
+    with monkeypatch.context() as foreign:
+        foreign.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own way to test this
+        assert_judged(checkout.git, here, ("problem", f"safe.directory {plain_git}"))
+    (plain_git / ".git" / "HEAD").write_text("ref: refs/heads/nowhere", encoding="utf-8")
+    (plain_git / ".git" / "config").write_text("[", encoding="utf-8")
+    assert_judged(checkout.git, here, ("problem", "bad config"))
+    monkeypatch.setenv("PATH", str(plain_git))
+    assert_judged(checkout.git, here, ("problem", "apt-get install git"))
 
-    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own way to test this
-    foreign = checkout.check_git(tree)
-    assert foreign.status == "problem"
-    assert foreign.found == f"refuses {tree}: it belongs to another user (dubious ownership)"
-    assert foreign.remedy == f"git config --global --add safe.directory {tree}"
+    def hang(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("git", 5)
 
-    monkeypatch.setenv("PATH", str(tree))
-    assert checkout.check_git(tree).remedy == "apt-get install git"
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert_judged(checkout.git, here, ("problem", "hangs"))
 
 
 @pytest.fixture
@@ -606,111 +577,108 @@ def repository(plain_git: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return plain_git
 
 
-def with_remote(repository: Path, url: str, *lines: str) -> Finding:
-    settings = "\n    ".join([f"url = {url}", *lines])
-    text = f"[core]\n    remote = storage\n['remote \"storage\"']\n    {settings}\n"
+def with_remote(repository: Path, url: str) -> tuple[str, str]:
+    text = f"[core]\n    remote = storage\n['remote \"storage\"']\n    url = {url}\n"
     (repository / ".dvc" / "config").write_text(text, encoding="utf-8")
-    return only(checkout.check_remote(probes.ask("dvc", 60)))
+    [finding] = judged(checkout.remote, dvc=probes.ask("dvc", 60))
+    return finding
 
 
 def test_what_dvc_says_of_a_repository(repository: Path) -> None:
     (repository / ".dvc" / "cache" / "files" / "md5").mkdir(parents=True)
     answer = probes.ask("dvc", 60)
-    cache = checkout.check_cache(repository, answer)
-    assert (cache.status, cache.remedy) == ("ok", "")
-    assert cache.found.startswith(".dvc/cache/files/md5, on the file system of the work tree")
-    remote = only(checkout.check_remote(answer))
-    assert remote.status == "not applicable"
-    assert remote.remedy.startswith("dvc remote add --default storage")
+    assert_judged(checkout.cache, {"root": repository, "dvc": answer}, ("ok", ".dvc/cache/files/md5"))
+    assert answer.found["link"] in ("reflink", "copy")
+    assert_judged(checkout.remote, {"dvc": answer}, ("not applicable", "dvc remote add --default storage"))
 
 
-def test_no_dvc_repository(plain_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_dvc_says_where_there_is_none(plain_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(plain_git, "init", "--quiet")
     monkeypatch.chdir(plain_git)
-    answer = probes.ask("dvc", 60)
-    finding = checkout.check_cache(plain_git, answer)
-    assert (finding.status, finding.found) == ("problem", "this is no DVC repository")
-    assert finding.remedy.startswith("cd to the top of the checkout")
-    assert only(checkout.check_remote(answer)).status == "not applicable"
+    answer = {"dvc": probes.ask("dvc", 60)}
+    assert_judged(checkout.cache, answer, ("problem", "cd to the top of the checkout"))
+    assert_judged(checkout.remote, answer, ("not applicable", "see above"))
 
 
 def test_settings_that_dvc_cannot_read(repository: Path) -> None:
     (repository / ".dvc" / "config").write_text("[cache\n", encoding="utf-8")
-    finding = checkout.check_cache(repository, probes.ask("dvc", 60))
-    assert finding.status == "problem"
-    assert finding.found.startswith("DVC cannot read its settings: ")
-    late = checkout.check_cache(repository, Answer({}, "no answer within 30 s", late=True))
-    assert (late.status, late.found) == ("warning", "DVC is still being imported: no answer within 30 s")
+    assert_judged(checkout.cache, {"dvc": probes.ask("dvc", 60)}, ("problem", ".dvc/config.local"))
 
 
-def test_a_cache_elsewhere(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Answer({"cache": "/proc/cache/files/md5", "types": ["reflink", "copy"]})
-    monkeypatch.setattr(os, "access", lambda *_: True)
-    finding = checkout.check_cache(repository, answer)
-    assert finding.status == "warning"
-    assert finding.found.startswith("/proc/cache/files/md5 (proc) is on another file system than the work tree (")
-    assert finding.remedy.startswith("mount the checkout with its .dvc/cache as one volume")
+ELSEWHERE = Answer({"cache": "/proc/cache", "link": "copy"})
+
+
+@pytest.mark.parametrize(
+    ("dvc", "mounts", "status", "subject"),
+    [
+        (DVC, None, "ok", "reflinks"),
+        (Answer({"cache": "/.dvc", "link": "copy"}), None, "ok", "twice the space"),
+        (Answer({"cache": "/.dvc"}), None, "ok", "not there yet"),
+        (
+            ELSEWHERE,
+            {"/": "ext4", "/proc": "nfs"},
+            "warning",
+            "(nfs) is on another file system than the work tree (ext4)",
+        ),
+        (ELSEWHERE, {"/": "ext4", "/proc": "overlay"}, "warning", "lost with the container"),
+        (Answer({}, "ModuleNotFoundError: dvc"), None, "problem", "make repro"),
+        (LATE, None, "warning", "try again"),
+    ],
+)
+def test_the_cache(dvc: Answer, mounts: dict[str, str] | None, status: str, subject: str, play: Play) -> None:
+    play(mounts=mounts)
+    assert_judged(checkout.cache, {"dvc": dvc}, (status, subject))
+
+
+def test_a_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    closed = checkout.check_cache(repository, answer)
-    assert (closed.status, closed.found) == ("problem", f"user {os.getuid()} cannot write to /proc")
+    assert_judged(checkout.cache, {"dvc": ELSEWHERE}, ("problem", "sudo chown"))
 
 
-def test_links_of_the_cache(repository: Path) -> None:
-    facts: dict[str, Any] = {"cache": str(repository / ".dvc" / "cache"), "types": ["reflink", "copy"]}
-    linked = checkout.check_cache(repository, Answer({**facts, "links": ["reflink", "symlink"]}))
-    assert linked.found.endswith("files are reflinks: no copies")
-    copied = checkout.check_cache(repository, Answer({**facts, "links": ["symlink"]}))
-    assert copied.found.endswith("files are copied: twice the space")
-    assert linked.status == copied.status == "ok"
+@pytest.mark.parametrize(
+    ("found", "status", "subject"),
+    [
+        ({"exists": True}, "ok", "answers"),
+        ({"exists": True, "writable": False}, "problem", "the right to write there"),
+        ({"remote": None, "remotes": ["storage"]}, "not applicable", "dvc remote default storage"),
+    ],
+)
+def test_the_remote(found: dict[str, Any], status: str, subject: str) -> None:
+    known = {"remote": "storage", "remotes": ["storage"], "url": "/mnt"}
+    assert_judged(checkout.remote, {"dvc": Answer(known | found)}, (status, subject))
 
 
 def test_a_remote_in_a_directory(repository: Path, tmp_path: Path) -> None:
-    empty = with_remote(repository, str(tmp_path / "shared"))
-    assert (empty.status, empty.found) == (
-        "ok",
-        f"storage ({tmp_path / 'shared'}) answers; nothing is there yet (dvc push makes it)",
-    )
+    status, said = with_remote(repository, str(tmp_path / "shared"))
+    assert (status, "nothing is there yet" in said) == ("ok", True)
     (tmp_path / "shared").mkdir()
-    assert with_remote(repository, str(tmp_path / "shared")).found.endswith("answers")
-    unwritable = Answer({"remote": "storage", "url": "/mnt", "answers": True, "exists": True, "writable": False})
-    assert only(checkout.check_remote(unwritable)).found == "storage (/mnt) cannot be written to"
+    status, said = with_remote(repository, str(tmp_path / "shared"))
+    assert (status, "nothing is there yet" in said) == ("ok", False)
 
 
 def test_a_remote_whose_plug_in_is_missing(repository: Path) -> None:
-    finding = with_remote(repository, "webhdfs://namenode.example/path")
-    assert finding.status == "problem"
-    assert finding.found == (
-        "storage (webhdfs://namenode.example/path): DVC needs dvc-webhdfs for it, which is not installed"
-    )
-    assert finding.remedy.startswith("python -m pip install dvc-webhdfs")
+    status, said = with_remote(repository, "webhdfs://namenode.example/path")
+    assert (status, "-> python -m pip install dvc-webhdfs" in said) == ("problem", True)
 
 
-def test_a_remote_that_is_not_there(repository: Path, serve: Serve) -> None:
-    there = serve(lambda _: (404, ""))
-    assert with_remote(repository, there).found.endswith("nothing is there yet (dvc push makes it)")
-    refusing = with_remote(repository, serve(lambda _: (403, "")))
-    assert refusing.status == "problem"
-    assert "403" in refusing.found
-    for named in ("me:secret", "secret"):
-        secret = with_remote(repository, serve(lambda _: (500, "")).replace("://", f"://{named}@") + "/x?sig=secret")
-        assert "secret" not in secret.found
-        assert "://***@" in secret.found
-    assert "credentials" in refusing.remedy
+@pytest.mark.parametrize(
+    ("code", "status", "subject"),
+    [(404, "ok", "nothing is there yet"), (403, "problem", "403"), (500, "problem", "500")],
+)
+def test_a_remote_behind_a_server(code: int, status: str, subject: str, repository: Path) -> None:
+    """The report is without the secrets in its address."""
+    with serving(lambda _: (code, "")) as url:
+        asked, said = with_remote(repository, url.replace("://", "://me:secret@") + "/x?sig=secret")
+    assert (asked, subject in said) == (status, True)
+    assert "secret" not in redacted(said)
 
 
-def test_a_remote_that_hangs(repository: Path, serve: Serve) -> None:
-    def hang(_: BaseHTTPRequestHandler) -> tuple[int, str]:
-        time.sleep(30)
-        return 200, ""
-
-    url = serve(hang)
-    (repository / ".dvc" / "config").write_text(
-        f"[core]\n    remote = storage\n['remote \"storage\"']\n    url = {url}\n", encoding="utf-8"
-    )
-    answer = probes.ask("dvc", 60)
-    finding = only(checkout.check_remote(answer))
-    assert (finding.status, finding.found) == ("problem", f"storage ({url}): no answer within 3 s")
-    assert checkout.check_cache(repository, answer).status == "ok", "what was found before stays"
+def test_a_remote_that_hangs(repository: Path) -> None:
+    with serving(hang) as url:
+        status, said = with_remote(repository, url)
+        assert (status, "no answer within 3 s" in said) == ("problem", True)
+        answer = {"root": repository, "dvc": probes.ask("dvc", 60)}
+    assert_judged(checkout.cache, answer, ("ok", ".dvc/cache"))  # what was found before stays
 
 
 def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -721,158 +689,32 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert probes.ask("torch", 2) == ({"gpus": 2}, "no answer within 2 s", True)
 
 
-def test_a_default_that_is_not_chosen() -> None:
-    finding = only(checkout.check_remote(Answer({"remote": None, "remotes": ["storage"]})))
-    assert finding.remedy == "dvc remote default storage"
-
-
-# the tracking server
-
-Reply = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
-Serve = Callable[[Reply], str]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """``serve(reply)``: a server on the loopback that answers every request so; its address."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(reply: Reply) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                status, text = reply(self)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            do_HEAD = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def handle(self) -> None:
-                with suppress(OSError):  # the client did not wait
-                    super().handle()
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        server.block_on_close = False
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-MISSING_EXPERIMENT = '{"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "..."}'
-
-
-def health(monkeypatch: pytest.MonkeyPatch, uri: str, seconds: float = 20) -> tracking.Health:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    return tracking.health(Path(), "training", seconds)
-
-
-@pytest.mark.parametrize("reply", [(200, '{"experiment": {}}'), (404, MISSING_EXPERIMENT)])
-def test_a_server_that_is_well(reply: tuple[int, str], serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = serve(lambda _: reply)
-    assert health(monkeypatch, uri) == (True, f"{uri} answers", "")
-
-
-def test_a_server_whose_files_are_where_this_machine_cannot_write(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uri = serve(lambda _: (200, '{"experiment": {"artifact_location": "s3://bucket/1"}}'))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "boto3" else object())
-    found = health(monkeypatch, uri)
-    assert not found.well
-    assert found.found.endswith("runs keep their files in s3://bucket/1, for which boto3 is missing")
-    assert found.remedy.startswith("python -m pip install boto3")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    assert health(monkeypatch, uri).well
+def test_a_probe_that_crashes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    for program, failure in (("echo the reason >&2; exit 3", "the reason"), ("exit 3", "the process ended with 3")):
+        python.write_text(f"#!/bin/sh\n{program}\n", encoding="utf-8")
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        assert probes.ask("torch", 60) == ({}, failure, False)
 
 
 @pytest.mark.parametrize(
-    ("reply", "found", "remedy"),
+    ("store", "status", "subject"),
     [
-        ((403, "Invalid Host header - possible DNS rebinding attack detected"), "rejects the host name", "add to MLFL"),
-        ((401, "who are you"), "wants other credentials (401)", "export MLFLOW_TRACKING_USERNAME"),
-        ((500, MISSING_EXPERIMENT), "the server fails (500)", "read the server's log"),
-        ((200, "<html>welcome</html>"), "what answers (200) is not MLflow", "set MLFLOW_TRACKING_URI"),
+        (WELL, "ok", "mlflow.db"),
+        (Answer({"well": False, "found": "it is down", "remedy": "start it"}), "problem", "it is down -> start it"),
+        (Answer({"well": None, "found": "a postgresql store", "remedy": ""}), "not applicable", "postgresql"),
+        (Answer({}, "no answer within 6 s", late=True), "problem", "name server"),
     ],
 )
-def test_a_server_that_is_not(
-    reply: tuple[int, str], found: str, remedy: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uri = serve(lambda _: reply)
-    seen = health(monkeypatch, uri)
-    assert not seen.well
-    assert seen.found.startswith(uri)
-    assert found in seen.found
-    assert seen.remedy.startswith(remedy)
-    if reply[0] == 403:
-        name = uri.removeprefix("http://")
-        assert seen.remedy.endswith(f": {name},127.0.0.1"), "with and without the port"
+def test_tracking(store: Answer, status: str, subject: str) -> None:
+    assert_judged(checkout.tracking, {"store": store}, (status, subject))
 
 
-def test_a_server_that_hangs_or_is_down(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(_: BaseHTTPRequestHandler) -> tuple[int, str]:
-        time.sleep(30)
-        return 200, ""
-
-    uri = serve(hang)
-    hanging = health(monkeypatch, uri, seconds=0.3)
-    assert (hanging.well, hanging.found) == (False, f"{uri}: no answer within 0.3 s")
-    assert "unset MLFLOW_TRACKING_URI" in hanging.remedy
-    assert "in a container, this name is the container itself" in hanging.remedy
-    down = health(monkeypatch, "http://127.0.0.1:1")
-    assert down.well is False
-    assert "cannot be reached" in down.found
-
-
-def test_credentials_are_sent_and_not_shown(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-
-    def reply(request: BaseHTTPRequestHandler) -> tuple[int, str]:
-        seen.append(request.headers["Authorization"])
-        return 500, ""
-
-    uri = serve(reply)
-    found = health(monkeypatch, uri.replace("://", "://me:secret@"))
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "abc")
-    health(monkeypatch, uri)
-    assert seen == ["Basic bWU6c2VjcmV0", "Bearer abc"]
-    assert "secret" not in f"{found}"
-    assert "://***@" in found.found
-    assert "secret" not in f"{health(monkeypatch, uri.replace('://', '://secret@') + '?token=secret')}"
-
-
-def test_the_embedded_store(tmp_path: Path) -> None:
-    import sqlite3
-    from contextlib import closing
-
-    first = tracking.health(tmp_path, "training", 1)
-    assert first.well
-    assert first.found == "the embedded store mlflow.db; the first training or publish makes it"
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        database.execute("CREATE TABLE experiments (name, artifact_location)")
-        database.execute("INSERT INTO experiments VALUES ('training', '/home/me/checkout/mlartifacts')")
-        database.commit()
-    moved = tracking.health(tmp_path, "training", 1)
-    assert not moved.well
-    assert moved.found.endswith("was made in another directory: its artifacts are in /home/me/checkout/mlartifacts")
-    assert moved.remedy.startswith("rm -r mlflow.db mlartifacts; python -m pipeline publish")
-    (tmp_path / "mlflow.db").write_text("no database", encoding="utf-8")
-    assert "cannot be read" in tracking.health(tmp_path, "training", 1).found
-
-
-def test_a_store_that_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = health(monkeypatch, "postgresql://me:secret@db/mlflow")
-    assert found.well is None
-    assert "secret" not in found.found
+def test_the_store_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without params.yaml, too."""
+    monkeypatch.chdir(tmp_path)
+    assert probes.ask("store", 60) == Answer(tracking.health(Path(), "training", 1)._asdict())
 
 
 # all of it
@@ -882,7 +724,7 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
     import torch
 
     answer = probes.ask("torch", 120)
-    assert answer.failure == ""
+    assert bool(answer.failure) is bool(torch.version.cuda and not torch.cuda.is_available())
     assert answer.found["version"] == torch.__version__
     assert answer.found["cuda"] == torch.version.cuda
     if torch.version.cuda:
@@ -890,33 +732,37 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
         assert answer.found["gpus"] == torch.cuda.device_count()
 
 
-def test_a_torch_that_cannot_compute_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text(
-        "class version: cuda = '13.2'\n"
-        "class _C: pass\n"
-        "class cuda:\n"
-        "    device_count = lambda: 1\n"
-        "    def init(): raise RuntimeError('The NVIDIA driver on your system is too old\\n(found version 12020)')\n"
-        "__version__ = '2.15.0'\n",
-        encoding="utf-8",
-    )
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert probes.ask("torch", 60).found == {
-        "version": "2.15.0",
-        "cuda": "13.2",
-        "nccl": None,
-        "gpus": 1,
-        "errors": ["RuntimeError: The NVIDIA driver on your system is too old (found version 12020)"],
-    }
+FAKE_TORCH = """
+class version: cuda = '13.2'
+class _C: pass
+class cuda:
+    device_count = lambda: 1
+    get_device_name = lambda index: 'H100'
+    def init(): {}
+def ones(count, device): raise RuntimeError('no\\n kernel')
+__version__ = '2.15.0'
+"""
 
 
-def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+@pytest.mark.parametrize(
+    ("module", "found", "failure"),
+    [
+        ("raise ImportError('libcudart.so.13: cannot open')", set(), "ImportError: libcudart.so.13: cannot open"),
+        (
+            FAKE_TORCH.format("raise RuntimeError('too\\nold')"),
+            {"version", "cuda", "nccl", "gpus"},
+            "RuntimeError: too old",
+        ),
+        (FAKE_TORCH.format("pass"), {"version", "cuda", "nccl", "gpus"}, "RuntimeError: no kernel"),
+    ],
+)
+def test_a_torch_that_fails_says_why(
+    module: str, found: set[str], failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(module, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
     answer = probes.ask("torch", 60)
-    assert answer == ({}, "ImportError: libcudart.so.13: cannot open shared object file", False)
+    assert (set(answer.found), answer.failure) == (found, failure)
 
 
 def test_where_everything_is_broken_each_thing_is_a_line(tmp_path: Path) -> None:
@@ -952,15 +798,36 @@ def test_where_everything_is_broken_each_thing_is_a_line(tmp_path: Path) -> None
 
 
 def test_a_failure_that_nobody_foresaw_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: Job) -> Finding:
-        raise ZeroDivisionError("a bug")
+    def fails(_: Facts) -> Finding:
+        raise ZeroDivisionError("a bug of token@host, at https://token@host")
 
-    quick = {"torch": TORCH, "names": Answer({"error": None}), "dvc": Answer({}, "dvc.exceptions.NotDvcRepoError: ...")}
-    monkeypatch.setattr(doctor.probes, "ask", lambda name, _: quick[name])
-    monkeypatch.setattr(resources, "check_memory", fails)
-    findings = {finding.check: finding for finding in doctor.examine(ROOT)}
-    assert findings["memory"].found == "could not be looked at: ZeroDivisionError: a bug"
-    assert findings["CPU"].status in ("ok", "warning"), "the others go on"
+    monkeypatch.setitem(doctor.CHECKS, "memory", fails)
+    found = {finding.check: finding for finding in doctor.examine(known())}
+    assert found["memory"].status == "warning"
+    assert "ZeroDivisionError: a bug" in found["memory"].found
+    assert "://***@host" in found["memory"].found
+    assert found["disk"].status in ("ok", "warning"), "the others go on"
+
+
+def test_a_machine_that_cannot_be_looked_at_is_planned_for_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Machine:
+        raise OSError("broken")
+
+    (tmp_path / "params.yaml").write_text("variants: {baseline: {}}", encoding="utf-8")
+    monkeypatch.setattr(environment, "machine", fails)
+    monkeypatch.setattr(probes, "ask", lambda _: Answer({}))
+    monkeypatch.setattr(facts, "CONTAINER_MARKS", (tmp_path,))
+    found = facts.look(tmp_path)
+    assert (found.planned_gpus, found.job.plans, found.container) == (0, {}, True)
+    assert found.job.config is not None
+
+
+def report(monkeypatch: pytest.MonkeyPatch, finding: Finding) -> None:
+    """Let this be all that doctor finds, of the disk unless it says of what."""
+    monkeypatch.setattr(doctor, "look", lambda _: known())
+    monkeypatch.setattr(doctor, "CHECKS", {"disk": lambda _: finding})
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
@@ -968,7 +835,7 @@ def test_no_address_is_shown_with_its_secrets(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finding = Finding("git", "problem", "no answer from https://t0ken@host/x?key=t0ken", "set it to ssh://t0ken:x@host")
-    monkeypatch.setattr(doctor, "examine", lambda _: iter([finding]))
+    report(monkeypatch, finding)
     assert cli.main(arguments) == 1
     said = capsys.readouterr().out
     assert "https://***@host/x?***" in said
@@ -979,7 +846,7 @@ def test_no_address_is_shown_with_its_secrets(
 def test_only_a_problem_fails(
     status: Any, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda _: iter([Finding("disk", status, "it is so", "do this")]))
+    report(monkeypatch, Finding("", status, "it is so", "do this"))
     assert cli.main(["doctor"]) == code
     out = capsys.readouterr().out
     assert "disk  it is so\n" in out
@@ -999,21 +866,20 @@ def test_help_says_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lines_fit_the_terminal_and_keep_commands_whole() -> None:
     command = "git config --global --add safe.directory /a/very/long/path/" + "x" * 90
-    findings = [Finding("git", "problem", "word " * 60, command), Finding("shared memory", "ok", "fine")]
-    written = printed.lines(findings, 80, colour=False)
+    said = [Finding("git", "problem", "word " * 60, command), Finding("shared memory", "ok", "fine")]
+    written = findings.as_text(said, 80, colour=False).splitlines()
     assert max(len(line) for line in written if "x" * 90 not in line) <= 80
     assert any(line.endswith("/a/very/long/path/" + "x" * 90) for line in written)
     assert [line.index("fine") for line in written if "fine" in line] == [written[0].index("word")], "aligned"
     assert written[-1] == "1 problem(s), 0 warning(s)"
-    coloured = printed.lines(findings, 80, colour=True)
-    assert coloured[0].startswith("\x1b[1;31mPROBLEM\x1b[0m  git")
+    assert findings.as_text(said, 80, colour=True).startswith("\x1b[1;31mPROBLEM\x1b[0m  git")
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("", True), ("1", False)])
 def test_colour_only_on_a_terminal_that_wants_it(
     no_color: str | None, coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda _: iter([Finding("disk", "ok", "free")]))
+    report(monkeypatch, Finding("", "ok", "free"))
     monkeypatch.setenv("TERM", "xterm")
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)

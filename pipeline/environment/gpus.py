@@ -98,23 +98,26 @@ def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
     return chosen if len(set(chosen)) == len(chosen) else []
 
 
-def _split(handles: Sequence[Any]) -> list[Any]:
-    """``handles`` as CUDA sees them where a GPU is split into instances (MIG): the first instance, and nothing else."""
+def instances(handle: Any) -> list[Any] | None:
+    """Handles of a GPU's instances (MIG); None: it is not split."""
     import pynvml
 
-    for handle in handles:
-        try:
-            if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-                continue
-        except pynvml.NVMLError:  # a GPU that cannot be split
-            continue
-        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            try:
-                return [pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)]
-            except pynvml.NVMLError_NotFound:
-                continue
-        return []
-    return list(handles)
+    try:
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return None
+    except pynvml.NVMLError:  # a GPU that cannot be split
+        return None
+    found = []
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with suppress(pynvml.NVMLError_NotFound):
+            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    return found
+
+
+def _split(handles: list[Any]) -> list[Any]:
+    """``handles`` as CUDA sees them where a GPU is split into instances: the first instance, and nothing else."""
+    found = [made for handle in handles if (made := instances(handle)) is not None]
+    return found[0][:1] if found else handles
 
 
 def _gpu(handle: Any) -> dict[str, Any]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline import environment
-from pipeline.tools.doctor.findings import INSTALL, Finding, Status
-from pipeline.tools.doctor.params import Job
-from pipeline.tools.doctor.probes import Answer
+from pipeline.environment.gpus import KERNEL_DRIVER
+from pipeline.tools.doctor.facts import Facts
+from pipeline.tools.doctor.findings import INSTALL, Finding, not_applicable, ok, problem, still_imported, warning
 
 PCI = Path("/sys/bus/pci/devices")
-KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
-CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+"""Containers see it too. 0x10de is NVIDIA, classes that begin with 0x03 are displays and what computes like them."""
 
 LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> the oldest driver that runs all of its minor versions (NVIDIA's table of minor version
@@ -24,272 +23,133 @@ ADD_GPUS = "docker run --gpus all ... (the host needs the NVIDIA Container Toolk
 USE_CPU = "or set train.device: cpu"
 
 
-class Gpu(NamedTuple):
-    uuid: str
-    name: str
-    instances: list[str] | None
-    """UUIDs of its instances (MIG); None: it is not split."""
-    pids: list[int]
-    """Processes that compute on it, by the host's process ids."""
-
-
-class Driver(NamedTuple):
-    """What the driver's library (NVML) says."""
-
-    version: str = ""
-    cuda: tuple[int, int] = (0, 0)
-    """The newest CUDA version that it knows."""
-    gpus: tuple[Gpu, ...] = ()
-    failure: str = ""
-    """Why it says nothing; "missing" without the library."""
-
-
-def in_container() -> bool:
-    return any(mark.exists() for mark in CONTAINER_MARKS) or "KUBERNETES_SERVICE_HOST" in os.environ
-
-
-def ask_driver() -> Driver:
-    """Call it before anything of ours computes on a GPU: that would be taken for another's."""
-    try:
-        import pynvml
-    except ImportError as error:
-        return Driver(failure=f"nvidia-ml-py cannot be imported ({error})")
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_FunctionNotFound):
-        return Driver(failure="missing")
-    except pynvml.NVMLError as error:
-        return Driver(failure=str(error))
-    try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return Driver(
-            version=pynvml.nvmlSystemGetDriverVersion(),
-            cuda=(cuda // 1000, cuda % 1000 // 10),
-            gpus=tuple(_gpu(handle) for handle in handles),
-        )
-    except pynvml.NVMLError as error:
-        return Driver(failure=str(error))
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(handle: Any) -> Gpu:
-    import pynvml
-
-    try:
-        pids = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-    except pynvml.NVMLError:  # a virtual GPU may not tell
-        pids = []
-    instances: list[str] | None = None
-    try:
-        split = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-    except pynvml.NVMLError:  # a GPU that cannot be split
-        split = False
-    if split:
-        instances = []
-        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            try:
-                instances.append(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
-            except pynvml.NVMLError_NotFound:
-                continue
-    return Gpu(pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle), instances, pids)
-
-
-def check_torch(job: Job, torch: Answer, driver: Driver) -> Finding:
-    version = torch.found.get("version")
+def torch(facts: Facts) -> Finding:
+    torch, device, gpus = facts.torch, facts.job.device, facts.driver.found.get("gpus")
+    version, cuda = torch.found.get("version"), torch.found.get("cuda")
+    if not version and torch.late:
+        return still_imported(torch.failure)
     if not version:
-        if torch.late:
-            remedy = "try again: a first import from a cold disk is slow, and so is a busy machine"
-            return Finding("torch", "warning", f"is still being imported: {torch.failure}", remedy)
-        return Finding("torch", "problem", f"cannot be imported: {torch.failure}", INSTALL)
-    cuda = torch.found["cuda"]
-    if cuda is None and (job.device == "cuda" or (job.device == "auto" and driver.gpus)):
-        status: Status = "problem" if job.device == "cuda" else "warning"
-        found = f"{version} is a CPU build" + (f", but there are {len(driver.gpus)} GPU(s)" if driver.gpus else "")
-        return Finding("torch", status, found, f"install a CUDA build of torch, {USE_CPU}")
-    return Finding("torch", "ok", f"{version}, for {f'CUDA {cuda}' if cuda else 'CPUs'}")
+        return problem(f"cannot be imported: {torch.failure}", INSTALL)
+    if cuda is None and (device == "cuda" or (device == "auto" and gpus)):
+        found = f"{version} is a CPU build" + (f", but there are {len(gpus)} GPU(s)" if gpus else "")
+        return (problem if device == "cuda" else warning)(found, f"install a CUDA build of torch, {USE_CPU}")
+    return ok(f"{version}, for {f'CUDA {cuda}' if cuda else 'CPUs'}")
 
 
-def check_driver(job: Job, torch: Answer, driver: Driver, *, container: bool) -> Finding:
-    check = "NVIDIA driver"
-    if job.device == "cpu":
-        return Finding(check, "not applicable", "train.device is cpu")
-    if driver.failure and _computes(torch):
-        silent = "its library NVML is missing" if driver.failure == "missing" else f"NVML says: {driver.failure}"
-        remedy = "install libnvidia-ml.so.1, which comes with the driver; in a container: --env"
-        return Finding(
-            check,
-            "warning",
-            f"{silent}: CUDA computes, but nobody sees heat and other processes, and NCCL needs it between GPUs",
-            f"{remedy} NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-        )
-    if driver.failure:
-        return _no_driver(job, driver, container)
-    built_for = str(torch.found.get("cuda") or "")
-    major = int(built_for.split(".")[0]) if built_for else 0
-    knows = f"{driver.version}, for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
-    if driver.cuda[0] < major and not _computes(torch):  # with NVIDIA's compatibility package it does
-        least = f"{LEAST_DRIVERS[major]} or newer" if major in LEAST_DRIVERS else "a newer one"
-        return Finding(
-            check,
-            "problem",
-            f"{knows}; too old for torch {torch.found['version']}, which is built for CUDA {built_for}",
-            f"install driver {least} on the host, or a torch that is built for CUDA {driver.cuda[0]}",
-        )
-    return Finding(check, "ok", knows)
+def driver(facts: Facts) -> Finding:
+    failure, torch = facts.driver.failure, facts.torch.found
+    if facts.job.device == "cpu":
+        return not_applicable("train.device is cpu")
+    if failure and facts.computes:
+        found = f"NVML fails ({failure}): CUDA computes, but nobody sees heat and other processes, and NCCL misses it"
+        remedy = "install the driver's libnvidia-ml.so.1; in a container: --env"
+        return warning(found, f"{remedy} NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    if failure:
+        return _missing(facts) if "LibraryNotFound" in failure else _silent(failure, facts.container)
+    newest, built_for = facts.driver.found["cuda"], torch.get("cuda") or "0"
+    knows = f"{facts.driver.found['version']}, for CUDA up to {newest[0]}.{newest[1]}"
+    major = int(built_for.split(".")[0])
+    if newest[0] >= major or facts.computes:  # with NVIDIA's compatibility package an older one does
+        return ok(knows)
+    found = f"{knows}; too old for torch {torch['version']}, which is built for CUDA {built_for}"
+    least = LEAST_DRIVERS.get(major, max(LEAST_DRIVERS.values()))
+    return problem(found, f"install driver {least} or newer on the host, or a torch that is built for CUDA {newest[0]}")
 
 
-def _computes(torch: Answer) -> bool:
-    return bool(torch.found.get("gpus")) and not torch.found.get("errors")
+def _silent(failure: str, container: bool) -> Finding:
+    remedy = "run nvidia-smi, and read what `dmesg | grep -i nvrm` says"
+    if "ImportError" in failure or "ModuleNotFound" in failure:
+        remedy = INSTALL
+    elif "mismatch" in failure.lower():
+        remedy = "reboot the host: the driver was updated while the old one was loaded"
+    elif container:
+        remedy = "start the container anew with --gpus all; if that fails too, run nvidia-smi on the host"
+    return problem(f"does not answer: {failure}", f"{remedy}; {USE_CPU}")
 
 
-def _no_driver(job: Job, driver: Driver, container: bool) -> Finding:
-    check = "NVIDIA driver"
-    present = _gpus_on_the_bus()
-    loaded = KERNEL_DRIVER.exists()
-    if driver.failure != "missing":
-        if "nvidia-ml-py" in driver.failure:
-            remedy = INSTALL
-        elif "mismatch" in driver.failure.lower():
-            remedy = "reboot the host: the driver was updated while the old one was loaded"
-        elif container:
-            remedy = "start the container anew with --gpus all; if that fails too, run nvidia-smi on the host"
-        else:
-            remedy = "run nvidia-smi, and read what `dmesg | grep -i nvrm` says"
-        return Finding(check, "problem", f"does not answer: {driver.failure}", f"{remedy}; {USE_CPU}")
-    if container and (present or loaded):
-        found = "the host has an NVIDIA GPU, but this container was started without it"
-        return Finding(check, "problem", found, f"{ADD_GPUS}; {USE_CPU}")
-    if loaded:
-        remedy = (
-            f"install the driver's libraries (nvidia-smi comes with them) in the kernel module's version; {USE_CPU}"
-        )
-        return Finding(check, "problem", f"its library libnvidia-ml.so.1 is missing; {KERNEL_DRIVER} exists", remedy)
-    if present:
-        remedy = f"install the NVIDIA driver, {max(LEAST_DRIVERS.values())} or newer; {USE_CPU}"
-        return Finding(check, "problem", f"missing, but this machine has {present} NVIDIA GPU(s)", remedy)
-    if job.device == "cuda":
-        remedy = "use a machine with a GPU, or set train.device: auto"
-        if container:
-            remedy = f"{ADD_GPUS}; {remedy}"
-        return Finding(check, "problem", "train.device is cuda, but there is no NVIDIA GPU", remedy)
-    return Finding(check, "not applicable", "no NVIDIA GPU here: the job runs on the CPU")
-
-
-def _gpus_on_the_bus() -> int:
-    """NVIDIA's display controllers on the PCI bus, which containers see too."""
-    count = 0
-    for device in PCI.glob("*"):
-        try:
-            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
-        except OSError:
-            continue
-        count += vendor == "0x10de" and kind.startswith("0x03")
-    return count
-
-
-def check_gpus(job: Job, torch: Answer, driver: Driver, planned: int) -> Iterator[Finding]:
-    """``planned``: how many GPUs the plans count on (``environment.machine``)."""
-    check = "GPUs"
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    unseen = bool(driver.failure) and not _computes(torch)
-    if job.device == "cpu" or unseen or "version" not in torch.found or torch.found["cuda"] is None:
-        why = "train.device is cpu" if job.device == "cpu" else "none that torch could use; see above"
-        yield Finding(check, "not applicable", why)
-        return
-    if driver.failure:
-        seen = torch.found["gpus"]
-        status: Status = "ok" if seen == planned else "problem"
-        remedy = "" if seen == planned else "see to the NVIDIA driver above"
-        yield Finding(check, status, f"torch computes on {seen}, and the plans count on {planned}", remedy)
-        return
-    there = len(driver.gpus)
-    if not there:
-        yield Finding(check, "problem", "the driver shows none", f"run nvidia-smi on the host; {ADD_GPUS}; {USE_CPU}")
-        return
-    if shown is not None and not planned:
-        meant = shown in ("", "-1", "NoDevFiles") and job.device == "auto"
-        found = f"CUDA_VISIBLE_DEVICES={shown!r} hides all {there}"
-        yield Finding(check, "warning" if meant else "problem", found, "unset CUDA_VISIBLE_DEVICES")
-        return
-    split = [index for index, gpu in enumerate(driver.gpus) if gpu.instances is not None]
-    yield from _instances(driver, split, shown)
-    if split and not planned:
-        return
-    errors, seen = torch.found.get("errors", []), torch.found.get("gpus")
-    if seen is None:
-        yield Finding(
-            check,
-            "problem",
-            f"torch does not come back from using them: {torch.failure}",
-            "run nvidia-smi; a GPU that hangs needs a reset or a reboot",
-        )
-    elif errors or seen != planned:
-        found = f"the driver shows {there}, of which {planned} should be visible; torch sees {seen}"
-        found += f": {errors[0]}" if errors else ""
-        no_kernel = any("no kernel image" in error for error in errors)
-        remedy = (
-            "install a torch that is built for this GPU's compute capability"
-            if no_kernel
-            else "see to the NVIDIA driver above; then: python -c 'import torch; torch.cuda.init()'"
-        )
-        yield Finding(check, "problem", found, f"{remedy}; {USE_CPU}")
+def _missing(facts: Facts) -> Finding:
+    devices = [[(device / name).read_text() for name in ("vendor", "class")] for device in PCI.glob("*")]
+    present = sum(vendor.startswith("0x10de") and kind.startswith("0x03") for vendor, kind in devices)
+    if facts.container and (present or KERNEL_DRIVER.exists()):
+        found, remedy = "the host has an NVIDIA GPU, but this container was started without it", ADD_GPUS
+    elif KERNEL_DRIVER.exists():
+        found = f"its library libnvidia-ml.so.1 is missing; {KERNEL_DRIVER} exists"
+        remedy = "install the driver's libraries (nvidia-smi comes with them) in the kernel module's version"
+    elif present:
+        found = f"missing, but this machine has {present} NVIDIA GPU(s)"
+        remedy = f"install the NVIDIA driver, {max(LEAST_DRIVERS.values())} or newer"
+    elif facts.job.device == "cuda":
+        remedy = ADD_GPUS if facts.container else "use a machine with a GPU"
+        return problem("train.device is cuda, but there is no NVIDIA GPU", f"{remedy}, or set train.device: auto")
     else:
-        names = ", ".join(dict.fromkeys(gpu.name for gpu in _visible(driver)))
-        part = f" ({seen} of {there}: CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
-        yield Finding(check, "ok", f"torch computes on {seen} x {names}{part}")
-    yield from _foreign(driver)
+        return not_applicable("no NVIDIA GPU here: the job runs on the CPU")
+    return problem(found, f"{remedy}; {USE_CPU}")
 
 
-def _visible(driver: Driver) -> list[Gpu]:
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and shown.startswith("MIG-"):
-        first = shown.split(",")[0].strip()
-        return [gpu for gpu in driver.gpus if first in (gpu.instances or [])]
-    return [driver.gpus[index] for index in environment.visible(shown, [gpu.uuid for gpu in driver.gpus])]
+def gpus(facts: Facts) -> Iterator[Finding]:
+    shown, there = os.environ.get("CUDA_VISIBLE_DEVICES"), facts.driver.found.get("gpus", [])
+    if facts.job.device == "cpu":
+        yield not_applicable("train.device is cpu")
+    elif facts.torch.found.get("cuda") is None or (facts.driver.failure and not facts.computes):
+        yield not_applicable("none that torch could use; see above")
+    elif not there and not facts.driver.failure:
+        yield problem("the driver shows none", f"run nvidia-smi on the host; {ADD_GPUS}; {USE_CPU}")
+    elif there and shown is not None and not facts.planned_gpus:
+        meant = shown in ("", "-1", "NoDevFiles") and facts.job.device == "auto"
+        found = f"CUDA_VISIBLE_DEVICES={shown!r} hides all {len(there)}"
+        yield (warning if meant else problem)(found, "unset CUDA_VISIBLE_DEVICES")
+    else:
+        split = {str(index): gpu["instances"] for index, gpu in enumerate(there) if gpu["instances"] is not None}
+        yield from _instances(split, shown or "")
+        if facts.planned_gpus or not split:
+            yield _computing(facts, shown)
+            yield from _others(there, shown)
 
 
-def _instances(driver: Driver, split: list[int], shown: str | None) -> Iterator[Finding]:
-    empty = [index for index in split if not driver.gpus[index].instances]
-    for index in empty:
+def _instances(split: dict[str, list[str]], shown: str) -> Iterator[Finding]:
+    """``split``: the instances (MIG) of each GPU that is split."""
+    for index in (index for index, instances in split.items() if not instances):
         remedy = f"nvidia-smi -i {index} -mig 0 (whole again), or nvidia-smi mig -i {index} -cgi ... -C"
-        yield Finding(
-            "GPUs", "problem", f"GPU {index} is split (MIG) but has no instance, so CUDA cannot use it", remedy
-        )
-    whole = set(split) - set(empty)
-    if whole and not (shown or "").startswith("MIG-"):
-        first = driver.gpus[min(whole)].instances
-        assert first
-        yield Finding(
-            "GPUs",
-            "warning",
-            f"GPU {', '.join(map(str, sorted(whole)))} is split (MIG): CUDA shows a process one instance, never more, "
-            "so ddp has one GPU",
-            f"export CUDA_VISIBLE_DEVICES={first[0]} to choose one; nvidia-smi -mig 0 makes GPUs whole again",
-        )
+        yield problem(f"GPU {index} is split (MIG) but has no instance, so CUDA cannot use it", remedy)
+    usable = {index: instances for index, instances in split.items() if instances}
+    if usable and not shown.startswith("MIG-"):
+        found = f"GPU {', '.join(usable)} is split (MIG): CUDA shows a process one instance, so ddp has one GPU"
+        choose = f"export CUDA_VISIBLE_DEVICES={next(iter(usable.values()))[0]} to choose one"
+        yield warning(found, f"{choose}; nvidia-smi -mig 0 makes GPUs whole again")
 
 
-def _foreign(driver: Driver) -> Iterator[Finding]:
-    for gpu in _visible(driver):
-        if gpu.pids:
-            index = driver.gpus.index(gpu)
-            yield Finding(
-                "GPU processes",
-                "warning",
-                f"{len(gpu.pids)} other process(es) compute on GPU {index} (pid {', '.join(map(str, gpu.pids))}): "
-                "their memory is missing, and bench refuses what it measures beside them",
-                "end them (nvidia-smi lists them), or choose other GPUs with CUDA_VISIBLE_DEVICES",
-            )
+def _computing(facts: Facts, shown: str | None) -> Finding:
+    torch, planned, there = facts.torch, facts.planned_gpus, len(facts.driver.found.get("gpus", []))
+    seen = torch.found.get("gpus")
+    if torch.late or seen is None:
+        found = f"torch does not come back from using them: {torch.failure}"
+        return problem(found, "run nvidia-smi; a GPU that hangs needs a reset or a reboot")
+    if seen == planned and not torch.failure:
+        part = f" ({seen} of {there}: CUDA_VISIBLE_DEVICES={shown})" if shown is not None and there else ""
+        return ok(f"torch computes on {seen} x {', '.join(dict.fromkeys(torch.found['names']))}{part}")
+    found = f"the driver shows {there}, the plans count on {planned}, torch sees {seen}: {torch.failure}"
+    remedy = "see to the NVIDIA driver above; then: python -c 'import torch; torch.cuda.init()'"
+    if "no kernel image" in torch.failure:
+        remedy = "install a torch that is built for this GPU's compute capability"
+    return problem(found.removesuffix(": "), f"{remedy}; {USE_CPU}")
 
 
-def check_nccl(job: Job, torch: Answer) -> Finding:
-    version = torch.found.get("nccl")
-    if job.gpu_processes < 2:
-        why = f"{version} in torch; " if version else ""
-        kind = "no variant uses several GPUs here" if job.gpu_processes else "no GPU; ddp runs over gloo"
-        return Finding("NCCL", "not applicable", why + kind)
-    if version is None:
+def _others(there: list[dict[str, Any]], shown: str | None) -> Iterator[Finding]:
+    visible = environment.visible(shown, [gpu["uuid"] for gpu in there])
+    if shown is not None and shown.startswith("MIG-"):
+        visible = [index for index, gpu in enumerate(there) if shown.split(",")[0].strip() in (gpu["instances"] or [])]
+    for index in visible:
+        if pids := ", ".join(map(str, there[index]["pids"])):
+            harm = "they take its memory, and bench refuses what it measures beside them"
+            remedy = "end them (nvidia-smi lists them), or choose other GPUs with CUDA_VISIBLE_DEVICES"
+            yield Finding("GPU processes", "warning", f"others (pid {pids}) compute on GPU {index}: {harm}", remedy)
+
+
+def nccl(facts: Facts) -> Finding:
+    version, gpus = facts.torch.found.get("nccl"), facts.job.gpu_processes
+    if gpus > 1 and not version:
         remedy = f"install a CUDA build of torch for Linux, which has NCCL; {USE_CPU}"
-        return Finding("NCCL", "problem", f"torch has none, and {job.gpu_processes} GPUs should train together", remedy)
-    return Finding("NCCL", "ok", f"{version} in torch, between {job.gpu_processes} GPUs")
+        return problem(f"torch has none, and {gpus} GPUs should train together", remedy)
+    if gpus > 1:
+        return ok(f"{version} in torch, between {gpus} GPUs")
+    return not_applicable("no variant uses several GPUs here" if gpus else "no GPU; ddp runs over gloo")

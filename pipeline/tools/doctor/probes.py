@@ -1,25 +1,28 @@
 """Looks that are slow, may hang or may crash, each in a process of its own.
 
-``python -m pipeline.tools.doctor.probes NAME`` prints what it finds, a JSON object a line, as soon as it knows it. So
-what was found before a hang is not lost.
+A probe says what it finds as soon as it knows it, so what was found before a hang is not lost; what it raises is told
+as its failure.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
-import threading
-import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import redacted
+from pipeline.environment.gpus import instances
+from pipeline.errors import PipelineError
 
-NETWORK_SECONDS = 3.0
-"""Longest wait for a DVC remote."""
+PROBE_SECONDS = 60.0
+"""Imports of torch or DVC take one to three; from a cold disk, or on a busy machine, much longer."""
+NETWORK_SECONDS = {"dvc": 3, "store": 6}
+"""After its imports, the longest wait for a remote, and for a tracking server: half of it for each of its answers, as a
+name server's silence is not in a request's time-out."""
 
 
 class Answer(NamedTuple):
@@ -30,129 +33,133 @@ class Answer(NamedTuple):
     """It was cut off."""
 
 
-def ask(name: str, seconds: float) -> Answer:
-    """Run the probe ``name`` and give it ``seconds``."""
-    package = str(Path(__file__).parents[3])
-    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    failure, late = "", False
+def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
+    """Run ``PROBES[probe]`` and give it ``seconds``."""
+    program = f"import sys; sys.path = {sys.path!r}; from {__name__} import answer; answer({probe!r})"
+    command = [sys.executable, "-c", program]
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, name],
-            env=os.environ | {"PYTHONPATH": paths},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-        )
-        out = done.stdout
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            failure = said[-1] if said else f"the process ended with {done.returncode}"
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        out, failure, late = error.stdout or b"", f"no answer within {seconds:g} s", True
+        done = subprocess.CompletedProcess(command, -signal.SIGALRM, error.stdout or b"", b"")
+    else:
+        seconds = NETWORK_SECONDS.get(probe, seconds)
     found: dict[str, Any] = {}
-    for line in out.decode(errors="replace").splitlines():
+    for line in done.stdout.decode(errors="replace").splitlines():
         if line.startswith("{"):  # libraries may print what they like
             found |= json.loads(line)
-    return Answer(found, failure, late)
+    failure = found.pop("failure", "")
+    if done.returncode == -signal.SIGALRM:
+        return Answer(found, f"no answer within {seconds:g} s", late=True)
+    if done.returncode:  # it crashed
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        failure = said[-1] if said else f"the process ended with {done.returncode}"
+    return Answer(found, failure)
+
+
+def answer(probe: str) -> None:
+    """Print what the probe says, a JSON object a line."""
+    try:
+        PROBES[probe]()
+    except PipelineError as error:
+        _say(failure=str(error))
+    except Exception as error:
+        words = [*str(error).split(), *getattr(error, "missing_deps", ())]  # as DVC names what it needs
+        _say(failure=": ".join(filter(None, [type(error).__name__, " ".join(words)])))
 
 
 def _say(**found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
+def _driver() -> None:
+    """What the driver's library (NVML) knows: version, cuda (the newest, major and minor) and gpus: uuid, instances
+    (UUIDs; None: it is not split, MIG), pids (of processes that compute on it, as the host counts them)."""
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    gpus = []
+    for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+        made, pids = instances(handle), []
+        with suppress(nvml.NVMLError):  # a virtual GPU may not tell
+            pids = [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        uuids = None if made is None else [*map(nvml.nvmlDeviceGetUUID, made)]
+        gpus.append({"uuid": nvml.nvmlDeviceGetUUID(handle), "instances": uuids, "pids": pids})
+    cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    _say(version=nvml.nvmlSystemGetDriverVersion(), cuda=[cuda // 1000, cuda % 1000 // 10], gpus=gpus)
+
+
 def _torch() -> None:
-    """version, cuda (None in a CPU build), nccl (None without), gpus (how many), errors (why they do not compute)."""
+    """version, cuda (None in a CPU build), nccl (None without), gpus (how many) and their names; it fails where they do
+    not compute."""
     import torch
 
-    nccl = None
-    if hasattr(torch._C, "_nccl_version"):
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    has_nccl = hasattr(torch._C, "_nccl_version")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
     _say(version=torch.__version__, cuda=torch.version.cuda, nccl=nccl)
-    if torch.version.cuda is None:
-        return
-    errors: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what raises below
-        count = torch.cuda.device_count()
-        try:
-            torch.cuda.init()
-            for index in range(count):
-                torch.ones(1, device=f"cuda:{index}").add_(1).item()
-        except Exception as error:  # RuntimeError, AssertionError and torch's own
-            errors.append(_line(error))
-    _say(gpus=count, errors=errors)
+    if torch.version.cuda:
+        _say(gpus=torch.cuda.device_count())
+        torch.cuda.init()
+        for index in range(torch.cuda.device_count()):
+            torch.ones(1, device=f"cuda:{index}").add_(1).item()
+        _say(names=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())])
 
 
 def _names() -> None:
-    """error: why the model, the loss or the metric of params.yaml cannot be found; None if they can."""
-    from pipeline import errors, models, params
+    """It fails where the model, the loss or the metric of params.yaml cannot be found."""
+    from pipeline import models, params
     from pipeline.models import loss_and_metric
 
     train = params.load().train
+    models.load(train.model)
+    loss_and_metric.load(train)
+
+
+def _store() -> None:
+    """well, found and remedy, as ``tracking.health`` tells them."""
+    from pipeline import params, tracking
+
     try:
-        models.load(train.model)
-        loss_and_metric.load(train)
-    except errors.PipelineError as error:
-        _say(error=str(error))
-    else:
-        _say(error=None)
+        experiment = params.load().publish.experiment
+    except PipelineError:
+        experiment = params.Publish().experiment
+    signal.alarm(NETWORK_SECONDS["store"])  # nothing else ends a wait for a name server
+    health = tracking.health(Path(), experiment, NETWORK_SECONDS["store"] / 2)
+    _say(well=health.well, found=health.found, remedy=health.remedy)
 
 
 def _dvc() -> None:
-    """root, cache and its link types, then the default remote, each as DVC itself reads its settings."""
+    """cache, how it links files, and the default remote, as DVC itself reads its settings; whether that exists."""
     from dvc.repo import Repo
     from dvc_objects.fs import generic
-    from dvc_objects.fs.errors import RemoteMissingDepsError
 
     with Repo() as repo:
         odb = repo.cache.local
-        _say(root=repo.root_dir, cache=odb.path, types=list(odb.cache_types))
+        _say(cache=odb.path)
         if Path(odb.path).is_dir():
             beside = repo.fs.join(repo.root_dir, "x")
-            _say(links=[*generic.test_links(["reflink", "hardlink", "symlink"], odb.fs, odb.path, repo.fs, beside)])
-        name = repo.config["core"].get("remote")
+            _say(link=generic.test_links([*odb.cache_types, "copy"], odb.fs, odb.path, repo.fs, beside)[0])
+        name, remotes = repo.config["core"].get("remote"), repo.config["remote"]
+        _say(remote=name, remotes=sorted(remotes), url=remotes.get(name, {}).get("url", ""))
         if not name:
-            _say(remote=None, remotes=sorted(repo.config["remote"]))
             return
-        _say(remote=name, url=redacted(repo.config["remote"].get(name, {}).get("url", "")))
-
-        def give_up() -> None:
-            _say(error=f"no answer within {NETWORK_SECONDS:g} s")
-            os._exit(0)  # nothing else ends a library that tries again and again
-
-        patience = threading.Timer(NETWORK_SECONDS, give_up)
-        patience.daemon = True
-        try:
-            remote = repo.cloud.get_remote()
-            system, path = remote.fs, remote.path
-            assert system.fs  # imports and opens what speaks to the remote, which it has not done yet
-            patience.start()
-            if system.protocol == "local":
-                parents = [path, *system.parents(path)]
-                nearest = next(each for each in parents if system.exists(each))
-                _say(answers=True, exists=nearest == path, writable=os.access(nearest, os.W_OK))
-            elif system.protocol in ("http", "https"):
-                _say(answers=True, exists=system.fs.exists(path, strict=True))  # else it takes any failure for absence
-            else:
-                bucket = path.split("/")[0]
-                if bucket:
-                    system.fs.info(bucket)  # raises: exists() takes any failure for absence
-                _say(answers=True, exists=system.exists(path))
-        except FileNotFoundError:
-            _say(error="what the address names is not there")
-        except RemoteMissingDepsError as error:
-            _say(plugins=error.missing_deps)
-        except Exception as error:
-            wanted = re.search(r"requires '([\w-]+)'", str(error)) if isinstance(error, ImportError) else None
-            _say(**{"plugins": [wanted[1]]} if wanted else {"error": _line(error)})
-        finally:
-            patience.cancel()
+        remote = repo.cloud.get_remote()
+        system, path = remote.fs, remote.path
+        assert system.fs  # imports and opens what speaks to the remote, which it has not done yet
+        signal.alarm(NETWORK_SECONDS["dvc"])  # nothing else ends a library that tries again and again
+        if system.protocol == "local":
+            there = nearest(Path(path))
+            _say(exists=there == Path(path), writable=os.access(there, os.W_OK))
+        elif system.protocol in ("http", "https"):
+            _say(exists=system.fs.exists(path, strict=True))  # else it takes any failure for absence
+        else:
+            if bucket := path.split("/")[0]:
+                system.fs.info(bucket)  # raises: exists() takes any failure for absence
+            _say(exists=system.exists(path))
 
 
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return redacted(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+PROBES = {"driver": _driver, "torch": _torch, "names": _names, "store": _store, "dvc": _dvc}
 
 
-if __name__ == "__main__":
-    {"torch": _torch, "names": _names, "dvc": _dvc}[sys.argv[1]]()
+def nearest(path: Path) -> Path:
+    """``path``, or the first directory above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())

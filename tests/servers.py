@@ -1,0 +1,49 @@
+"""A server on the loopback, for clients under test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Reply = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
+
+
+@contextmanager
+def serving(reply: Reply) -> Iterator[str]:
+    """The address of a server that answers every request so, with a status and a text."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = reply(self)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def handle(self) -> None:
+            with suppress(OSError):  # the client did not wait
+                super().handle()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def hang(_: BaseHTTPRequestHandler) -> tuple[int, str]:
+    """A reply that nobody waits for."""
+    time.sleep(30)
+    return 200, ""
