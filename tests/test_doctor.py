@@ -56,7 +56,7 @@ def torch(failure: str = "", **found: Any) -> Answer:
 
 NO_DRIVER = Answer({}, "NVMLError_LibraryNotFound: NVML Shared Library Not Found")
 CPU_TORCH = Answer({"version": "2.15.0+cpu", "cuda": None, "nccl": None})
-LATE = Answer({}, "no answer within 30 s", late=True)
+LATE = Answer({}, "no answer within 60 s", late=True)
 DVC = Answer({"cache": "/.dvc/cache/files/md5", "link": "reflink", "remote": None, "remotes": [], "url": ""})
 WELL = Answer({"well": True, "found": "the embedded store mlflow.db", "remedy": ""})
 
@@ -155,7 +155,7 @@ def test_a_report_is_as_in_the_golden_file(play: Play) -> None:
                 "torch": torch("RuntimeError: the driver is too old", gpus=0),
                 "names": Answer({}, "train.model: found 'resnet81'; did you mean resnet18?"),
                 "dvc": Answer(remote, "ConnectionError: no route to host"),
-                "store": Answer({}, "no answer within 6 s", late=True),
+                "store": Answer({}, "no answer within 60 s", late=True),
             },
             {"free": 1, "disk": 3, "shared": (1, 0.01), "mounts": {"/": "ext4", "/proc": "nfs"}, "git": (1, "fatal")},
         ),
@@ -704,7 +704,7 @@ def test_a_probe_that_crashes_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         (WELL, "ok", "mlflow.db"),
         (Answer({"well": False, "found": "it is down", "remedy": "start it"}), "problem", "it is down -> start it"),
         (Answer({"well": None, "found": "a postgresql store", "remedy": ""}), "not applicable", "postgresql"),
-        (Answer({}, "no answer within 6 s", late=True), "problem", "name server"),
+        (Answer({}, "no answer within 60 s", late=True), "problem", "name server"),
     ],
 )
 def test_tracking(store: Answer, status: str, subject: str) -> None:

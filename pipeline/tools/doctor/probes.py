@@ -20,9 +20,8 @@ from pipeline.errors import PipelineError
 
 PROBE_SECONDS = 60.0
 """Imports of torch or DVC take one to three; from a cold disk, or on a busy machine, much longer."""
-NETWORK_SECONDS = {"dvc": 3, "store": 6}
-"""After its imports, the longest wait for a remote, and for a tracking server: half of it for each of its answers, as a
-name server's silence is not in a request's time-out."""
+NETWORK_SECONDS = 3
+"""After the imports, the longest wait for a DVC remote, and for each answer of a tracking server."""
 
 
 class Answer(NamedTuple):
@@ -42,7 +41,7 @@ def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
     except subprocess.TimeoutExpired as error:
         done = subprocess.CompletedProcess(command, -signal.SIGALRM, error.stdout or b"", b"")
     else:
-        seconds = NETWORK_SECONDS.get(probe, seconds)
+        seconds = NETWORK_SECONDS
     found: dict[str, Any] = {}
     for line in done.stdout.decode(errors="replace").splitlines():
         if line.startswith("{"):  # libraries may print what they like
@@ -122,8 +121,7 @@ def _store() -> None:
         experiment = params.load().publish.experiment
     except PipelineError:
         experiment = params.Publish().experiment
-    signal.alarm(NETWORK_SECONDS["store"])  # nothing else ends a wait for a name server
-    health = tracking.health(Path(), experiment, NETWORK_SECONDS["store"] / 2)
+    health = tracking.health(Path(), experiment, NETWORK_SECONDS)
     _say(well=health.well, found=health.found, remedy=health.remedy)
 
 
@@ -145,7 +143,7 @@ def _dvc() -> None:
         remote = repo.cloud.get_remote()
         system, path = remote.fs, remote.path
         assert system.fs  # imports and opens what speaks to the remote, which it has not done yet
-        signal.alarm(NETWORK_SECONDS["dvc"])  # nothing else ends a library that tries again and again
+        signal.alarm(NETWORK_SECONDS)  # nothing else ends a library that tries again and again
         if system.protocol == "local":
             there = nearest(Path(path))
             _say(exists=there == Path(path), writable=os.access(there, os.W_OK))
