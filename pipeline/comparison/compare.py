@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.comparison import ablation, advice, consistency, figures, pareto, planning, verdicts
-from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison, SessionSummary
+from pipeline.comparison import ablation, advice, consistency, figures, pareto, verdicts
+from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError
-from pipeline.comparison.sessions import alike, combined, distinct
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Verdict
+from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, noises_of, sittings_like, summary, to_show
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
 from pipeline.environment import without_stages
 from pipeline.params import Compare, Margins
-from pipeline.results import Arm, Bench, HistoryRow, Result
+from pipeline.results import Bench, HistoryRow, Result
 
 
 def compare(
@@ -43,19 +43,11 @@ def compare(
             f"compare.baseline: there is no result of variant {settings.baseline!r}; results: {there}. "
             "Name one of them as the baseline, or run `dvc repro`."
         )
-    bench = sessions[0]
+    bench, names = sessions[0], [each.variant for each in measured]
     consistency.check(measured, baseline, histories, bench, environment)
 
-    sittings = [
-        _Sitting(each, *_noises(each, settings.max_spread))
-        for each in distinct(sessions)
-        if alike(bench, each, baseline.variant)
-    ]
-    names = [each.variant for each in measured]
-    shown = next((each for each in sittings if each.is_calm and alike(bench, each.bench, *names)), None)
-    shown = shown or _Sitting(bench, *_noises(bench, settings.max_spread))
-    described = {key: getattr(bench, key) for key in ("ledgers", "flops", "not_ablated")}  # once, by the first
-    shown = shown._replace(bench=shown.bench.model_copy(update=described))
+    sittings = sittings_like(bench, sessions, settings.max_spread)
+    shown = to_show(bench, sittings, names, settings.max_spread)
     others = [result for result in measured if result is not baseline]
     judgements = {
         each.variant: _judge(
@@ -70,7 +62,7 @@ def compare(
     placed = {name: each[:3] for name, each in judgements.items() if each.verdict != "untrusted"}
     front = pareto.on_front(baseline.variant, placed) if all(trusted[baseline.variant]) else set()
     target = settings.target_accuracy
-    benched = {name: figures.of_bench(bench, _arm(shown.bench, "variant", name), *trusted[name]) for name in names}
+    benched = {name: figures.of_bench(bench, arm_of(shown.bench, "variant", name), *trusted[name]) for name in names}
     times = {
         each.variant: figures.time_to_target(
             each, histories[each.variant], target, benched[each.variant]["samples_per_second"]
@@ -103,46 +95,14 @@ def compare(
             )
             for each in (baseline, *others)
         ),
-        sessions=tuple(_summary(each, [name for name in names if alike(bench, each.bench, name)]) for each in sittings),
+        sessions=tuple(summary(each, [name for name in names if alike(bench, each.bench, name)]) for each in sittings),
         shares=ablation.shares(
             bench,
             {name: each.accuracy for name, each in judgements.items()},
             settings.margins,
-            _noises(bench, settings.max_spread),
+            noises_of(bench, settings.max_spread),
         ),
         bench=shown.bench,
-    )
-
-
-class _Sitting(NamedTuple):
-    """One session, and the baseline against itself in it."""
-
-    bench: Bench
-    throughput: Noise
-    memory: Noise
-
-    @property
-    def is_calm(self) -> bool:
-        return not self.throughput.why_untrusted and not self.memory.why_untrusted
-
-
-def _noises(bench: Bench, max_spread: float) -> tuple[Noise, Noise]:
-    arms = _arm(bench, "variant", bench.baseline), _arm(bench, "aa_control", bench.baseline)
-    cost = planning.cost_of(bench)
-    return verdicts.noise(*arms, THROUGHPUT, max_spread, cost), verdicts.noise(*arms, MEMORY, max_spread, cost)
-
-
-def _summary(sitting: _Sitting, variants: Sequence[str]) -> SessionSummary:
-    bench = sitting.bench
-    arm = _arm(bench, "variant", bench.baseline)
-    return SessionSummary(
-        **bench.session.model_dump(),
-        commit=bench.commit,
-        rounds=len(arm.samples),
-        baseline_samples_per_second=figures.median_of(arm, "samples_per_second"),
-        noise_throughput=sitting.throughput,
-        noise_memory=sitting.memory,
-        variants=tuple(variants),
     )
 
 
@@ -162,14 +122,14 @@ _NOT_JUDGED: dict[str, Any] = {**dict.fromkeys(Judgement._fields), "reasons": ()
 
 
 def _judge(
-    result: Result, baseline: Result, sittings: Sequence[_Sitting], shown: _Sitting, margins: Margins
+    result: Result, baseline: Result, sittings: Sequence[Sitting], shown: Sitting, margins: Margins
 ) -> Judgement:
     """Of each quantity samples -> interval -> decision at a margin, over sessions; and the verdict of all decisions."""
 
     def over(quantity: Quantity, margin: float) -> Ratio:
         found = []
         for bench, *noises in sittings:
-            arms = _arm(bench, "variant", result.variant), _arm(bench, "variant", baseline.variant)
+            arms = arm_of(bench, "variant", result.variant), arm_of(bench, "variant", baseline.variant)
             noise = noises[quantity is MEMORY]
             found.append((bench.session.start_utc, verdicts.ratio(*arms, quantity, margin, noise)))
         return combined(found, quantity)
@@ -184,7 +144,7 @@ def _judge(
         identical=_weights(result) == _weights(baseline),
     )
     known = [throughput.decision, accuracy.decision]
-    arms = [_arm(shown.bench, "variant", each.variant) for each in (result, baseline)]
+    arms = [arm_of(shown.bench, "variant", each.variant) for each in (result, baseline)]
     known += [] if verdicts.unmeasurable(arms, MEMORY) else [memory.decision]
     reasons = advice.reasons(throughput, memory, accuracy, shown.bench)
     return Judgement(throughput, memory, accuracy, difference, verdicts.verdict(known), reasons)
@@ -192,9 +152,3 @@ def _judge(
 
 def _weights(result: Result) -> dict[int, str]:
     return {run.seed: run.model_sha256 for run in result.runs}
-
-
-def _arm(bench: Bench, role: str, variant: str) -> Arm:
-    arm = bench.arm(role, variant)
-    assert arm is not None  # consistency.check
-    return arm

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from scipy.special import stdtrit
 
-from pipeline.comparison import stats
+from pipeline.comparison import figures, planning, stats, verdicts
+from pipeline.comparison.comparison_file import SessionSummary
 from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import Quantity, Ratio, SessionRatio
-from pipeline.results import Bench
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
+from pipeline.results import Arm, Bench
 
 MOST_SESSIONS = 20
 """To add more of them is no advice."""
@@ -99,3 +101,60 @@ def distinct(sessions: Sequence[Bench]) -> list[Bench]:
     """Each once, the oldest first. Two of the very same samples are one, whatever they say of their time."""
     found = {tuple(arm.samples for arm in each.arms): each for each in reversed(sessions)}
     return sorted(found.values(), key=lambda each: each.session.start_utc)
+
+
+class Sitting(NamedTuple):
+    """One session, and the baseline against itself in it."""
+
+    bench: Bench
+    throughput: Noise
+    memory: Noise
+
+    @property
+    def is_calm(self) -> bool:
+        return not self.throughput.why_untrusted and not self.memory.why_untrusted
+
+
+def noises_of(bench: Bench, max_spread: float) -> tuple[Noise, Noise]:
+    """Of throughput and of memory."""
+    arms = arm_of(bench, "variant", bench.baseline), arm_of(bench, "aa_control", bench.baseline)
+    cost = planning.cost_of(bench)
+    return verdicts.noise(*arms, THROUGHPUT, max_spread, cost), verdicts.noise(*arms, MEMORY, max_spread, cost)
+
+
+def summary(sitting: Sitting, variants: Sequence[str]) -> SessionSummary:
+    """``variants``: those that it measured as the first session did."""
+    bench = sitting.bench
+    arm = arm_of(bench, "variant", bench.baseline)
+    return SessionSummary(
+        **bench.session.model_dump(),
+        commit=bench.commit,
+        rounds=len(arm.samples),
+        baseline_samples_per_second=figures.median_of(arm, "samples_per_second"),
+        noise_throughput=sitting.throughput,
+        noise_memory=sitting.memory,
+        variants=tuple(variants),
+    )
+
+
+def sittings_like(bench: Bench, sessions: Sequence[Bench], max_spread: float) -> list[Sitting]:
+    """The ``sessions`` that measured the baseline as ``bench`` did, each once, the oldest first."""
+    found = (each for each in distinct(sessions) if alike(bench, each, bench.baseline))
+    return [Sitting(each, *noises_of(each, max_spread)) for each in found]
+
+
+def to_show(bench: Bench, sittings: Sequence[Sitting], variants: Sequence[str], max_spread: float) -> Sitting:
+    """Whose figures are shown that are no ratios: the oldest calm one's that measured all ``variants``, or ``bench``'s.
+
+    Ledgers, operations and why something was not ablated are always those of ``bench``.
+    """
+    found = next((each for each in sittings if each.is_calm and alike(bench, each.bench, *variants)), None)
+    found = found or Sitting(bench, *noises_of(bench, max_spread))
+    described = {key: getattr(bench, key) for key in ("ledgers", "flops", "not_ablated")}
+    return found._replace(bench=found.bench.model_copy(update=described))
+
+
+def arm_of(bench: Bench, role: str, variant: str) -> Arm:
+    arm = bench.arm(role, variant)
+    assert arm is not None  # consistency.check
+    return arm
