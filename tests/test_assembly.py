@@ -70,18 +70,9 @@ def test_no_more_gpus_are_taken_than_hold_the_model_together(name: str, processe
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        (
-            {"parallelism": "tensor", "processes": 3},
-            "'tensor' of 3 processes, but Sequential has 50 values between its ",
-        ),
-        (
-            {"parallelism": "tensor", "replicas": 2, "processes": 8},
-            "'tensor' of 4 processes, but Sequential has 50 val",
-        ),
-        (
-            {"parallelism": "pipeline", "processes": 5},
-            "'pipeline' of 5 processes, but Sequential can be cut into 4 part",
-        ),
+        ({"parallelism": "tensor", "processes": 3}, "'tensor' of 3 processes, .* 50 values"),
+        ({"parallelism": "tensor", "replicas": 2, "processes": 8}, "'tensor' of 4 processes, .* 50 values"),
+        ({"parallelism": "pipeline", "processes": 5}, "'pipeline' of 5 processes, .* 4 part"),
     ],
 )
 @pytest.mark.parametrize("machine", [gpus(0), gpus(8)])

@@ -116,7 +116,7 @@ def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys:
 
 def test_schema_writes_and_checks(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema", "--check"]) == 2
-    assert capsys.readouterr().err == "error: params.schema.json is out of step: run `python -m pipeline schema`.\n"
+    assert "params.schema.json is out of step" in capsys.readouterr().err
     assert not (checkout / "params.schema.json").exists(), "--check writes nothing"
     assert cli.main(["schema"]) == 0
     assert cli.main(["schema", "--check"]) == 0
@@ -133,7 +133,8 @@ def test_an_expected_error_is_a_message_without_a_traceback(tmp_path: Path) -> N
         text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: params.yaml is missing: run from the top of the checkout.\n"
+    assert done.stderr.startswith("error: params.yaml is missing")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) -> None:
@@ -150,18 +151,15 @@ def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("error", [PipelineError("it broke"), ConfigError("it broke")])
+@pytest.mark.parametrize(
+    "error", [PipelineError, ConfigError, DataError, ComparisonError, ModelError, NonFiniteLoss, WorkerError]
+)
 def test_every_expected_error_ends_with_two(
-    error: PipelineError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: type[PipelineError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeline.params.load", raising(error))
+    monkeypatch.setattr("pipeline.params.load", raising(error("it broke")))
     assert cli.main(["publish"]) == 2
     assert capsys.readouterr().err == "error: it broke\n"
-
-
-@pytest.mark.parametrize("error", [DataError, ComparisonError, ModelError, NonFiniteLoss, WorkerError])
-def test_what_the_stages_raise_for_people_is_expected(error: type[Exception]) -> None:
-    assert issubclass(error, PipelineError)
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,10 +142,7 @@ def test_what_is_wrong_with_a_loss_is_said(name: str, message: str) -> None:
         ("own_code:percentage", r"train\.metric: own_code:percentage gave scores from .*; expected true or false"),
         ("own_code:in_place", r"train\.metric: own_code:in_place changes the logits, which others look at too"),
         ("own_code:relative", r"own_code:relative gives samples other scores beside other samples"),
-        (
-            "own_code:mean",
-            r"gave a tensor of shape \[\] for 6 sample\(s\); expected a tensor with one score each, .*\[6\]",
-        ),
+        ("own_code:mean", r"gave a tensor of shape \[\] for 6 sample\(s\); expected .*\[6\]"),
     ],
 )
 def test_what_is_wrong_with_a_metric_is_said(name: str, message: str) -> None:
@@ -179,10 +176,7 @@ def test_a_score_that_is_out_of_bounds_on_a_real_sample_alone_is_refused(digits:
         ({"loss": "focal"}, "train.loss: found 'focal'; expected 'cross_entropy' or module:function, such as "),
         ({"metric": "top2"}, "train.metric: found 'top2'; expected 'accuracy' or module:function, such as "),
         ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes none"),
-        (
-            {"loss": "a:b", "label_smoothing": 0.1},
-            "train.label_smoothing: found 0.1, but train.loss is 'a:b', which it does not reach; set 0.0",
-        ),
+        ({"loss": "a:b", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, but train.loss is 'a:b'"),
     ],
 )
 def test_what_params_yaml_cannot_mean_is_said_before_any_work(train: dict[str, object], message: str) -> None:

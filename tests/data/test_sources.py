@@ -95,10 +95,26 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+Use = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Lets ``mnist`` stand for two small files that the sources may have, and nobody pause."""
+    monkeypatch.setattr(store, "PAUSE_SECONDS", 0.0)
+
+    def used(*sources: Source, archive: Archive | None = None) -> None:
+        monkeypatch.setitem(listings.LISTINGS, "mnist", Listing(FILES, sources, archive))
+
+    return used
+
+
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch, use: Use) -> Iterator[Server]:
+    """The only source, unless a test says otherwise."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server = Server()
+    use(GzippedFiles(server.url))
     server.content = {f"{name}.gz": gzip.compress(data, 1) for name, data in CONTENTS.items()}
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -114,16 +130,6 @@ def raw(tmp_path: Path) -> Path:
     return tmp_path / "data" / "raw"
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PAUSE_SECONDS", 0.0)
-
-
-def use(monkeypatch: pytest.MonkeyPatch, *listed: Source, archive: Archive | None = None) -> None:
-    """Let ``mnist`` stand for two small files that ``listed`` may have."""
-    monkeypatch.setitem(listings.LISTINGS, "mnist", Listing(FILES, listed, archive))
-
-
 def config(**values: object) -> Fetch:
     return Fetch.model_validate({"dataset": "mnist", "timeout_seconds": 5.0, **values})
 
@@ -137,10 +143,7 @@ def assert_complete(raw: Path) -> None:
     }
 
 
-def test_files_arrive_uncompressed_and_a_second_fetch_asks_nobody(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_files_arrive_uncompressed_and_a_second_fetch_asks_nobody(server: Server, raw: Path) -> None:
     fetch(config(), raw)
     assert_complete(raw)
     assert server.requests == [("/images.gz", None), ("/labels.gz", None)]
@@ -149,9 +152,8 @@ def test_files_arrive_uncompressed_and_a_second_fetch_asks_nobody(
 
 
 def test_a_transfer_shows_its_progress_on_a_terminal(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch, open_terminal: Callable[[], Terminal]
+    server: Server, raw: Path, open_terminal: Callable[[], Terminal]
 ) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
     server.drop_after = [100_000]
     terminal = open_terminal()
     fetch(config(), raw)
@@ -161,18 +163,12 @@ def test_a_transfer_shows_its_progress_on_a_terminal(
     assert shown.count("33") > 1, "and goes on where the transfer was continued"
 
 
-def test_elsewhere_a_transfer_is_a_line(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_elsewhere_a_transfer_is_a_line(server: Server, raw: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fetch(config(), raw)
     assert capsys.readouterr().err == f"fetching 2 file(s) of mnist from {server.url}\n"
 
 
-def test_a_file_that_was_changed_is_fetched_again_alone(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_file_that_was_changed_is_fetched_again_alone(server: Server, raw: Path) -> None:
     fetch(config(), raw)
     (raw / "mnist" / "labels").write_bytes(b"tampered")
     server.requests.clear()
@@ -181,20 +177,14 @@ def test_a_file_that_was_changed_is_fetched_again_alone(
     assert server.requests == [("/labels.gz", None)]
 
 
-def test_a_dropped_transfer_is_continued_where_it_ended(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_dropped_transfer_is_continued_where_it_ended(server: Server, raw: Path) -> None:
     server.drop_after = [100_000, 50_000]
     fetch(config(attempts=3), raw)
     assert_complete(raw)
     assert [asked for _, asked in server.requests] == [None, "bytes=100000-", "bytes=150000-", None]
 
 
-def test_a_later_run_continues_what_an_earlier_one_could_not_finish(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_later_run_continues_what_an_earlier_one_could_not_finish(server: Server, raw: Path) -> None:
     server.drop_after = [100_000]
     with pytest.raises(DataError, match=r"connection ended after 100,000 bytes \(after 1 attempt\)"):
         fetch(config(attempts=1), raw)
@@ -204,10 +194,7 @@ def test_a_later_run_continues_what_an_earlier_one_could_not_finish(
     assert server.requests[1] == ("/images.gz", "bytes=100000-")
 
 
-def test_a_transfer_that_had_ended_but_was_never_used_needs_no_byte_more(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_transfer_that_had_ended_but_was_never_used_needs_no_byte_more(server: Server, raw: Path) -> None:
     server.drop_after = [100_000]
     with pytest.raises(DataError):
         fetch(config(attempts=1), raw)
@@ -217,8 +204,7 @@ def test_a_transfer_that_had_ended_but_was_never_used_needs_no_byte_more(
     assert_complete(raw)
 
 
-def test_a_server_without_ranges_starts_over(server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_server_without_ranges_starts_over(server: Server, raw: Path) -> None:
     server.ranges = False
     server.drop_after = [100_000]
     fetch(config(), raw)
@@ -226,10 +212,7 @@ def test_a_server_without_ranges_starts_over(server: Server, raw: Path, monkeypa
     assert [path for path, _ in server.requests] == ["/images.gz", "/images.gz", "/labels.gz"]
 
 
-def test_a_file_that_changed_on_the_server_between_two_transfers_is_fetched_whole(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_file_that_changed_on_the_server_between_two_transfers_is_fetched_whole(server: Server, raw: Path) -> None:
     right = server.content["images.gz"]
     server.content["images.gz"] = gzip.compress(b"an older edition" * 30_000, 0)
     server.drop_after = [100_000]
@@ -244,7 +227,6 @@ def test_a_file_that_changed_on_the_server_between_two_transfers_is_fetched_whol
 def test_passing_faults_are_waited_out_with_growing_pauses(
     server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
     monkeypatch.setattr(store, "PAUSE_SECONDS", 1.0)
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
@@ -254,8 +236,7 @@ def test_passing_faults_are_waited_out_with_growing_pauses(
     assert pauses == [1.0, 2.0, 4.0]
 
 
-def test_a_silent_server_is_given_up(server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_silent_server_is_given_up(server: Server, raw: Path) -> None:
     server.silent.set()
     with pytest.raises(DataError, match=r"no answer within 0\.05 s \(after 2 attempts\)"):
         fetch(config(attempts=2, timeout_seconds=0.05), raw)
@@ -277,10 +258,10 @@ def test_a_source_with_junk_is_passed_over(
     reason: str,
     server: Server,
     raw: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    use: Use,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    use(monkeypatch, GzippedFiles(f"{server.url}/bad"), GzippedFiles(server.url))
+    use(GzippedFiles(f"{server.url}/bad"), GzippedFiles(server.url))
     server.content["bad/images.gz"] = junk
     server.content["bad/labels.gz"] = junk
     fetch(config(), raw)
@@ -289,10 +270,7 @@ def test_a_source_with_junk_is_passed_over(
     assert [path for path, _ in server.requests].count("/bad/images.gz") == 1  # junk is not asked for again
 
 
-def test_a_server_that_does_not_say_how_much_it_sends_is_cut_off_at_the_limit(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_server_that_does_not_say_how_much_it_sends_is_cut_off_at_the_limit(server: Server, raw: Path) -> None:
     server.says_length = False
     fetch(config(), raw)
     assert_complete(raw)
@@ -302,20 +280,15 @@ def test_a_server_that_does_not_say_how_much_it_sends_is_cut_off_at_the_limit(
         fetch(config(), raw)
 
 
-def test_what_an_unfinished_source_left_is_removed_once_another_delivered(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(f"{server.url}/slow"), GzippedFiles(server.url))
+def test_what_an_unfinished_source_left_is_removed_once_another_delivered(server: Server, raw: Path, use: Use) -> None:
+    use(GzippedFiles(f"{server.url}/slow"), GzippedFiles(server.url))
     server.content["slow/images.gz"] = server.content["images.gz"]
     server.drop_after = [100_000]
     fetch(config(attempts=1), raw)
     assert_complete(raw)
 
 
-def test_a_wrong_file_is_never_left_under_its_final_name(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_a_wrong_file_is_never_left_under_its_final_name(server: Server, raw: Path) -> None:
     server.content["images.gz"] = gzip.compress(b"wrong")
     with pytest.raises(DataError, match="images: wrong content"):
         fetch(config(), raw)
@@ -323,10 +296,10 @@ def test_a_wrong_file_is_never_left_under_its_final_name(
 
 
 def test_the_final_message_names_every_source_why_it_failed_and_what_to_do(
-    server: Server, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, raw: Path, tmp_path: Path, use: Use
 ) -> None:
     closed = "http://127.0.0.1:9"
-    use(monkeypatch, GzippedFiles(f"{server.url}/absent"), GzippedFiles(closed))
+    use(GzippedFiles(f"{server.url}/absent"), GzippedFiles(closed))
     with pytest.raises(DataError) as caught:
         fetch(config(mirror=str(tmp_path / "nowhere")), raw)
     message = str(caught.value)
@@ -338,8 +311,8 @@ def test_the_final_message_names_every_source_why_it_failed_and_what_to_do(
     assert "HTTPS_PROXY" in message
 
 
-def test_what_one_source_lacks_the_next_one_adds(server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, GzippedFiles(f"{server.url}/half"), GzippedFiles(server.url))
+def test_what_one_source_lacks_the_next_one_adds(server: Server, raw: Path, use: Use) -> None:
+    use(GzippedFiles(f"{server.url}/half"), GzippedFiles(server.url))
     server.content["half/images.gz"] = server.content["images.gz"]
     fetch(config(), raw)
     assert_complete(raw)
@@ -348,10 +321,7 @@ def test_what_one_source_lacks_the_next_one_adds(server: Server, raw: Path, monk
 
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzipped"])
 @pytest.mark.parametrize("as_url", [False, True], ids=["path", "url"])
-def test_the_users_mirror_comes_first(
-    zipped: bool, as_url: bool, server: Server, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
+def test_the_users_mirror_comes_first(zipped: bool, as_url: bool, server: Server, raw: Path, tmp_path: Path) -> None:
     mirror = tmp_path / "my mirror"
     mirror.mkdir()
     for name, data in CONTENTS.items():
@@ -361,10 +331,10 @@ def test_the_users_mirror_comes_first(
     assert server.requests == []
 
 
+@pytest.mark.usefixtures("server")
 def test_a_mirror_with_a_wrong_file_is_not_believed(
-    server: Server, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    use(monkeypatch, GzippedFiles(server.url))
     (tmp_path / "images").write_bytes(b"wrong")
     (tmp_path / "labels").write_bytes(CONTENTS["labels"])
     fetch(config(mirror=str(tmp_path)), raw)
@@ -395,44 +365,38 @@ def archive_of(packed: bytes) -> Archive:
     return Archive("all.tar.gz", "batches", len(packed), hashlib.sha256(packed).hexdigest())
 
 
-def test_an_archive_gives_its_wanted_files_and_nothing_else(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_gives_its_wanted_files_and_nothing_else(server: Server, raw: Path, use: Use) -> None:
     hostile = {"../escaped": b"x", "/tmp/absolute": b"x", "batches/extra": b"x", "images": b"wrong place"}
     members = hostile | {f"batches/{name}": data for name, data in CONTENTS.items()}
     packed = gzip.compress(tar_of(members, links={"batches/link": "/etc/passwd"}))
     server.content["all.tar.gz"] = packed
-    use(monkeypatch, WebArchive(f"{server.url}/all.tar.gz", archive_of(packed)))
+    use(WebArchive(f"{server.url}/all.tar.gz", archive_of(packed)))
     fetch(config(), raw)
     assert_complete(raw)
 
 
-def test_a_link_in_the_place_of_a_wanted_file_is_not_followed(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_in_the_place_of_a_wanted_file_is_not_followed(server: Server, raw: Path, use: Use) -> None:
     packed = gzip.compress(tar_of({"batches/labels": CONTENTS["labels"]}, links={"batches/images": "labels"}))
     server.content["all.tar.gz"] = packed
-    use(monkeypatch, WebArchive(f"{server.url}/all.tar.gz", archive_of(packed)))
+    use(WebArchive(f"{server.url}/all.tar.gz", archive_of(packed)))
     with pytest.raises(DataError, match="the archive lacks batches/images"):
         fetch(config(), raw)
     assert not (raw / "mnist" / "images").exists()
 
 
 def test_an_archive_with_another_checksum_is_not_opened(
-    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch, use: Use
 ) -> None:
     right = gzip.compress(tar_of({f"batches/{name}": data for name, data in CONTENTS.items()}), 1)
     server.content["all.tar.gz"] = gzip.compress(tar_of({"batches/images": b"?"}))
-    use(monkeypatch, WebArchive(f"{server.url}/all.tar.gz", archive_of(right)))
+    use(WebArchive(f"{server.url}/all.tar.gz", archive_of(right)))
     monkeypatch.setattr(places, "take_members", lambda *_: pytest.fail("opened"))
     with pytest.raises(DataError, match=r"all\.tar\.gz: wrong content"):
         fetch(config(), raw)
 
 
 @pytest.mark.parametrize("unpacked", [False, True], ids=["archive", "unpacked"])
-def test_a_mirror_may_hold_the_archive_or_its_folder(
-    unpacked: bool, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mirror_may_hold_the_archive_or_its_folder(unpacked: bool, raw: Path, tmp_path: Path, use: Use) -> None:
     packed = gzip.compress(tar_of({f"batches/{name}": data for name, data in CONTENTS.items()}))
     mirror = tmp_path / "mirror"
     (mirror / "batches").mkdir(parents=True)
@@ -441,7 +405,7 @@ def test_a_mirror_may_hold_the_archive_or_its_folder(
             (mirror / "batches" / name).write_bytes(data)
     else:
         (mirror / "all.tar.gz").write_bytes(packed)
-    use(monkeypatch, archive=archive_of(packed))
+    use(archive=archive_of(packed))
     fetch(config(mirror=str(mirror)), raw)
     assert_complete(raw)
 
@@ -480,9 +444,9 @@ esac
 
 
 def test_a_debian_package_unknown_to_the_systems_lists_is_found_with_private_ones(
-    apt: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
+    apt: Path, raw: Path, use: Use
 ) -> None:
-    use(monkeypatch, DebianPackage("some-package", PACKAGE_FOLDER))
+    use(DebianPackage("some-package", PACKAGE_FOLDER))
     fetch(config(attempts=2), raw)
     assert_complete(raw)
     first, update, second = apt.read_text().splitlines()
@@ -495,9 +459,9 @@ def test_a_debian_package_unknown_to_the_systems_lists_is_found_with_private_one
 
 @pytest.mark.usefixtures("apt")
 def test_what_apt_downloads_shows_its_progress_on_a_terminal(
-    raw: Path, monkeypatch: pytest.MonkeyPatch, open_terminal: Callable[[], Terminal]
+    raw: Path, use: Use, open_terminal: Callable[[], Terminal]
 ) -> None:
-    use(monkeypatch, DebianPackage("some-package", PACKAGE_FOLDER))
+    use(DebianPackage("some-package", PACKAGE_FOLDER))
     terminal = open_terminal()
     fetch(config(), raw)
     assert re.findall(r"apt-get download: +(\d+)%", terminal.getvalue()) == ["0", "0", "8", "91"]
@@ -505,9 +469,9 @@ def test_what_apt_downloads_shows_its_progress_on_a_terminal(
 
 
 def test_without_apt_the_debian_package_is_passed_over(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Use
 ) -> None:
-    use(monkeypatch, DebianPackage("some-package", PACKAGE_FOLDER))
+    use(DebianPackage("some-package", PACKAGE_FOLDER))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         DataError, match="package some-package: apt-get and dpkg-deb not found; this source needs Debian"
@@ -516,11 +480,11 @@ def test_without_apt_the_debian_package_is_passed_over(
 
 
 def test_a_debian_package_that_is_installed_is_used_as_it_is(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Use
 ) -> None:
     for name, data in CONTENTS.items():
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(data))
-    use(monkeypatch, DebianPackage("some-package", str(tmp_path).removeprefix("/")))
+    use(DebianPackage("some-package", str(tmp_path).removeprefix("/")))
     monkeypatch.setenv("PATH", "")
     fetch(config(), raw)
     assert (raw / "mnist" / "images").read_bytes() == CONTENTS["images"]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,11 @@ import torch
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import ConfigError
-from pipeline.params import Machine, parse
-from pipeline.plans import plan
 from pipeline.techniques import allocators
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from tests.nets import ALONE, make_plan
 from tests.test_training import make_training, weights
 
-LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 MIB = 2**20
 
 
@@ -54,19 +49,6 @@ def test_it_happens_between_phases_is_told_and_changes_no_bit(digits: Dataset) -
     resumed = ReleaseCache(make_plan(release_cache=True), ALONE)
     resumed.restore(technique.state())
     assert resumed.findings() == technique.findings()
-
-
-def test_without_malloc_trim_it_is_refused_on_a_cpu() -> None:
-    config = parse({"variants": {"baseline": {}, "small": {"release_cache": True}}})
-    with pytest.raises(ConfigError, match=r"variants\.small\.release_cache: .*C library has no malloc_trim; take it"):
-        plan(config, "small", LAPTOP.model_copy(update={"trims_memory": False}))
-    assert hasattr(ctypes.CDLL(None), "malloc_trim") is plan(config, "small", LAPTOP).applied.release_cache
-
-
-def test_expandable_segments_need_a_gpu() -> None:
-    config = parse({"variants": {"baseline": {}, "growing": {"expandable_segments": True}}})
-    with pytest.raises(ConfigError, match=r"variants\.growing\.expandable_segments: .*it needs a GPU"):
-        plan(config, "growing", LAPTOP)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,9 @@ from torch._inductor.utils import fresh_cache
 from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.measurement.detectors.compiler import Recompilation
-from pipeline.params import TECHNIQUE_CLASSES, Machine, parse
-from pipeline.plans import plan
+from pipeline.params import TECHNIQUE_CLASSES
 from pipeline.profiling.ledger import measured
 from pipeline.techniques import chosen
 from pipeline.techniques.compile import Compile
@@ -35,14 +34,8 @@ from tests.test_training import TRAIN, make_training, rows_of
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = environment.machine()
-GPU = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
 
 builds = pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_cpu_kernels))
-
-
-def planned(machine: Machine, device: str = "auto", **values: Any) -> Any:
-    params = {"train": {"device": device}, "compare": {"baseline": "a"}, "variants": {"a": values}}
-    return plan(parse(params), "a", machine)
 
 
 @builds
@@ -261,10 +254,6 @@ def test_the_measured_ledger_knows_what_generated_code_takes(digits: Dataset) ->
     assert 0.2 * found[0].activations_bytes < found[1].activations_bytes < 2 * found[0].activations_bytes
 
 
-def test_what_it_takes_cannot_be_foreseen() -> None:
-    assert not Compile.estimable
-
-
 @pytest.mark.slow
 @builds
 def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Path) -> None:
@@ -298,48 +287,6 @@ def test_it_comes_after_the_parallelism() -> None:
     assert [technique.name for technique in techniques][-1] == "compile"
     names = list(TECHNIQUE_CLASSES)
     assert names.index("ddp") < names.index("compile") < names.index("bf16")
-
-
-def test_a_mode_that_records_cuda_graphs_needs_a_gpu() -> None:
-    cpu = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-    with pytest.raises(
-        ConfigError, match=r"variants\.a\.compile: found 'reduce-overhead', but it is default and CUDA gr"
-    ):
-        planned(cpu, compile="reduce-overhead")
-    assert planned(cpu, compile="default").applied.compile == "default"
-    assert planned(GPU, compile="reduce-overhead").applied.compile == "reduce-overhead"
-
-
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-@pytest.mark.parametrize(
-    ("kept", "said"),
-    [
-        ({"gradient_accumulation": 2}, "gradient_accumulation 2"),
-        ({"gradient_accumulation": "auto"}, "gradient_accumulation auto"),
-        ({"set_to_none": False}, "set_to_none false"),
-    ],
-)
-def test_cuda_graphs_of_what_is_compiled_keep_no_gradients(mode: str, kept: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        planned(GPU, compile=mode, **kept)
-    assert str(refused.value) == (
-        f"variants.a.compile: found {mode!r}, but the next forward pass overwrites the gradients that its CUDA graphs "
-        f"leave and {said} keeps (PyTorch issue 169545); say default; take it out."
-    )
-    assert planned(GPU, compile="default", **kept).applied.compile == "default"
-    if mode == "max-autotune":  # which records none on a CPU
-        assert planned(GPU, "cpu", compile=mode, **kept).applied.compile == mode
-
-
-def test_without_a_compiler_it_is_refused_with_the_remedy() -> None:
-    lacks = {"no_cpu_kernels": "there is no compiler 'g++'", "no_gpu_kernels": "no triton"}
-    lacking = GPU.model_copy(update=lacks)
-    with pytest.raises(
-        ConfigError, match=r"variants\.a\.compile: found 'default', but there is no compiler 'g\+\+'; take"
-    ):
-        planned(lacking, "cpu", compile="default")
-    with pytest.raises(ConfigError, match="found 'max-autotune', but no triton"):
-        planned(lacking, compile="max-autotune")
 
 
 def test_what_the_machine_lacks_to_build_kernels_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

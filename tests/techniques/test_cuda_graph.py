@@ -7,10 +7,8 @@ import torch
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import ConfigError
 from pipeline.measurement.windows import graphs_bytes
-from pipeline.params import GRAPH_WARMUP_STEPS, Machine, Train, parse
-from pipeline.plans import plan
+from pipeline.params import GRAPH_WARMUP_STEPS, Train
 from pipeline.profiling.ledger import measured
 from pipeline.techniques import chosen
 from pipeline.techniques.cuda_graph import CudaGraph
@@ -18,45 +16,6 @@ from pipeline.training.loop import Training
 from pipeline.training.losses import NonFiniteLoss
 from tests.nets import ALONE, conv_net, make_plan
 from tests.test_training import TRAIN, make_training, rows_of, weights
-
-CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-GPU = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
-
-
-def planned(machine: Machine, train: dict[str, Any] | None = None, **values: Any) -> Any:
-    params = {"train": train or {}, "compare": {"baseline": "a"}, "variants": {"a": values}}
-    return plan(parse(params), "a", machine)
-
-
-def test_it_needs_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"variants\.a\.cuda_graph: found true, but it needs a GPU|found True"):
-        planned(CPU, cuda_graph=True)
-    assert planned(GPU, cuda_graph=True).applied.cuda_graph
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"parallelism": "ddp"},
-        {"compile": "default"},
-        {"compile": "reduce-overhead"},
-        {"precision": "fp16"},
-        {"activation_checkpointing": True},
-    ],
-)
-def test_what_cannot_be_recorded_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"variants\.a: found cuda_graph True .*exclude each other|exclude each other"
-    ):
-        planned(GPU, cuda_graph=True, **other)
-
-
-def test_the_recording_is_a_part_of_the_warm_up() -> None:
-    with pytest.raises(
-        ConfigError, match=r"variants\.a\.cuda_graph: found True, but it records its step after 3 others"
-    ):
-        planned(GPU, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True)
-    planned(GPU, {"warmup_steps": GRAPH_WARMUP_STEPS + 1}, cuda_graph=True)
 
 
 def test_it_wraps_all_of_a_step() -> None:

@@ -6,9 +6,6 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import ConfigError
-from pipeline.params import Machine, parse
-from pipeline.plans import plan
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
 from tests.nets import ALONE, conv_net, make_plan, take_within
 from tests.test_training import make_training, rows_of
@@ -45,12 +42,6 @@ def test_it_is_put_back_when_a_step_fails() -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         take_within(CudnnBenchmark(make_plan(cudnn_benchmark=True), ALONE), fails)
     assert torch.backends.cudnn.benchmark is False
-
-
-def test_it_needs_a_gpu() -> None:
-    config = parse({"compare": {"baseline": "a"}, "variants": {"a": {"cudnn_benchmark": True}}})
-    with pytest.raises(ConfigError, match=r"variants\.a\.cudnn_benchmark: found True, but it needs a GPU"):
-        plan(config, "a", Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ from pipeline.distributed import World
 from pipeline.params import Augment, Machine, Train, parse, techniques
 from pipeline.plans import plan
 from pipeline.techniques import chosen
-from pipeline.techniques.data_loading import DataLoaderData
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.loop import Training
@@ -148,17 +147,6 @@ def test_the_workers_load_is_the_job_s_own(digits: Dataset) -> None:
     assert len(workers) >= 2
     assert workers <= own.keys()
     training.batches.close()
-
-
-def test_what_no_figure_counts_is_not_foreseen() -> None:
-    assert not DataLoaderData.estimable
-
-
-def test_workers_without_a_dataloader_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"variants\.a\.loader_workers: found 4 with data_loading 'auto'; set data_loa"
-    ):
-        parse({"compare": {"baseline": "a"}, "variants": {"a": {"loader_workers": 4}}})
 
 
 def test_the_techniques_are_told_apart() -> None:

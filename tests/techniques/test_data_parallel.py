@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import nn
 
 from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.techniques.data_parallel import DataParallel
@@ -22,9 +19,7 @@ from pipeline.training.loop import Training
 from tests.nets import INPUTS, batch, conv_net, gradients, make_plan
 from tests.test_training import make_training
 
-ROOT = Path(__file__).parent.parent.parent
 GPUS = Machine(gpus=4, gpu_native_bf16=True, cpu_native_bf16=True)
-CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 
 
 def planned(machine: Machine, **variant: Any) -> Plan:
@@ -42,36 +37,6 @@ def test_with_one_gpu_it_is_left_out() -> None:
     made = planned(GPUS.model_copy(update={"gpus": 1}))
     assert (made.devices_per_process, made.applied.parallelism) == (1, "none")
     assert made.skipped == {"data_parallel": "there is one GPU"}
-
-
-def test_it_needs_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"parallelism: found 'data_parallel', but it needs a GPU, .*; take it out"):
-        planned(CPU)
-
-
-@pytest.mark.parametrize(
-    ("variant", "message"),
-    [
-        ({"processes": 2}, r"processes: found 2 with parallelism 'data_parallel', which is one process for all GPUs"),
-        ({"precision": "bf16"}, "'data_parallel' with precision 'bf16', which exclude each other: its threads"),
-        ({"activation_checkpointing": True}, "which exclude each other: its copies of a block"),
-    ],
-)
-def test_what_it_cannot_be_with_is_refused(variant: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planned(GPUS, **variant)
-
-
-def test_a_launcher_s_processes_are_not_for_it() -> None:
-    values = {"compare": {"baseline": "tried"}, "variants": {"tried": {"parallelism": "data_parallel"}}}
-    with pytest.raises(ConfigError, match=r"launcher started 4 process\(es\)"):
-        plan(parse(values), "tried", GPUS, launched=4)
-
-
-def test_the_ready_made_set_can_be_planned() -> None:
-    variants = yaml.safe_load((ROOT / "variants" / "data_parallel.yaml").read_text(encoding="utf-8"))
-    config = parse({"compare": {"baseline": "data-parallel"}, "variants": variants})
-    assert plan(config, "data-parallel", GPUS).devices_per_process == 4
 
 
 # On several GPUs

@@ -8,7 +8,6 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.errors import ConfigError
 from pipeline.params import Machine, Variant, parse
 from pipeline.plans import plan
 from pipeline.techniques import chosen
@@ -127,36 +126,6 @@ def test_a_static_graph_allows_parameters_that_no_step_uses(digits: Dataset) -> 
     with pytest.raises(WorkerError, match=r"variants\.tried\.parallelism: found 'ddp', .* Set static_graph: true if"):
         run_ranks(_unused, digits, False)
     assert run_ranks(_unused, digits, True) == [5, 5]
-
-
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        (
-            {"bucket_mb": 5},
-            r"variants\.tried\.bucket_mb: found 5\.0 with parallelism 'none'; it needs 'ddp' or 'zero1'",
-        ),
-        ({"gradient_as_bucket_view": False}, r"variants\.tried\.gradient_as_bucket_view: found False with parallelism"),
-        ({"static_graph": True}, r"variants\.tried\.static_graph: found True with parallelism 'none'"),
-        ({"communication_hook": "fp16"}, r"variants\.tried\.communication_hook: found 'fp16' with parallelism 'none'"),
-        ({"communication_hook": "post_local_sgd"}, r"it needs 'ddp': set that, or take communication_hook out"),
-        ({"sync_batchnorm": True}, r"variants\.tried\.sync_batchnorm: found True with parallelism 'none'"),
-        ({"scaling": "weak"}, r"variants\.tried\.scaling: found 'weak' with parallelism 'none'"),
-        ({"parallelism": "ddp", "bucket_mb": 0}, r"variants\.tried\.bucket_mb: found 0; expected a number above 0"),
-        ({"parallelism": "ddp", "communication_hook": "int8"}, r"expected 'none', 'fp16', 'bf16', 'powersgd' or"),
-        (
-            {"parallelism": "ddp", "static_graph": True, "gradient_accumulation": 2},
-            r"found static_graph True with gradient_accumulation 2, which exclude each other: DDP with a static graph",
-        ),
-        (
-            {"parallelism": "ddp", "communication_hook": "powersgd", "channels_last": True},
-            r"found communication_hook 'powersgd' with channels_last True, which exclude each other: torch's PowerSGD",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_key(values: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        parse({"variants": {"baseline": {}, "tried": values}})
 
 
 def test_options_of_a_ddp_that_is_left_out_are_left_out_too() -> None:

@@ -182,18 +182,15 @@ def _complaint(joined: World, net: type[nn.Module]) -> str:
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (_Tied, "_Tied uses one parameter in several of its blocks; allowed: 'ddp' or 'zero1'."),
-        (_Scaled, "_Scaled has a parameter, 'scale', that is a single number; allowed: [1] too."),
-        (
-            _Mixed,
-            "_Mixed has parameters of torch.float32 and torch.float64 in one block; allowed: 'ddp', or parameters of "
-            "one type.",
-        ),
+        (_Tied, "in several of its blocks; allowed: 'ddp' or 'zero1'"),
+        (_Scaled, "'scale', that is a single number; allowed: [1]"),
+        (_Mixed, "torch.float32 and torch.float64 in one block; allowed: 'ddp'"),
     ],
 )
 def test_a_model_that_cannot_be_shared_out_is_refused(net: type[nn.Module], message: str) -> None:
     for complaint in run_ranks(_complaint, net):
-        assert complaint == f"variants.tried.parallelism: found 'fsdp', but {message}"
+        assert complaint.startswith("variants.tried.parallelism: found 'fsdp'")
+        assert message in complaint
 
 
 def _left_out(joined: World, dataset: Dataset) -> bool:

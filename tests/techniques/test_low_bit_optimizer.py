@@ -8,15 +8,11 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.errors import ConfigError
-from pipeline.params import Machine, parse
-from pipeline.plans import plan
 from pipeline.profiling import ledger
 from pipeline.techniques import chosen, low_bit_optimizer
 from tests.nets import ALONE, INPUTS, conv_net, make_plan
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
-WITHOUT = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
-WITH = WITHOUT.model_copy(update={"installed": frozenset({"bitsandbytes"})})
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
 
 
@@ -27,30 +23,6 @@ def _net(seed: int = 0) -> nn.Module:
 
 def _training(dataset: Dataset, seed: int = 0, **applied: Any) -> Any:
     return make_training(dataset, model=_net(seed), train=ADAMW, **applied)
-
-
-@pytest.mark.parametrize(
-    ("machine", "optimizer", "reason"),
-    [
-        (WITHOUT, "adamw", "bitsandbytes is not installed (pip install '.[low-bit]')"),
-        (WITH, "sgd", "it stands in for adamw, and train.optimizer is sgd"),
-    ],
-)
-def test_what_it_needs_is_said_up_front(machine: Machine, optimizer: str, reason: str) -> None:
-    config = parse(
-        {"train": {"optimizer": optimizer}, "variants": {"baseline": {}, "small": {"optimizer_state": "8bit"}}}
-    )
-    with pytest.raises(ConfigError) as refused:
-        plan(config, "small", machine)
-    assert str(refused.value) == f"variants.small.optimizer_state: found '8bit', but {reason}; take it out."
-
-
-def test_what_it_takes_is_not_foreseen(digits: Dataset) -> None:
-    config = parse(
-        {"train": {"optimizer": "adamw"}, "variants": {"baseline": {}, "small": {"optimizer_state": "8bit"}}}
-    )
-    with pytest.raises(ledger.PredictionError, match="what low_bit_optimizer takes cannot be foreseen"):
-        ledger.predicted(plan(config, "small", WITH), digits)
 
 
 def test_a_model_of_which_nothing_would_be_kept_in_8_bits_is_refused() -> None:

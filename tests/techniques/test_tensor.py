@@ -123,16 +123,14 @@ def _complaint(joined: World, net: nn.Module) -> str:
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (conv_net(), "Sequential has no two linear layers with nothing but element-wise functions between them; "),
-        (
-            nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)),
-            "Sequential has 15 values between its linear layers, which 2 processes cannot share evenly; ",
-        ),
+        (conv_net(), "no two linear layers"),
+        (nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)), "15 values between its linear layers"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(net: nn.Module, message: str) -> None:
     for complaint in run_ranks(_complaint, net):
-        assert complaint.startswith(f"variants.tried.parallelism: found 'tensor', but {message}allowed: ")
+        assert complaint.startswith("variants.tried.parallelism: found 'tensor'")
+        assert message in complaint
 
 
 def _random(joined: World, dataset: Dataset) -> tuple[list[float], torch.Tensor]:

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from pipeline.data.prepared import Dataset
-from pipeline.errors import ConfigError
-from pipeline.params import Machine, parse
-from pipeline.plans import plan
 from pipeline.techniques.tf32 import TF32
 from tests.nets import ALONE, conv_net, make_plan, take_within
 from tests.test_training import make_training
-
-OLD = Machine(gpus=1, gpu_native_bf16=False, cpu_native_bf16=True)
-NEW = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True)
 
 
 def allowed() -> tuple[bool, bool]:
@@ -50,25 +44,6 @@ def test_it_is_off_again_after_a_step_that_fails() -> None:
     with pytest.raises(RuntimeError):
         take_within(TF32(make_plan(precision="tf32"), ALONE), fails)
     assert allowed() == (False, False)
-
-
-@pytest.mark.parametrize(
-    ("machine", "device", "reason"),
-    [
-        (OLD, "cuda", "this GPU has no TF32 (compute capability below 8.0)"),
-        (NEW, "cpu", "it needs a GPU, and this run is on the CPU"),
-    ],
-)
-def test_where_there_is_none_it_is_refused(machine: Machine, device: str, reason: str) -> None:
-    config = parse({"train": {"device": device}, "variants": {"baseline": {}, "fast": {"precision": "tf32"}}})
-    with pytest.raises(ConfigError) as refused:
-        plan(config, "fast", machine)
-    assert str(refused.value) == f"variants.fast.precision: found 'tf32', but {reason}; take it out."
-
-
-def test_a_gpu_that_has_it_is_given_it() -> None:
-    config = parse({"variants": {"baseline": {}, "fast": {"precision": "tf32"}}})
-    assert plan(config, "fast", NEW).applied.precision == "tf32"
 
 
 @pytest.mark.gpu("TF32's rounding")

@@ -95,10 +95,8 @@ def _complaint(joined: World) -> str:
 
 def test_parameters_of_two_types_are_refused() -> None:
     for complaint in run_ranks(_complaint):
-        assert complaint == (
-            "variants.tried.parallelism: found 'zero1', but Sequential has parameters of torch.float32 and "
-            "torch.float64; allowed: 'ddp', or parameters of one type."
-        )
+        assert complaint.startswith("variants.tried.parallelism: found 'zero1'")
+        assert "torch.float32 and torch.float64; allowed: 'ddp'" in complaint
 
 
 def _wide() -> nn.Module:

@@ -1,0 +1,170 @@
+"""What techniques cannot be: with each other, with the job, on a machine. Named by key, with what would be allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.data.prepared import Dataset
+from pipeline.errors import ConfigError
+from pipeline.params import GRAPH_WARMUP_STEPS, Machine, parse
+from pipeline.plans import Plan, plan
+from pipeline.profiling import ledger
+
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+PLAIN_CPU = CPU.model_copy(update={"cpu_native_bf16": False})
+WITH_8BIT = CPU.model_copy(update={"installed": frozenset({"bitsandbytes"})})
+OLD_GPUS = Machine(gpus=2, gpu_native_bf16=False, cpu_native_bf16=True)
+GPUS = Machine(gpus=4, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True)
+NO_COMPILER = GPUS.model_copy(update={"no_cpu_kernels": "there is no compiler 'g++'", "no_gpu_kernels": "no triton"})
+ON_CPU = {"device": "cpu"}
+A_GPU = "needs a GPU"
+APART = "exclude each other"
+RECORDED = ("reduce-overhead", "max-autotune")
+KEPT: list[tuple[dict[str, Any], str]] = [
+    ({"gradient_accumulation": 2}, "gradient_accumulation 2 keeps"),
+    ({"gradient_accumulation": "auto"}, "gradient_accumulation auto keeps"),
+    ({"set_to_none": False}, "set_to_none false keeps"),
+]
+
+
+def planned(machine: Machine, train: dict[str, Any], tried: dict[str, Any], launched: int | None = None) -> Plan:
+    values = {"train": train, "compare": {"baseline": "tried"}, "variants": {"tried": tried}}
+    return plan(parse(values), "tried", machine, launched)
+
+
+def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | None = None, **tried: Any) -> Any:
+    """``key``: of the variant, or with a point of params.yaml; empty: of two keys."""
+    path = key if "." in key else f"variants.tried.{key}".removesuffix(".")
+    return pytest.param(path, says, machine, train or {}, tried, id=f"{path}: {says}, {tried}")
+
+
+@pytest.mark.parametrize(
+    ("path", "says", "machine", "train", "tried"),
+    [
+        # Of the machine
+        case("activation_offload", "has them already", activation_offload=True),
+        case("cpu_offload", A_GPU, parallelism="fsdp", cpu_offload=True),
+        case("cuda_graph", A_GPU, cuda_graph=True),
+        case("cudnn_benchmark", A_GPU, cudnn_benchmark=True),
+        case("expandable_segments", A_GPU, expandable_segments=True),
+        case("parallelism", A_GPU, parallelism="data_parallel"),
+        case("precision", A_GPU, precision="fp16"),
+        case("precision", A_GPU, GPUS, ON_CPU, precision="tf32"),
+        case("precision", "no TF32", OLD_GPUS, precision="tf32"),
+        case("precision", "'leave_out' or 'run'", PLAIN_CPU, {"without_native": "refuse"}, precision="bf16"),
+        case("sync_batchnorm", A_GPU, parallelism="ddp", sync_batchnorm=True),
+        case("release_cache", "no malloc_trim", CPU.model_copy(update={"trims_memory": False}), release_cache=True),
+        case("optimizer_state", "pip install '.[low-bit]'", CPU, {"optimizer": "adamw"}, optimizer_state="8bit"),
+        case("compile", "CUDA gr", compile="reduce-overhead"),
+        case("compile", "no compiler 'g++'", NO_COMPILER, ON_CPU, compile="default"),
+        case("compile", "no triton", NO_COMPILER, compile="max-autotune"),
+        case("processes", "allowed: 1 to 4, or 'auto'", GPUS, parallelism="ddp", processes=5),
+        case("train.device", "'auto', 'cpu'", CPU, {"device": "cuda"}),
+        # Of the job
+        case("optimizer_state", "train.optimizer is sgd", WITH_8BIT, optimizer_state="8bit"),
+        case("optimizer_state", "train.optimizer is sgd", optimizer_state="factored"),
+        case("cuda_graph", "after 3 others", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
+        case("scaling", "train.warmup_fraction 0.0", CPU, {"warmup_fraction": 0.0}, parallelism="ddp", scaling="weak"),
+        case(
+            "train.batch_size", "3 process(es) x 2 micro-batch(es); allowed: a multiple of 6, such as 258",
+            CPU, {"batch_size": 256}, parallelism="ddp", processes=3, gradient_accumulation=2,
+        ),
+        case(
+            "train.batch_size", "1 process(es) x 3 micro-batch(es); allowed: a multiple of 3, such as 99",
+            CPU, {"batch_size": 100}, parallelism="ddp", scaling="weak", gradient_accumulation=3,
+        ),
+        case("train.batch_size", "a multiple of 3, ", CPU, {"batch_size": 256}, parallelism="tensor", replicas=3),
+        case("train.batch_size", "1 replica(s) x 3", CPU, {}, parallelism="pipeline", gradient_accumulation=3),
+        # Of each other: several processes
+        case("gradient_accumulation", "better 16", parallelism="pipeline", processes=4, gradient_accumulation=2),
+        case("replicas", "divide 4 processes into", parallelism="fsdp", processes=4, replicas=4),
+        case("replicas", "more; allowed: 1, 2.", parallelism="fsdp", processes=4, replicas=4),
+        case("replicas", "divide 4 processes into", parallelism="pipeline", processes=4, replicas=3),
+        case("replicas", "allowed: 1.", GPUS.model_copy(update={"gpus": 3}), parallelism="tensor", replicas=2),
+        *(
+            case("replicas", "divide 1 process into", GPUS.model_copy(update={"gpus": 1}), parallelism=each, replicas=2)
+            for each in ("fsdp", "pipeline", "tensor")
+        ),
+        case("replicas", "'fsdp', 'pipeline' or 'tensor'", parallelism="zero1", replicas=2),
+        case("replicas", "set parallelism: fsdp", replicas=2),
+        case("processes", "one process for all GPUs", GPUS, parallelism="data_parallel", processes=2),
+        case("schedule", "without a pipeline", schedule="gpipe"),
+        case("reshard_after_forward", "it needs 'fsdp'", parallelism="ddp", reshard_after_forward=False),
+        case("parameter_precision", "it needs 'fsdp'", parameter_precision="bf16"),
+        case("bucket_mb", "with parallelism 'none'; it needs 'ddp' or 'zero1'", bucket_mb=5),
+        case("gradient_as_bucket_view", "with parallelism 'none'", gradient_as_bucket_view=False),
+        case("static_graph", "with parallelism 'none'", static_graph=True),
+        case("communication_hook", "with parallelism 'none'", communication_hook="fp16"),
+        case("communication_hook", "it needs 'ddp': set that", communication_hook="post_local_sgd"),
+        case("sync_batchnorm", "with parallelism 'none'", sync_batchnorm=True),
+        case("scaling", "with parallelism 'none'", scaling="weak"),
+        case("bucket_mb", "a number above 0", parallelism="ddp", bucket_mb=0),
+        case("communication_hook", "'fp16', 'bf16', 'powersgd' or", parallelism="ddp", communication_hook="int8"),
+        case("", APART, parallelism="ddp", static_graph=True, gradient_accumulation=2),
+        case("", APART, parallelism="ddp", communication_hook="powersgd", channels_last=True),
+        case("", APART, GPUS, parallelism="tensor", precision="fp16"),
+        case("", APART, GPUS, parallelism="pipeline", precision="fp16"),
+        case("", APART, parallelism="pipeline", gradient_accumulation="auto"),
+        case("", APART, GPUS, parallelism="data_parallel", precision="bf16"),
+        case("", APART, GPUS, parallelism="data_parallel", activation_checkpointing=True),
+        # Of each other: one process
+        case("loader_workers", "with data_loading 'auto'", loader_workers=4),
+        case("", APART, GPUS, cuda_graph=True, parallelism="ddp"),
+        case("", APART, GPUS, cuda_graph=True, compile="default"),
+        case("", APART, GPUS, cuda_graph=True, precision="fp16"),
+        case("", APART, GPUS, cuda_graph=True, activation_checkpointing=True),
+        *(case("compile", says, GPUS, compile=mode, **kept) for mode in RECORDED for kept, says in KEPT),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(
+    path: str, says: str, machine: Machine, train: dict[str, Any], tried: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(machine, train, tried)
+    (line,) = str(refused.value).removeprefix("params.yaml: ").splitlines()
+    assert line.startswith(f"{path}: found ")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("machine", "train", "tried"),
+    [
+        (GPUS, {}, {"activation_offload": True}),
+        (GPUS, {}, {"precision": "tf32"}),
+        (OLD_GPUS, {}, {"precision": "fp16"}),
+        (GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS + 1}, {"cuda_graph": True}),
+        (CPU, {}, {"compile": "default"}),
+        (GPUS, {}, {"compile": "reduce-overhead"}),
+        *((GPUS, {}, {"compile": "default"} | kept) for kept, _ in KEPT),
+        *((GPUS, ON_CPU, {"compile": "max-autotune"} | kept) for kept, _ in KEPT),  # which records no graphs there
+    ],
+)
+def test_what_can_be_is_applied(machine: Machine, train: dict[str, Any], tried: dict[str, Any]) -> None:
+    made = planned(machine, train, tried)
+    assert (made.applied, made.skipped) == (made.requested, {})
+
+
+@pytest.mark.parametrize("parallelism", ["none", "data_parallel"])
+def test_a_launcher_s_processes_are_for_what_takes_several(parallelism: str) -> None:
+    with pytest.raises(ConfigError, match=r"variants\.tried: found parallelism .* launcher started 16 .*'fsdp'"):
+        planned(GPUS, {}, {"parallelism": parallelism}, launched=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [
+        ("activation_offload", {"activation_offload": True}),
+        ("compile", {"compile": "default"}),
+        ("cuda_graph", {"cuda_graph": True}),
+        ("dataloader", {"data_loading": "dataloader"}),
+        ("factored_optimizer", {"optimizer_state": "factored"}),
+        ("low_bit_optimizer", {"optimizer_state": "8bit"}),
+        ("pipeline", {"parallelism": "pipeline"}),
+    ],
+)
+def test_what_it_takes_is_not_foreseen(name: str, tried: dict[str, Any], digits: Dataset) -> None:
+    machine = GPUS.model_copy(update={"installed": WITH_8BIT.installed})
+    with pytest.raises(ledger.PredictionError, match=f"variants.tried: what {name} takes cannot be foreseen"):
+        ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), digits)
