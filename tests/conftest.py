@@ -139,6 +139,16 @@ def digits(digits_folder: Path) -> Dataset:
     return prepared.read(digits_folder)
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's embedded store without experiments: making one takes it seconds."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}")
+    return path
+
+
 class Clone:
     """A git repository with the working tree's files, uncommitted ones included, and DVC's caches to itself."""
 

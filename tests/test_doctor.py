@@ -602,7 +602,7 @@ def test_a_probe_that_hangs_or_crashes(
 def test_the_store_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without params.yaml, too."""
     monkeypatch.chdir(tmp_path)
-    assert probes.ask("store", 60) == Answer(tracking.health(Path(), "training", 1)._asdict())
+    assert probes.ask("store", 60) == Answer(tracking.health(Path(), "training")._asdict())
 
 
 # all of it

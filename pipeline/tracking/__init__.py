@@ -1,8 +1,8 @@
 """The only package that knows MLflow. Files are the truth, MLflow is the mirror: it can be lost, late or down.
 
-``follow`` mirrors a running training from a process of its own; ``publish`` makes the store agree with the files.
+``follow`` shows a running training from a process of its own; ``publish`` makes the store agree with the files.
 Neither raises what MLflow raises: that costs one warning. ``promote`` names the registry's champion, and does raise.
-``health`` tells a person how the store is. Nothing imports mlflow until there is something to log.
+``health`` tells a person how the store is. Nothing imports mlflow until the store must be asked.
 """
 
 from pipeline.tracking.checkup import Health, health

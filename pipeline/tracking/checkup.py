@@ -1,21 +1,18 @@
-"""Whether the tracking store can be written to, without importing MLflow."""
+"""Whether the tracking store can be written to. MLflow's own client is asked, and nothing in the store is changed."""
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
-import json
 import os
-import sqlite3
-import ssl
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote, urlsplit
 
-from pipeline.errors import redacted
-from pipeline.tracking import glancing, stores
+from pipeline.errors import first_line, redacted
+from pipeline.tracking import stores
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
 
 
 class Health(NamedTuple):
@@ -25,36 +22,30 @@ class Health(NamedTuple):
     remedy: str = ""
 
 
-def health(root: Path, experiment: str, seconds: float) -> Health:
-    """How the store that ``publish`` would use is. A server gets ``seconds`` for each of its answers."""
+def health(root: Path, experiment: str) -> Health:
+    """How the store that ``publish`` would use is. A server's silence costs what stores.DEFAULTS and the user allow."""
     uri = stores.address(root)
-    if uri.startswith(stores.SQLITE):
-        return _embedded(Path(uri.removeprefix(stores.SQLITE)), uri, root, experiment)
-    place = redacted(uri)
-    if uri.startswith(("http://", "https://")):
-        return _server(uri, place, experiment, seconds)
-    return Health(None, f"{place.split(':')[0]} store: only servers and SQLite are looked at here")
-
-
-def _embedded(path: Path, uri: str, root: Path, experiment: str) -> Health:
+    embedded = uri.startswith(stores.SQLITE)
+    path = Path(uri.removeprefix(stores.SQLITE))
     where = "the embedded store mlflow.db" if path == root.resolve() / stores.DATABASE else f"the store {path}"
-    if not path.exists():
+    if embedded and not path.exists():
         return Health(True, f"{where}; the first training or publish makes it")
+    if not embedded and not uri.startswith(("http://", "https://")):
+        return Health(None, f"{redacted(uri).split(':')[0]} store: only servers and SQLite are looked at here")
     try:
-        with glancing.read_only(path) as database:
-            rows = database.execute(
-                "SELECT artifact_location FROM experiments WHERE name = ?", (experiment,)
-            ).fetchall()
-    except sqlite3.Error as error:
+        open_client = stores.client_class()
+    except ImportError as error:
+        return Health(False, f"MLflow cannot be imported ({error})", "install requirements.lock into this environment")
+    if not embedded:
+        return _server(open_client, uri, experiment)
+    try:
+        found = open_client(_read_only(path)).get_experiment_by_name(experiment)
+    except Exception as error:  # SQLAlchemy's, or MLflow's
+        return _unreadable(error, where, path)
+    if found and stores.is_misplaced(uri, root, found.artifact_location):
         return Health(
             False,
-            f"{where} cannot be read ({error})",
-            f"move {path.name} away and run: python -m pipeline publish (it writes every run anew)",
-        )
-    if rows and stores.is_misplaced(uri, root, rows[0][0]):
-        return Health(
-            False,
-            f"{where} was made in another directory: its artifacts are in {rows[0][0]}",
+            f"{where} was made in another directory: its artifacts are in {found.artifact_location}",
             f"rm -r {stores.DATABASE} {stores.ARTIFACTS}; python -m pipeline publish (it writes every run anew)",
         )
     if not os.access(path, os.W_OK):
@@ -62,62 +53,39 @@ def _embedded(path: Path, uri: str, root: Path, experiment: str) -> Health:
     return Health(True, where)
 
 
-def _server(uri: str, place: str, experiment: str, seconds: float) -> Health:
-    """Ask as a client does. ``/health`` would not do: MLflow answers it under any host name."""
-    address = urllib.parse.urlsplit(uri)
-    try:
-        with urllib.request.urlopen(glancing.experiment_request(uri, experiment), timeout=seconds) as answer:
-            status, text = answer.status, answer.read(100_000).decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        with error:
-            status, text = error.code, error.read(100_000).decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            return Health(
-                False,
-                f"{place}: its certificate is not trusted ({reason.verify_message})",
-                "export MLFLOW_TRACKING_SERVER_CERT_PATH=/path/to/ca.pem, and SSL_CERT_FILE for this check",
-            )
-        if isinstance(reason, TimeoutError):
-            return Health(False, f"{place}: no answer within {seconds:g} s", _start(address))
-        return Health(False, f"{place}: cannot be reached ({reason})", _start(address))
-    return _judged(status, text, place, address)
+def _read_only(path: Path) -> str:
+    """An address for MLflow under which SQLite lets nobody write: opened as usual, a store of an older version would be
+    migrated, and a strange database filled with tables. ``sqlite:`` alone would make MLflow create directories."""
+    return f"sqlite+pysqlite:///{quote(path.resolve().as_uri())}?mode=ro&uri=true&timeout=1"
 
 
-def _judged(status: int, text: str, place: str, address: urllib.parse.SplitResult) -> Health:
-    if status == 403 and "host" in text.lower():
-        host = address.netloc.rpartition("@")[2]
-        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # it wants both
+def _unreadable(error: Exception, where: str, path: Path) -> Health:
+    said = str(error)
+    if "database is locked" in said:
+        return Health(None, f"{where} is in use: another process has locked it")
+    if "out-of-date database schema" in said or "readonly database" in said:  # it wants to write before it reads
         return Health(
             False,
-            f"{place}: the server rejects the host name {host} (403)",
-            f"add to MLFLOW_SERVER_ALLOWED_HOSTS of the server, and restart it: {names}",
+            f"{where} is of another version of MLflow, was left in the middle of a write, or is not of MLflow",
+            f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
+            "away and run: python -m pipeline publish (it writes the runs of this checkout anew)",
         )
-    if status in (401, 403):
-        return Health(
-            False,
-            f"{place}: the server wants other credentials ({status})",
-            "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
-        )
+    return Health(
+        False,
+        f"{where} cannot be read ({first_line(error)})",
+        f"move {path.name} away and run: python -m pipeline publish (it writes every run anew)",
+    )
+
+
+def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Health:
+    place = redacted(uri)
     try:
-        answer = json.loads(text)
-        is_mlflow = "experiment" in answer or "error_code" in answer
-    except (ValueError, TypeError):
-        is_mlflow = False
-    if status >= 500:
-        return Health(
-            False,
-            f"{place}: the server fails ({status})",
-            "read the server's log; its database or artifact store may be down",
-        )
-    if not is_mlflow:
-        return Health(
-            False,
-            f"{place}: what answers ({status}) is not MLflow",
-            "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
-        )
-    artifacts = str(answer.get("experiment", {}).get("artifact_location", ""))
+        found = open_client(uri).get_experiment_by_name(experiment)
+    except Exception as error:  # MLflow's, or a parser's
+        return _failure(error, uri, place)
+    if found and found.name != experiment:
+        return _strange(place)
+    artifacts = str(found.artifact_location) if found else ""
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
             False,
@@ -127,8 +95,42 @@ def _judged(status: int, text: str, place: str, address: urllib.parse.SplitResul
     return Health(True, f"{place} answers")
 
 
-def _start(address: urllib.parse.SplitResult) -> str:
-    remedy = "start the server, or unset MLFLOW_TRACKING_URI to use the embedded store"
-    if address.hostname in ("localhost", "127.0.0.1", "::1"):
-        remedy += "; in a container, this name is the container itself: use the server's name or --network host"
-    return remedy
+def _failure(error: Exception, uri: str, place: str) -> Health:
+    """What stands between this machine and the server."""
+    from mlflow.exceptions import MlflowException
+    from requests import exceptions
+
+    address = urlsplit(uri)
+    host = address.netloc.rpartition("@")[2]
+    status = error.get_http_status_code() if isinstance(error, MlflowException) else None  # type: ignore[no-untyped-call]
+    cause = error.__context__  # of requests, which MLflow puts into words
+    reason = redacted(str(getattr(next(iter(cause.args), None), "reason", cause))) if cause else ""
+    if isinstance(cause, exceptions.SSLError):
+        found = f"its certificate is not trusted ({reason})"
+        remedy = "export MLFLOW_TRACKING_SERVER_CERT_PATH=/path/to/ca.pem"
+    elif isinstance(cause, exceptions.RetryError):
+        found = f"the server fails ({reason})"
+        remedy = "read the server's log; its database or artifact store may be down"
+    elif isinstance(cause, exceptions.RequestException):
+        found = f"no answer ({reason})"
+        remedy = "start the server, or unset MLFLOW_TRACKING_URI to use the embedded store"
+        if address.hostname in ("localhost", "127.0.0.1", "::1"):
+            remedy += "; in a container, this name is the container itself: use the server's name or --network host"
+    elif status == 403 and "host" in str(error).lower():
+        found = f"the server rejects the host name {host} (403)"
+        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # it wants both
+        remedy = f"add to MLFLOW_SERVER_ALLOWED_HOSTS of the server, and restart it: {names}"
+    elif status in (401, 403):
+        found = f"the server wants other credentials ({status})"
+        remedy = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    else:
+        return _strange(place)
+    return Health(False, f"{place}: {found}", remedy)
+
+
+def _strange(place: str) -> Health:
+    return Health(
+        False,
+        f"{place}: what answers is not MLflow",
+        "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
+    )

@@ -33,8 +33,6 @@ COMPLETE = "pipeline.complete"
 """Tag set as the last act of writing a run; a run without it does not count."""
 LIVE = "pipeline.live"
 """Tag of a run that a follower writes: the checkout that trains."""
-MIRRORED = "pipeline.mirrored"
-"""Tag set as the follower's last act: the key of the run whose whole history it has logged."""
 PARENT = "mlflow.parentRunId"
 
 

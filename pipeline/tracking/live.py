@@ -1,182 +1,116 @@
-"""Mirror a running training to MLflow from a process of its own, which yields to the training in everything."""
+"""Show a running training in MLflow, from a process of its own, which yields to the training in everything.
+
+The view is provisional: ``publish`` writes each run from its files and takes the live ones away.
+"""
 
 from __future__ import annotations
 
 import csv
 import os
-import select
 import sys
 import time
-from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 from pipeline import results
 from pipeline.params import Config
-from pipeline.tracking import comparisons, labels, metrics, stores
-from pipeline.tracking.comparisons import LIVE, MIRRORED
+from pipeline.tracking import labels, metrics, stores
+from pipeline.tracking.comparisons import LIVE
 from pipeline.tracking.metrics import Point
 from pipeline.tracking.stores import Store
 
 POLL_SECONDS = 1.0
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
-FINISHED = b"finished"
+FINISHED = b"finished\n"
 
 
 def follow(config: Config, variant: str, root: Path = Path()) -> int:
-    """Mirror ``variant``'s history and system samples into one live run a seed, until standard input ends.
+    """Mirror ``variant``'s history and system samples into one live run a seed, until standard input ends or says more.
 
-    The line ``finished`` before the end says that the files are final: the live runs are then marked as complete, for
-    ``publish`` to take over. An end without it says that the training died: its runs are marked as killed.
-
+    The line ``finished`` says that the training is complete: its live runs are marked as finished, else as killed.
     Returns 0, or 1 if MLflow failed in the end; it never raises for that, and warns once.
     """
     _yield_to_training()
     mirror = _Mirror(config, variant, root)
-    heard = b""
-    warned = False
-    pause, next_try = FIRST_PAUSE_SECONDS, 0.0
-    more = True
-    while more:
-        more, heard = _listen(heard)
-        finished = FINISHED in heard.split(b"\n")
-        more = more and not finished
-        if more and time.monotonic() < next_try:
-            continue
-        try:
-            if more:
-                mirror.update()
-            elif finished:
-                mirror.finish()
-            else:
-                mirror.abandon()
-        except Exception as error:  # whatever MLflow, its database, its server or a broken row raises
-            if not warned:
-                consequence = "Training goes on without a live view; `publish` completes it from the files."
-                stores.warn(f"{stores.describe(mirror.uri, error)} {consequence}")
-            warned = True
-            if not more:
-                return 1
-            next_try, pause = time.monotonic() + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
-    return 0
+    ended = Event()
+    # Opening a store takes seconds of a processor that the training leaves us little of. A training that ends first
+    # does not wait for it: it is this thread that hears of the end, and a daemon ends with its process.
+    worker = Thread(target=mirror.run, args=(ended,), daemon=True)
+    worker.start()
+    status = "FINISHED" if sys.stdin.buffer.readline() == FINISHED else "KILLED"
+    ended.set()
+    if mirror.store is None:
+        return 0
+    worker.join()
+    return 0 if mirror.update(status) else 1
 
 
 class _Mirror:
-    """The live runs of one training. After a failure every method can be called again: nothing is lost or doubled."""
+    """The live runs of one training. What MLflow fails to take stays pending for the next update."""
 
     def __init__(self, config: Config, variant: str, root: Path) -> None:
-        self.uri = stores.address(root)
+        self.store: Store | None = None
+        """Open as soon as there was something to log."""
         self._config, self._variant, self._root = config, variant, root
-        self._opening: Future[Store] | None = None
         self._history = _Tail(results.history_file(variant, root / results.RESULTS))
         self._system = _Tail(results.system_file(variant, root / results.RESULTS))
         self._live: dict[int, _LiveRun] = {}
+        self._warned = False
 
-    def update(self, final: bool = False) -> None:
-        """Log what the files have gained. Until ``final``, files from before we began are of an earlier training."""
+    def run(self, ended: Event) -> None:
+        """Update until the training has ended, ever less often while MLflow fails."""
+        pause = FIRST_PAUSE_SECONDS
+        while not ended.wait(POLL_SECONDS):
+            if not self.update():
+                ended.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def update(self, status: str | None = None) -> bool:
+        """Log what the files have gained and, with a ``status``, end the runs with it. Whether MLflow has taken it."""
         try:
-            samples = [(int(row["seed"]), row) for row in self._system.read(final)]
-            rows = [results.history_row(row) for row in self._history.read(final)]
-        except Rewritten:
-            self._start_again()
-            self.update(final)
-            return
-        for seed, sample in samples:
-            live = self._live.setdefault(seed, _LiveRun(float(sample["seconds"])))
+            self._read()
+            for seed, live in self._live.items():
+                if live.pending:
+                    self._log(seed, live)
+                if status and self.store and live.run_id:
+                    self.store.client.set_terminated(live.run_id, status, live.ended_ms)
+        except Exception as error:  # whatever MLflow, its database, its server or a broken row raises
+            if not self._warned:
+                consequence = "Training goes on without a live view; `publish` writes its runs from the files."
+                stores.warn(f"{stores.describe(stores.address(self._root), error)} {consequence}")
+            self._warned = True
+            return False
+        return True
+
+    def _read(self) -> None:
+        for sample in self._system.read():
+            live = self._live.setdefault(int(sample["seed"]), _LiveRun(float(sample["seconds"])))
             live.pending += metrics.system_points(sample, live.samples)
             live.samples += 1
-        for row in rows:
+        for row in map(results.history_row, self._history.read()):
             live = self._live.setdefault(row.seed, _LiveRun(time.time() - row.train_seconds))
             live.pending += metrics.history_points(row, live.started)
-        self._system.take()
-        self._history.take()
-        pending = {seed: live for seed, live in self._live.items() if live.pending}
-        store = self._opened() if pending else None
-        if store:
-            for seed, live in pending.items():
-                self._log(store, seed, live)
 
-    def finish(self) -> None:
-        """The files are final: log the rest and mark as complete what is."""
-        store = self._opened()
-        if store is None:
-            return
-        self.update(final=True)
-        result = results.read(results.result_file(self._variant, self._root / results.RESULTS), self._config)
-        for run in result.runs:
-            live = self._live.get(run.seed)
-            if live is None or live.run_id is None:
-                continue
-            child = comparisons.child_of(self._config, self._root, result, run)
-            store.client.set_terminated(live.run_id, "FINISHED", round(metrics.run_times(child)[1] * 1000))
-            store.client.set_tag(live.run_id, MIRRORED, child.key)
-
-    def abandon(self) -> None:
-        """The training died: say so on the runs it leaves."""
-        store = self._opened()
-        if store is None:
-            return
-        with suppress(KeyError, TypeError, ValueError):  # a last look, at files that may be half-written
-            self.update(final=True)
-        for live in self._live.values():
-            if live.run_id is not None:
-                store.client.set_terminated(live.run_id, "KILLED")
-
-    def _log(self, store: Store, seed: int, live: _LiveRun) -> None:
+    def _log(self, seed: int, live: _LiveRun) -> None:
+        store = self.store = self.store or self._opened()
         if live.run_id is None:
             tags = labels.origin_tags(self._root, f"train {self._variant}")
             tags |= {LIVE: stores.checkout(self._root), "variant": self._variant, "seed": str(seed)}
-            run = store.client.create_run(
-                store.experiment_id,
-                start_time=round(live.started * 1000),
-                run_name=f"{self._variant}-seed{seed}",
-                tags=tags,
-            )
-            live.run_id = run.info.run_id
+            name, started_ms = f"{self._variant}-seed{seed}", round(live.started * 1000)
+            live.run_id = store.client.create_run(store.experiment_id, started_ms, tags, name).info.run_id
         store.log_points(live.run_id, live.pending)
+        live.ended_ms = max(live.ended_ms, *(point.timestamp_ms for point in live.pending))
         live.pending = []
 
-    def _opened(self) -> Store | None:
-        """The store, once it is open. Asked for with something to log, it begins to open.
-
-        That takes seconds of a processor that the training leaves us little of, so it happens beside: a training that
-        ends first does not wait for it.
-        """
-        if self._opening is None and any(live.pending for live in self._live.values()):
-            self._opening = Future()
-            Thread(target=self._open, args=(self._opening,), daemon=True).start()  # a daemon: it ends with the process
-        if self._opening is None or not self._opening.done():
-            return None
-        if self._opening.exception():
-            opening, self._opening = self._opening, None  # to be tried again
-            return opening.result()
-        return self._opening.result()
-
-    def _open(self, opening: Future[Store]) -> None:
-        try:
-            with stores.locked(self.uri):
-                store = stores.open_store(self.uri, self._root, self._config.publish.experiment)
-            # Live runs of this variant that an earlier follower could not end.
-            for run in store.runs(comparison=""):
-                if run.status == "RUNNING" and run.tags.get("variant") == self._variant:
-                    store.client.set_terminated(run.run_id, "KILLED")
-        except BaseException as error:
-            opening.set_exception(error)
-        else:
-            opening.set_result(store)
-
-    def _start_again(self) -> None:
-        """A file no longer begins with what was mirrored: forget all of it."""
-        store = self._opened()
-        for live in self._live.values():
-            if store and live.run_id is not None:
-                store.delete(live.run_id)
-                live.run_id = None
-        self._live = {}
-        self._history.rewind()
-        self._system.rewind()
+    def _opened(self) -> Store:
+        uri = stores.address(self._root)
+        with stores.locked(uri):
+            store = stores.open_store(uri, self._root, self._config.publish.experiment)
+        for run in store.runs(comparison=""):
+            if run.status == "RUNNING" and run.tags.get("variant") == self._variant:
+                store.client.set_terminated(run.run_id, "KILLED")  # an earlier follower could not end it
+        return store
 
 
 class _LiveRun:
@@ -185,63 +119,40 @@ class _LiveRun:
     def __init__(self, started: float) -> None:
         self.started = started
         """Unix seconds; the zero of the history's clock."""
+        self.ended_ms = 0
+        """When its last point was taken."""
         self.run_id: str | None = None
         self.samples = 0
         self.pending: list[Point] = []
         """Read from the files, not yet logged."""
 
 
-class Rewritten(Exception):
-    """A file does not begin with what was read of it before."""
-
-
 class _Tail:
-    """The rows that a CSV file gains, whether it is appended to or replaced by a longer one."""
+    """The rows that a CSV file gains, whether it is appended to or replaced by a longer one.
+
+    One that does not begin with what was read before is read anew from its beginning.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._began_ns = time.time_ns()
-        self._taken = self._read = b""
-        self._taken_at: tuple[int, int] | None = None
-        self._read_at: tuple[int, int] | None = None
+        self._read = b""
 
-    def read(self, final: bool) -> list[dict[str, str]]:
-        """Complete rows that were not taken yet. Raises Rewritten.
-
-        Unless ``final``, a file that was last written before this object was made is not looked at.
-        """
+    def read(self) -> list[dict[str, str]]:
+        """Complete rows that were not read yet. A file that was last written before this object was made is of an
+        earlier training, and has none."""
         try:
-            status = self._path.stat()
-            stamp = (status.st_mtime_ns, status.st_size)
-            if stamp == self._taken_at or (status.st_mtime_ns < self._began_ns and not final):
+            if self._path.stat().st_mtime_ns < self._began_ns:
                 return []
             content = self._path.read_bytes()
         except FileNotFoundError:
-            stamp, content = None, b""
-        if not content.startswith(self._taken):
-            raise Rewritten
-        self._read_at, self._read = stamp, content[: content.rfind(b"\n") + 1]
-        header = self._read[: self._read.find(b"\n") + 1] if self._taken else b""
-        added = header + self._read[len(self._taken) :]
+            return []
+        content = content[: content.rfind(b"\n") + 1]
+        if not content.startswith(self._read):
+            self._read = b""
+        header = content[: content.find(b"\n") + 1] if self._read else b""
+        added, self._read = header + content[len(self._read) :], content
         return list(csv.DictReader(added.decode().splitlines()))
-
-    def take(self) -> None:
-        """Count what was read as taken."""
-        self._taken, self._taken_at = self._read, self._read_at
-
-    def rewind(self) -> None:
-        """Take the file from its beginning again."""
-        self._taken = self._read = b""
-        self._taken_at = self._read_at = None
-
-
-def _listen(heard: bytes) -> tuple[bool, bytes]:
-    """Wait for news on standard input, at most one poll. Whether there may be more, and all that was heard."""
-    source = sys.stdin.fileno()
-    if not select.select([source], [], [], POLL_SECONDS)[0]:
-        return True, heard
-    chunk = os.read(source, 4096)
-    return bool(chunk), heard + chunk
 
 
 def _yield_to_training() -> None:

@@ -62,11 +62,11 @@ def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
             yield Point(f"peak_memory_rank_bytes/{rank}", peak, timestamp_ms, run.steps)
 
 
-def recorded_points(child: Child, times: tuple[float, float]) -> list[Point]:
-    """History and system metrics of one seed, from its files."""
+def recorded_points(child: Child, started: float) -> list[Point]:
+    """History and system metrics of one seed, from its files. ``started``: see ``run_times``."""
     history = results.read_history(child.history_file) if child.history_file.exists() else []
     rows = [row for row in history if row.seed == child.run.seed]
-    points = [point for row in rows for point in history_points(row, times[0])]
+    points = [point for row in rows for point in history_points(row, started)]
     for step, sample in enumerate(_samples(child)):
         points += system_points(sample, step)
     return points
@@ -125,18 +125,6 @@ def run_times(child: Child) -> tuple[float, float]:
     after = sum(durations[seed] for seed in seeds[seeds.index(child.run.seed) + 1 :])
     ended = child.written_ms / 1000 - after
     return ended - durations[child.run.seed], ended
-
-
-def batches(points: Iterable[Point], size: int) -> Iterator[list[Point]]:
-    """``points`` in lists of at most ``size``."""
-    pending: list[Point] = []
-    for point in points:
-        pending.append(point)
-        if len(pending) == size:
-            yield pending
-            pending = []
-    if pending:
-        yield pending
 
 
 def allowed(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.errors import PipelineError
 from pipeline.interpreter import importing
 from pipeline.params import Config
-from pipeline.tracking import comparisons, glancing, labels, metrics, stores, views
+from pipeline.tracking import comparisons, labels, metrics, stamps, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
 from pipeline.tracking.labels import VERDICT
 from pipeline.tracking.reconciliation import Changes, reconcile
@@ -29,11 +29,9 @@ class Published:
     children: int = 0
     """Runs that the comparison holds now, one for each variant and seed."""
     written: int = 0
-    """Of these, written from the files."""
-    adopted: int = 0
-    """Of these, live runs that were complete and became part of it."""
+    """Of these, written now."""
     deleted: int = 0
-    """Half-written, doubled or superseded runs taken away."""
+    """Half-written, doubled or superseded runs taken away, and live ones that these replace."""
     failed: bool = False
     """MLflow failed, and a warning said so; the store may lack runs."""
 
@@ -49,33 +47,32 @@ def publish(config: Config, root: Path = Path()) -> Published:
     if wanted is None:
         print("MLflow: no results yet, nothing to publish.")
         return Published()
-    stores.set_defaults()
-    uri, experiment, checkout = stores.address(root), config.publish.experiment, stores.checkout(root)
-    children = len(wanted.children)
-    try:
-        seen = glancing.glance(uri, root, experiment, wanted.key)
-        if seen is not None and not reconcile(wanted, seen.runs, checkout):
-            print(f"MLflow: {wanted.name} is up to date with {children} runs: {_link(uri, seen.experiment_id, wanted)}")
-            return Published(children=children)
-        print(f"MLflow: writing {wanted.name} ...", flush=True)
-        with stores.locked(uri):
-            store = stores.open_store(uri, root, experiment)
-            changes = reconcile(wanted, store.runs(wanted.key), checkout)
-            _apply(changes, wanted, store, config)
-            store.client.set_experiment_tag(store.experiment_id, views.TAG + views.key(wanted), views.state(wanted))
-    except PipelineError:
-        raise
-    except Exception as error:  # whatever MLflow, its database or its server raises
-        stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
-        return Published(failed=True)
-    acts = {
-        "written from files": len(changes.create),
-        "taken over from live runs": len(changes.adopt),
-        "stale ones deleted": len(changes.delete),
-    }
+    uri, experiment, children = stores.address(root), config.publish.experiment, len(wanted.children)
+    experiment_id, changes = stamps.agreeing(uri, experiment, wanted), None
+    if experiment_id is None:
+        try:
+            with stores.locked(uri):
+                store = stores.open_store(uri, root, experiment)
+                experiment_id = store.experiment_id
+                changes = reconcile(wanted, store.runs(wanted.key), stores.checkout(root))
+                if changes:
+                    print(f"MLflow: writing {wanted.name} ...", flush=True)
+                    _apply(changes, wanted, store, config)
+                    store.client.set_experiment_tag(experiment_id, views.TAG + views.key(wanted), views.state(wanted))
+                stamps.write(store, experiment, wanted)
+        except PipelineError:
+            raise
+        except Exception as error:  # whatever MLflow, its database or its server raises
+            stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
+            return Published(failed=True)
+    link = _link(uri, experiment_id, wanted)
+    if not changes:
+        print(f"MLflow: {wanted.name} is up to date with {children} runs: {link}")
+        return Published(children)
+    acts = {"written from files": len(changes.create), "stale ones deleted": len(changes.delete)}
     done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
-    print(f"MLflow: {wanted.name} holds {children} runs ({done}): {_link(uri, store.experiment_id, wanted)}")
-    return Published(children, len(changes.create), len(changes.adopt), len(changes.delete))
+    print(f"MLflow: {wanted.name} holds {children} runs ({done}): {link}")
+    return Published(children, len(changes.create), len(changes.delete))
 
 
 def _link(uri: str, experiment_id: str, wanted: Wanted) -> str:
@@ -89,39 +86,24 @@ def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> No
     for run_id in changes.delete:
         store.delete(run_id)
     parent_id = changes.parent.run_id if changes.parent else _create_parent(wanted, store)
-    for key, child in wanted.children.items():
-        if key in changes.adopt:
-            store.delete_models(changes.adopt[key])  # of an adoption that was interrupted
-            _complete_child(child, changes.adopt[key], wanted, parent_id, store)
-        elif key in changes.create:
-            _complete_child(child, _record_child(child, wanted, parent_id, store), wanted, parent_id, store)
+    for key in changes.create:
+        _write_child(wanted.children[key], wanted, parent_id, store)
     _say_what_is_compared(wanted, store)
     if changes.finish_parent:
         _complete_parent(parent_id, wanted, store, config)
 
 
-def _record_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> str:
-    """Create a run with what a follower would have logged; returns its id."""
-    times = metrics.run_times(child)
-    run = store.client.create_run(
-        store.experiment_id,
-        start_time=round(times[0] * 1000),
-        run_name=child.name,
-        # Tagged from the start, so that a half-written run is found and deleted.
-        tags={PARENT: parent_id, COMPARISON: wanted.key, **labels.child_tags(child)},
-    )
-    store.log_points(run.info.run_id, metrics.recorded_points(child, times))
-    return str(run.info.run_id)
-
-
-def _complete_child(child: Child, run_id: str, wanted: Wanted, parent_id: str, store: Store) -> None:
-    """Add what only the result knows, and mark the run complete as the last act."""
-    client = store.client
-    ended_ms = round(metrics.run_times(child)[1] * 1000)
+def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> None:
+    """Write a run as its files have it, and mark it complete as the last act."""
+    client, (started, ended) = store.client, metrics.run_times(child)
+    ended_ms = round(ended * 1000)
+    # Tagged from the start, so that a half-written run is found and deleted.
     tags = labels.origin_tags(store.root, f"train {child.variant}") | labels.child_tags(child)
-    store.set_tags(run_id, tags | {PARENT: parent_id, COMPARISON: wanted.key})
+    tags |= {PARENT: parent_id, COMPARISON: wanted.key}
+    created = client.create_run(store.experiment_id, round(started * 1000), tags, run_name=child.name)
+    run_id = str(created.info.run_id)
     store.log_params(run_id, labels.child_params(child.result))
-    store.log_points(run_id, metrics.final_points(child.run, ended_ms))
+    store.log_points(run_id, [*metrics.recorded_points(child, started), *metrics.final_points(child.run, ended_ms)])
     client.log_inputs(run_id, [_dataset(child)])
     for file in (child.result_file, child.history_file):
         if file.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, MIRRORED, PARENT, REPORT, RUN, Wanted
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, REPORT, RUN, Wanted
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class StoredRun:
     intact: bool = True
     """False where the run's artifacts should be on this machine and are gone."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The latest value of each; a glance does not read them."""
+    """The latest value of each."""
 
     @property
     def is_complete(self) -> bool:
@@ -36,22 +36,20 @@ class Changes:
     """Whether the parent itself is to be written (again): it is new, half-written, or its report is another."""
     create: list[str] = field(default_factory=list)
     """Keys of children to write from the files."""
-    adopt: dict[str, str] = field(default_factory=dict)
-    """Key of a child -> id of the live run that becomes it."""
     delete: list[str] = field(default_factory=list)
     """Ids of runs that are half-written, twice there or superseded."""
 
     def __bool__(self) -> bool:
-        return self.finish_parent or bool(self.create or self.adopt or self.delete)
+        return self.finish_parent or bool(self.create or self.delete)
 
 
 def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
     """Compare. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
 
-    Runs of other comparisons are history and stay. Of live runs only this checkout's are touched, and of those only
-    the seeds whose result is here: the one that mirrored it completely is adopted, others have been superseded if they
-    have ended, or started before the result was written. One that still runs, after that, belongs to a training that
-    goes on. A live run whose seed has no result yet stays, as the record of an interrupted training.
+    Runs of other comparisons are history and stay. Of the live runs only this checkout's are touched, and only where
+    the seed has a result: they are superseded if they have ended, or started before the result was written. One that
+    still runs, after that, belongs to a training that goes on. A live run whose seed has no result yet stays, as the
+    record of an interrupted training.
     """
     ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)
     parents = [run for run in ours if RUN not in run.tags]
@@ -61,7 +59,7 @@ def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Cha
     held: set[str] = set()
     for run in ours:
         key = run.tags.get(RUN)
-        if key is None or (LIVE in run.tags and COMPLETE not in run.tags):  # a parent; a live run: see below
+        if key is None:  # a parent
             continue
         here = parent is not None and run.tags.get(PARENT) == parent.run_id
         if here and run.is_complete and key in wanted.children and key not in held:
@@ -69,22 +67,18 @@ def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Cha
         else:
             delete.append(run.run_id)
 
-    adopt: dict[str, str] = {}
     seeds = {(child.variant, str(child.run.seed)): child for child in wanted.children.values()}
-    for run in sorted(stored, key=_precedence):
+    for run in stored:
         child = seeds.get((run.tags.get("variant", ""), run.tags.get("seed", "")))
-        if run.tags.get(LIVE) != checkout or COMPLETE in run.tags or child is None:
+        if child is None or run.tags.get(LIVE) != checkout or COMPARISON in run.tags:
             continue
-        if run.tags.get(MIRRORED) == child.key and child.key not in held | adopt.keys():
-            adopt[child.key] = run.run_id
-        elif run.status != "RUNNING" or run.start_ms < child.written_ms:
+        if run.status != "RUNNING" or run.start_ms < child.written_ms:
             delete.append(run.run_id)
 
     return Changes(
         parent=parent,
         finish_parent=parent is None or not parent.is_complete or parent.tags.get(REPORT) != wanted.report,
-        create=[key for key in wanted.children if key not in held | adopt.keys()],
-        adopt=adopt,
+        create=[key for key in wanted.children if key not in held],
         delete=delete,
     )
 

@@ -17,10 +17,11 @@ from pipeline.errors import redacted
 from pipeline.interpreter import importing
 from pipeline.results import ResultError
 from pipeline.tracking.comparisons import COMPARISON, LIVE
-from pipeline.tracking.metrics import Point, batches
+from pipeline.tracking.metrics import Point
 from pipeline.tracking.reconciliation import StoredRun
 
 if TYPE_CHECKING:
+    from mlflow.entities import Experiment
     from mlflow.tracking import MlflowClient
 
 ARTIFACTS = "mlartifacts"
@@ -53,10 +54,6 @@ EXPERIMENT_TAGS = {
 }
 
 
-class Unreachable(Exception):
-    """The server did not answer. The message says why."""
-
-
 class MisplacedStore(Exception):
     """The default store belongs to another directory. The message says what to do."""
 
@@ -85,7 +82,7 @@ def warn(message: str) -> None:
 def describe(uri: str, error: Exception) -> str:
     """What failed, in one line, without a secret."""
     reason = redacted(" ".join(str(error).split()))
-    if not isinstance(error, Unreachable | MisplacedStore):
+    if not isinstance(error, MisplacedStore):
         reason = f"{type(error).__name__}: {reason}"
     return f"MLflow at {redacted(uri)}: {reason if len(reason) <= 400 else reason[:397] + '...'}"
 
@@ -93,13 +90,14 @@ def describe(uri: str, error: Exception) -> str:
 class Store:
     """One experiment of a store, opened with MLflow's client: runs are named by id, nothing is global."""
 
-    def __init__(self, client: MlflowClient, uri: str, root: Path, experiment_id: str) -> None:
-        self.client, self.uri, self.root, self.experiment_id = client, uri, root, experiment_id
+    def __init__(self, client: MlflowClient, uri: str, root: Path, experiment: Experiment) -> None:
+        self.client, self.uri, self.root = client, uri, root
+        self.experiment_id, self.artifacts = str(experiment.experiment_id), str(experiment.artifact_location)
 
     def runs(self, comparison: str) -> list[StoredRun]:
         """Runs of the comparison with this key, and live runs of this checkout; deleted ones are not among them."""
         found = {}
-        for condition in conditions(self.root, comparison):
+        for condition in (f"tags.`{COMPARISON}` = '{comparison}'", f"tags.`{LIVE}` = '{checkout(self.root)}'"):
             token = None
             while True:
                 page = self.client.search_runs(
@@ -119,8 +117,9 @@ class Store:
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
         from mlflow.entities import Metric
 
-        for batch in batches(points, METRICS_PER_BATCH):
-            self.client.log_batch(run_id, metrics=[Metric(*point) for point in batch])
+        listed = [Metric(*point) for point in points]
+        for start in range(0, len(listed), METRICS_PER_BATCH):
+            self.client.log_batch(run_id, metrics=listed[start : start + METRICS_PER_BATCH])
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
@@ -146,13 +145,21 @@ class Store:
 
     def delete(self, run_id: str) -> None:
         """Delete a run and its models: MLflow would keep showing those."""
-        self.delete_models(run_id)
-        self.client.delete_run(run_id)
-
-    def delete_models(self, run_id: str) -> None:
         models = self.client.search_logged_models([self.experiment_id], filter_string=f"source_run_id = '{run_id}'")
         for model in models:
             self.client.delete_logged_model(model.model_id)
+        self.client.delete_run(run_id)
+
+
+def client_class() -> type[MlflowClient]:
+    """MLflow's client, imported with our settings, which takes seconds."""
+    set_defaults()
+    with importing():
+        from mlflow.tracking import MlflowClient
+
+    # It announces each migration of a new database, and prints the traceback of what it also raises.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    return MlflowClient
 
 
 def open_store(uri: str, root: Path, experiment: str) -> Store:
@@ -160,19 +167,14 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
 
     Raises MisplacedStore, and whatever MLflow raises.
     """
-    set_defaults()
-    with importing():
-        from mlflow.tracking import MlflowClient
-
-    # It announces each migration of a new database, and prints the traceback of what it also raises.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    open_client = client_class()
     if uri.startswith(SQLITE) and not (database := Path(uri.removeprefix(SQLITE))).exists():
         # Made beside and moved into place: MLflow cannot go on with migrations that were killed in the middle.
         unborn = database.with_name(f"{database.name}.new")
         unborn.unlink(missing_ok=True)
-        MlflowClient(SQLITE + str(unborn))
+        open_client(SQLITE + str(unborn))
         unborn.rename(database)
-    client = MlflowClient(uri)
+    client = open_client(uri)
     return Store(client, uri, root, _experiment(client, uri, root, experiment))
 
 
@@ -194,15 +196,15 @@ def locked(uri: str) -> Iterator[None]:
         yield
 
 
-def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> str:
-    """The id of the experiment, which is made, or taken out of the bin, if need be."""
+def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:
+    """The experiment, which is made, or taken out of the bin, if need be."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
     if found is None:
         place = None if uri.startswith(("http://", "https://")) else str(root.resolve() / ARTIFACTS)
         try:
-            return str(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
+            return client.get_experiment(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
         except MlflowException:
             found = client.get_experiment_by_name(name)  # another process was first
             if found is None:
@@ -214,7 +216,7 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> str:
             f"this store was made for another directory and keeps its artifacts in {found.artifact_location}. "
             f"Delete {DATABASE} and {ARTIFACTS} here, and run `python -m pipeline publish`: it rebuilds them."
         )
-    return str(found.experiment_id)
+    return found
 
 
 def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
@@ -225,8 +227,3 @@ def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
 def is_intact(uri: str, artifacts: str) -> bool:
     """Whether a run's artifacts are there, as far as this machine can tell."""
     return not uri.startswith(SQLITE) or "://" in artifacts or Path(artifacts).is_dir()
-
-
-def conditions(root: Path, comparison: str) -> tuple[str, str]:
-    """MLflow's searches that together find what ``Store.runs`` returns."""
-    return f"tags.`{COMPARISON}` = '{comparison}'", f"tags.`{LIVE}` = '{checkout(root)}'"

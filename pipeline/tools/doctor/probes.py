@@ -19,9 +19,9 @@ from pipeline.environment.gpus import instances
 from pipeline.errors import PipelineError
 
 PROBE_SECONDS = 60.0
-"""Imports of torch or DVC take one to three; from a cold disk, or on a busy machine, much longer."""
+"""Imports of torch, DVC or MLflow take one to three; from a cold disk, or on a busy machine, much longer."""
 NETWORK_SECONDS = 3
-"""After the imports, the longest wait for a DVC remote, and for each answer of a tracking server."""
+"""After the imports, the longest wait for a DVC remote."""
 
 
 class Answer(NamedTuple):
@@ -121,7 +121,7 @@ def _store() -> None:
         experiment = params.load().publish.experiment
     except PipelineError:
         experiment = params.Publish().experiment
-    health = tracking.health(Path(), experiment, NETWORK_SECONDS)
+    health = tracking.health(Path(), experiment)
     _say(well=health.well, found=health.found, remedy=health.remedy)
 
 
