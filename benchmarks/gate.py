@@ -209,7 +209,7 @@ def _judge(block: Mapping[str, Arm], side: str) -> Judged:
     )
     cost = RoundCost("gate.max_minutes", len(control.samples), None)
     machine = noises(of_base[control.variant], control, settings.max_spread, cost)
-    return judge(of_base, of_head, machine, settings.margins, {})
+    return judge(of_base, of_head, machine, settings.margins, {}, Gate().must_see)
 
 
 def _in_words(judged: Judged) -> str:

@@ -143,6 +143,20 @@ def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(slow: Fake
     assert len(measure(arms(slow, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1).arms[0].samples) == 1
 
 
+@pytest.mark.parametrize(("open_after", "count"), [(0, 3), (3, 7), (99, 7)])
+def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no_longer(
+    slow: FakeServer, open_after: int, count: int
+) -> None:
+    shown: list[int] = []
+
+    def leaves_open(found: rounds.Rounds) -> bool:
+        shown.append(len(found.arms[0].samples))
+        return shown[-1] <= open_after
+
+    found = measure(arms(slow, "a", "b"), seconds=80.0, max_rounds=None, steps=1, turns=1, leaves_open=leaves_open)
+    assert (len(found.arms[0].samples), shown) == (count, [3])
+
+
 @pytest.mark.parametrize(
     ("refused", "max_rounds", "rounds"),
     [

@@ -8,7 +8,7 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from pipeline.environment import checked_out, code, stages
 from pipeline.errors import ConfigError
 from pipeline.gate import copies, decision, recording, side_by_side
 from pipeline.gate.copies import check_arms, commit_of
-from pipeline.gate.decision import GateError, Judged, judge, noises
+from pipeline.gate.decision import EXIT_CODES, GateError, Judged, judge, noises
 from pipeline.params import Config, Margins, Variant, parse
 from pipeline.plans import plans
 from pipeline.results import Arm, ResultError
@@ -76,6 +76,7 @@ def judged(
     drift: float = 0.1,
     accuracies: Mapping[str, Accuracy] | None = None,
     refused: Mapping[str, Sequence[int]] = {},
+    margins: Margins | None = None,
 ) -> Judged:
     """``heads`` against bases of the same variants, on a machine with that noise and drift. ``refused``: variant ->
     rounds in which the base's sample was."""
@@ -93,7 +94,7 @@ def judged(
         max_spread=0.15,
         cost=COST,
     )
-    return judge(base, {each.variant: each for each in heads}, found, Margins(), accuracies or {})
+    return judge(base, {each.variant: each for each in heads}, found, margins or Margins(), accuracies or {}, 0.1)
 
 
 def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
@@ -144,6 +145,32 @@ def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
     assert wide["baseline"].high_fraction == pytest.approx(0.3), "no more than all can be right"
 
 
+@pytest.mark.parametrize(
+    ("noise", "margins", "outcome"),
+    [
+        (0.03, Margins(), "passed"),  # at worst 0.917, and a loss of 10% is 0.909
+        (0.04, Margins(), "undecided"),  # 0.906
+        (0.04, Margins(throughput=0.2), "passed"),  # smaller losses do not matter
+    ],
+)
+def test_a_loss_that_must_be_seen_and_may_be_there_is_no_pass(noise: float, margins: Margins, outcome: str) -> None:
+    found = judged(arm(throughput=0.95, noise=noise), noise=noise, margins=margins)
+    assert found.outcome == outcome
+    assert len(found.unseen) == (outcome == "undecided")
+    assert EXIT_CODES["undecided"] == 3
+
+
+def test_a_memory_that_may_have_grown_that_much_is_no_pass() -> None:
+    samples = arm(rounds=14).samples
+    peaks = [round(PEAK * (1.15 if index % 3 == 0 else 1.0)) for index in range(14)]
+    grown = tuple(
+        each.model_copy(update={"peak_memory_bytes": peak}) for each, peak in zip(samples, peaks, strict=True)
+    )
+    found = judged(arm(samples=grown))
+    assert (decisions(found)["baseline"][1], found.outcome) == ("undecided", "undecided")
+    assert "peak memory" in found.unseen[0]
+
+
 def test_what_is_undecided_is_no_alarm() -> None:
     found = judged(arm(throughput=0.97))
     assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("undecided", "same"))
@@ -158,7 +185,7 @@ def test_a_noisy_machine_decides_nothing_about_speed_but_a_leak_still_shows() ->
 
 
 def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
-    refused = arm("head ddp", refused=range(10), throughput=0.5)
+    refused = arm("head ddp", refused=range(10))
     found = judged(arm(), refused, refused={"ddp": range(10)})
     assert (found.outcome, found.hidden) == ("passed", ())
     assert decisions(found)["ddp"] == ("untrusted", "same")
@@ -188,7 +215,7 @@ def test_a_speed_that_neither_side_tells_is_no_pass() -> None:
 
     names = ("base baseline", "head baseline", "base baseline, A/A control")
     base, head, control = (silent(name, "baseline") for name in names)
-    found = judge({"baseline": base}, {"baseline": head}, noises(base, control, 0.15, COST), Margins(), {})
+    found = judge({"baseline": base}, {"baseline": head}, noises(base, control, 0.15, COST), Margins(), {}, 0.1)
     assert (found.outcome, decisions(found)["baseline"]) == ("untrusted", ("untrusted", "same"))
 
 
@@ -658,6 +685,7 @@ class Pretended:
     spoiled: int = 0
     """So many short samples of the first arm are refused."""
     budget: tuple[float, int | None, int, int, int] | None = None
+    left_open: bool | None = None
     """Seconds, most rounds, steps and turns, as they were asked for."""
     asked: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
@@ -725,7 +753,14 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
                     file.write_text(text, encoding="utf-8")
 
     def measure(
-        arms: Sequence[ArmSpec], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int
+        arms: Sequence[ArmSpec],
+        *,
+        seconds: float,
+        max_rounds: int | None,
+        steps: int,
+        turns: int,
+        fewest: int,
+        leaves_open: Callable[[Rounds], bool],
     ) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
         sides.budget = (seconds, max_rounds, steps, turns, fewest)
@@ -739,7 +774,9 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
             )
             for each in arms
         )
-        return Rounds(arms=made, steps=steps, turns=turns, seconds=299.0, interrupted=sides.interrupted)
+        found = Rounds(arms=made, steps=steps, turns=turns, seconds=299.0, interrupted=sides.interrupted)
+        sides.left_open = leaves_open(found)
+        return found
 
     monkeypatch.setattr(side_by_side, "commit_of", lambda _: "a" * 40)
     monkeypatch.setattr(side_by_side, "checked_out", lambda: "b" * 40 + "+")

@@ -57,12 +57,20 @@ class Rounds:
 
 
 def measure(
-    arms: Sequence[ArmSpec], *, seconds: float, max_rounds: int | None, steps: int, turns: int, fewest: int = 0
+    arms: Sequence[ArmSpec],
+    *,
+    seconds: float,
+    max_rounds: int | None,
+    steps: int,
+    turns: int,
+    fewest: int = 0,
+    leaves_open: Callable[[Rounds], bool] = lambda _: False,
 ) -> Rounds:
     """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
 
     And at least ``fewest`` in which no sample was rejected, whatever ``seconds`` says; an arm whose samples always are
-    does not count, and twice as many rounds are enough. After ``max_rounds`` all ends.
+    does not count, and twice as many rounds are enough. Once, when the time is over, the rounds are shown to
+    ``leaves_open``: if they do, it goes on for as long again. After ``max_rounds`` all ends.
 
     With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
     their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
@@ -72,19 +80,41 @@ def measure(
     turns = min(turns, steps)  # no turn without a step
     facts: dict[str, dict[str, Any]] = {}
     rounds: list[dict[str, Window]] = []
-    started, longest, interrupted = time.monotonic(), 0.0, False
+    started, longest, interrupted, limit, extended = time.monotonic(), 0.0, False, seconds, False
+
+    def so_far() -> Rounds:
+        return Rounds(
+            arms=tuple(
+                Arm(
+                    name=spec.name,
+                    role=spec.role,
+                    variant=spec.variant,
+                    technique=spec.technique,
+                    samples=tuple(complete[spec.name] for complete in rounds),
+                    **facts[spec.name],
+                )
+                for spec in arms
+            ),
+            steps=steps,
+            turns=turns,
+            seconds=time.monotonic() - started,
+            interrupted=interrupted,
+        )
+
     with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
 
         def show(doing: str) -> None:
-            bar.total = round(max(seconds, fewest * longest))
+            bar.total = round(max(limit, fewest * longest))
             bar.n = min(bar.total, round(time.monotonic() - started))
             bar.set_postfix_str(f"round {len(rounds) + 1}, {doing}")
 
         try:
             while len(rounds) != max_rounds:
                 began = time.monotonic()
-                if rounds and began - started + longest > seconds and _enough(rounds, fewest):
-                    break
+                if rounds and began - started + longest > limit and _enough(rounds, fewest):
+                    if extended or not leaves_open(so_far()):
+                        break
+                    limit, extended = 2 * seconds, True
                 order = arms[:: 1 if len(rounds) % 2 == 0 else -1]
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 for name, answer in answers.items():
@@ -104,23 +134,7 @@ def measure(
             if not rounds:
                 raise
             interrupted = True
-    return Rounds(
-        arms=tuple(
-            Arm(
-                name=spec.name,
-                role=spec.role,
-                variant=spec.variant,
-                technique=spec.technique,
-                samples=tuple(complete[spec.name] for complete in rounds),
-                **facts[spec.name],
-            )
-            for spec in arms
-        ),
-        steps=steps,
-        turns=turns,
-        seconds=time.monotonic() - started,
-        interrupted=interrupted,
-    )
+    return so_far()
 
 
 def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:

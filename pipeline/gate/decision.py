@@ -16,8 +16,8 @@ from pipeline.errors import PipelineError
 from pipeline.params import Margins
 from pipeline.results import Arm, Document, Record, Window
 
-Outcome = Literal["passed", "worse", "untrusted"]
-EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3}
+Outcome = Literal["passed", "worse", "untrusted", "undecided"]
+EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
 """2 is a mistake that the person can put right, as everywhere."""
 
 
@@ -55,6 +55,8 @@ class Judged(Record):
     single variant."""
     hidden: tuple[str, ...]
     """What the base shows and the head mostly does not, in words. It may be worse, so it is no pass."""
+    unseen: tuple[str, ...]
+    """What may have lost ``gate.must_see``, as its interval allows for it, in words. No pass either."""
 
 
 class Side(Record):
@@ -99,10 +101,12 @@ def judge(
     noise: tuple[Noise, Noise],
     margins: Margins,
     accuracies: Mapping[str, Accuracy],
+    must_see: float,
 ) -> Judged:
     """Decide on the variants, by name, that both sides have.
 
-    ``noise`` is that of throughput and of memory. Samples of one index were measured side by side.
+    ``noise`` is that of throughput and of memory. Samples of one index were measured side by side. ``must_see``: the
+    loss that an interval has to exclude, such as 0.1.
     """
 
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
@@ -141,13 +145,21 @@ def judge(
         for quantity in (THROUGHPUT, MEMORY)
         if not _mostly_known(head[name], quantity) and _mostly_known(base[name], quantity)
     ]
+    rows = [*held, together] if together else held
+    unseen = [
+        f"{row.variant}: a loss of {must_see:.0%} of {quantity.noun} is neither shown nor excluded"
+        for row in rows
+        for quantity, found in ((THROUGHPUT, row.throughput), (MEMORY, row.memory))
+        if found and not _excludes(found, quantity, must_see)
+    ]
     return Judged(
-        outcome=_outcome([*held, together] if together else held, bool(hidden)),
+        outcome=_outcome(rows, bool(hidden), bool(unseen)),
         noise_throughput=noise[0],
         noise_memory=noise[1],
         variants=tuple(held),
         together=together,
         hidden=tuple(hidden),
+        unseen=tuple(unseen),
     )
 
 
@@ -171,14 +183,25 @@ def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
     return 0 < 2 * known >= len(arm.samples)
 
 
-def _outcome(held: Sequence[Held], hides: bool) -> Outcome:
+def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
+    """Whether the interval excludes such a loss, or one beyond the margin where that is larger. What is untrusted, or
+    already known to be worse, is told as such."""
+    if ratio.decision in ("untrusted", "worse"):
+        return True
+    worst = ratio.low and 1 / ratio.low if quantity.higher_is_better else ratio.high
+    return worst is not None and worst < 1 + max(loss, ratio.margin)
+
+
+def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
     """Something worse counts, whatever else cannot be told; a quantity of which nothing can be told is no pass, nor is
-    one that the head ``hides``."""
+    one that the head ``hides``, nor where what must be seen is left open."""
     columns = zip(*((each.throughput, each.memory, each.accuracy) for each in held), strict=True)
     decisions = [{each.decision for each in column if each} for column in columns]
     if any("worse" in each for each in decisions):
         return "worse"
-    return "untrusted" if {"untrusted"} in decisions or hides else "passed"
+    if {"untrusted"} in decisions or hides:
+        return "untrusted"
+    return "undecided" if leaves_open else "passed"
 
 
 def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:

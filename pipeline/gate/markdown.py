@@ -17,7 +17,7 @@ def markdown(gated: Gated) -> str:
     rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
     least = any(row.memory and row.memory.margin > margins.memory for row in rows)
     of_memory = f" (but at least {HEAP_BYTES // 2**20} MiB a process)" if least else ""
-    remarks = dict.fromkeys([*_open(gated, rows), *gated.hidden, *gated.remarks])
+    remarks = dict.fromkeys([*_open(gated, rows), *gated.hidden, *gated.unseen, *gated.remarks])
     lines = [
         f"**{_headline(gated, rows)}**",
         "",
@@ -65,6 +65,8 @@ def _headline(gated: Gated, rows: Sequence[Held]) -> str:
         return f"Worse than the base: {_decided(rows, 'worse')}."
     if gated.outcome == "untrusted":
         return f"Not decided, because the measurement is not to be trusted: {_decided(rows, 'untrusted')}."
+    if gated.outcome == "undecided":
+        return f"Not decided: {'; '.join(gated.unseen)}."
     left = [f"{decision}: {found}" for decision in ("undecided", "untrusted") if (found := _decided(rows, decision))]
     return f"Nothing was shown to be worse; {'; '.join(left)}." if left else "Nothing got worse."
 

@@ -26,6 +26,7 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "compare.max_spread": min,
     "gate.accuracy": max,
     "gate.max_minutes": max,
+    "gate.must_see": min,
     "bench.max_foreign_load": min,
     "bench.max_input_wait": min,
     "bench.max_minutes": max,

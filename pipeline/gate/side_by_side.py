@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,13 @@ from pipeline.benchmark.rounds import ArmSpec, Rounds, measure
 from pipeline.benchmark.server import Server
 from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.verdicts import Accuracy
 from pipeline.environment import ENVIRONMENT_FILE, checked_out
 from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
 from pipeline.gate.decision import (
     Gated,
     GateError,
+    Judged,
     Side,
     accuracies,
     accuracy_of,
@@ -35,6 +37,7 @@ from pipeline.gate.decision import (
 )
 from pipeline.gate.settings import differences, judging, require
 from pipeline.params import Config
+from pipeline.results import Arm
 
 RULERS = (
     "benchmark/arm.py",
@@ -80,23 +83,21 @@ def measured(config: Config, revision: str) -> Gated:
             trained = [_test_accuracies(root, names) for root in roots]
         baseline = effective.compare.baseline
         turns = benchmark.turns_on(here["device"], effective.bench)
-        rounds = _rounds(effective, arms_of(names, baseline, {"base": (base, there), "head": (head, here)}), turns)
+        compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], effective.compare.margins.accuracy)
+        specs = arms_of(names, baseline, {"base": (base, there), "head": (head, here)})
+        rounds = _rounds(
+            effective, specs, turns, lambda found: _judged(found, effective, compared).outcome == "undecided"
+        )
 
-    arms = {arm.name: arm for arm in rounds.arms}
-    control = rounds.arms[0]
-    count = len(control.samples)
+    count = len(rounds.arms[0].samples)
     if rounds.interrupted and count < stats.FEWEST_PAIRS:
         raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
-    of_base, of_head = ({name: arms[f"{side} {name}"] for name in names} for side in ("base", "head"))
-    margins = effective.compare.margins
-    compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], margins.accuracy)
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
-    budget = "bench.max_rounds" if count == effective.bench.max_rounds else "gate.max_minutes"
-    machine = noises(of_base[baseline], control, effective.compare.max_spread, RoundCost(budget, count, rounds.seconds))
+    control, of_base, of_head = _sides(rounds)
     return Gated(
-        **dict(judge(of_base, of_head, machine, margins, compared)),
+        **dict(_judged(rounds, effective, compared)),
         against=revision,
-        margins=margins,
+        margins=effective.compare.margins,
         base=Side(
             commit=commit,
             environment=there["environment"],
@@ -119,8 +120,26 @@ def measured(config: Config, revision: str) -> Gated:
             *([] if effective.gate.accuracy else ["Accuracy was not compared: gate.accuracy is false on both sides."]),
         ),
         seconds=rounds.seconds,
-        budget=budget,
+        budget=_budget(rounds, effective),
     )
+
+
+def _sides(rounds: Rounds) -> tuple[Arm, dict[str, Arm], dict[str, Arm]]:
+    """The base's baseline once more, then the variants of base and head, as ``arms_of`` orders them."""
+    control, *others = rounds.arms
+    base, head = ({arm.variant: arm for arm in arms} for arms in (others[::2], others[1::2]))
+    return control, base, head
+
+
+def _budget(rounds: Rounds, config: Config) -> str:
+    return "bench.max_rounds" if len(rounds.arms[0].samples) == config.bench.max_rounds else "gate.max_minutes"
+
+
+def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Accuracy]) -> Judged:
+    control, base, head = _sides(rounds)
+    cost = RoundCost(_budget(rounds, config), len(control.samples), rounds.seconds)
+    machine = noises(base[config.compare.baseline], control, config.compare.max_spread, cost)
+    return judge(base, head, machine, config.compare.margins, compared, config.gate.must_see)
 
 
 def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[ArmSpec]:
@@ -146,14 +165,22 @@ def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float
     return steps, sum(each.seconds(steps) for each in (first, *others))
 
 
-def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int) -> Rounds:
+def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, leaves_open: Callable[[Rounds], bool]) -> Rounds:
     seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
     fewest = benchmark.fewest_rounds(config.bench)
     try:
         steps, taken = steps_of(arms, config.bench.window_seconds)
         said = benchmark.outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
         print(f"gate: {said}", file=sys.stderr, flush=True)
-        return measure(arms, seconds=seconds, max_rounds=max_rounds, steps=steps, turns=turns, fewest=fewest)
+        return measure(
+            arms,
+            seconds=seconds,
+            max_rounds=max_rounds,
+            steps=steps,
+            turns=turns,
+            fewest=fewest,
+            leaves_open=leaves_open,
+        )
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(
             "base and head report their samples in different forms, so one of them is of another version: hold this "

@@ -220,7 +220,12 @@ class Gate(Section):
     """How a commit is held against another."""
 
     max_minutes: PositiveFloat = Field(
-        10.0, description="Rounds of both commits are measured until this time is spent, and at least six."
+        10.0,
+        description="Rounds of both commits are measured until this time is spent, and at least six; twice as long "
+        "where a loss of must_see is neither shown nor excluded then.",
+    )
+    must_see: PositiveFloat = Field(
+        0.1, description="A loss this large, of throughput or memory, must be excluded: what allows for it is no pass."
     )
     accuracy: bool = Field(True, description="Also compare accuracies, which both commits must have been trained for.")
 
