@@ -587,6 +587,7 @@ def test_a_remote_that_hangs(repository: Path) -> None:
         ("echo words; echo '{\"gpus\": 2}'; exec sleep 300", Answer({"gpus": 2}, "no answer within 2 s", late=True)),
         ("echo the reason >&2; exit 3", Answer({}, "the reason")),
         ("exit 3", Answer({}, "the process ended with 3")),
+        ('echo "$1 $2" >&2; exit 3', Answer({}, f"-m {probes.__name__}")),  # as a rehearsal knows what to play GPUs for
     ],
 )
 def test_a_probe_that_hangs_or_crashes(

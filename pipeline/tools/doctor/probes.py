@@ -33,11 +33,10 @@ class Answer(NamedTuple):
 
 
 def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
-    """Run ``PROBES[probe]`` and give it ``seconds``."""
-    program = f"import sys; sys.path = {sys.path!r}; from {__name__} import answer; answer({probe!r})"
-    command = [sys.executable, "-c", program]
+    """Run ``PROBES[probe]``, which finds the same modules as this process, and give it ``seconds``."""
+    command, same = [sys.executable, "-m", __name__, probe], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+        done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         done = subprocess.CompletedProcess(command, -signal.SIGALRM, error.stdout or b"", b"")
     else:
@@ -161,3 +160,7 @@ PROBES = {"driver": _driver, "torch": _torch, "names": _names, "store": _store, 
 def nearest(path: Path) -> Path:
     """``path``, or the first directory above it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+if __name__ == "__main__":
+    answer(sys.argv[1])
