@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.errors import ConfigError
 from pipeline.techniques.activation_checkpointing import (
     ActivationCheckpointing,
     SelectiveCheckpointing,
@@ -183,11 +182,3 @@ def test_blocks_are_residual_and_encoder_blocks() -> None:
     assert [type(block) for block in blocks(resnet)] == [BasicBlock] * 8
     assert [type(block) for block in blocks(transformer)] == [EncoderBlock] * 12 + [nn.Sequential]  # and the head
     assert [len(block) for block in blocks(conv_net())] == [3, 3, 2]  # type: ignore[arg-type]
-
-
-def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"variants\.tried\.activation_checkpointing: .*Linear has no blocks"):
-        _checkpointed(nn.Linear(2, 2))
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"Sequential has no blocks .*: none of its parts has parts of its own\."):
-        _checkpointed(flat)

@@ -109,23 +109,3 @@ def test_a_budget_that_no_choice_keeps_is_refused_with_the_least_that_can_be() -
         _technique(0.01).change_model(conv_net(), INPUTS)
     least = float(str(no.value).split("still keeps ")[1].split()[0])
     assert _technique(least + 0.001).change_model(conv_net(), INPUTS)
-
-
-class _LooksAtValues(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = conv_net()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.body(images)
-        return logits if logits.sum().item() > 0 else -logits
-
-
-def test_a_model_that_looks_at_values_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be measured on tensors without values .*; allowed: false, true or"):
-        _technique(0.5).change_model(_LooksAtValues(), INPUTS)
-
-
-def test_a_model_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Sequential keeps no activations; allowed: false\."):
-        _technique(0.5).change_model(nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), INPUTS)

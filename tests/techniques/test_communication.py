@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import WorkerError, World
-from pipeline.techniques import chosen, of_plan
+from pipeline.distributed import World
+from pipeline.techniques import of_plan
 from pipeline.techniques.communication import LOCAL_STEPS, RANK
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
-from tests.nets import ALONE, INPUTS, conv_net, make_plan
+from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights
 
@@ -218,35 +217,6 @@ def test_a_hook_does_not_keep_its_model(digits: Dataset) -> None:
     assert run_ranks(_leftovers, digits) == [[], []]
 
 
-def _scalar(joined: World) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.scale = conv_net(), nn.Parameter(torch.ones(()))
-
-    plan = make_plan(parallelism="ddp", processes=2, communication_hook="powersgd")
-    model: nn.Module = Scaled()
-    for technique in chosen(plan, joined):
-        model = technique.change_model(model, INPUTS)
-
-
-def test_powersgd_refuses_a_parameter_that_is_no_matrix() -> None:
-    with pytest.raises(WorkerError, match=r"variants\.tried\.communication_hook: found 'powersgd', but module\.scale"):
-        run_ranks(_scalar)
-
-
 def test_post_local_sgd_says_how_far_ranks_may_be_apart() -> None:
     plans = [make_plan(parallelism="ddp", processes=2, communication_hook=hook) for hook in ("none", "post_local_sgd")]
     assert [max(technique.max_step_skew for technique in of_plan(plan)) for plan in plans] == [0, LOCAL_STEPS - 1]
-
-
-def _flat(joined: World) -> None:
-    plan = make_plan(parallelism="ddp", processes=2, communication_hook="powersgd")
-    model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-    for technique in chosen(plan, joined):
-        model = technique.change_model(model, INPUTS)
-
-
-def test_powersgd_refuses_a_model_that_it_would_send_as_it_is() -> None:
-    with pytest.raises(WorkerError, match=r"no matrix of which factors of rank 2 would leave less than half"):
-        run_ranks(_flat)

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World
-from pipeline.errors import ConfigError
 from pipeline.models import optimizers
 from pipeline.results import Ledger
 from pipeline.techniques import chosen
@@ -137,60 +135,6 @@ def test_parameters_are_gathered_freed_kept_and_in_the_precision_that_was_asked_
         assert seen["bf16"]["gradients"] == {torch.float32}
         assert seen["held back"]
         assert seen["then reduced"]
-
-
-class _Tied(nn.Module):
-    """Two blocks that share a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first = nn.Sequential(nn.Flatten(), nn.Linear(64, 64))
-        self.body = nn.Sequential(first, nn.Sequential(nn.ReLU(), first[1]), nn.Sequential(nn.Linear(64, 10)))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.body(images)
-        return logits
-
-
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.scale = conv_net(), nn.Parameter(torch.ones(()))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images) * self.scale
-        return logits
-
-
-class _Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.first, self.second = conv_net(), nn.Linear(10, 10), nn.Linear(10, 10).double()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.second(self.first(self.net(images)).double()).float()
-        return logits
-
-
-def _complaint(joined: World, net: type[nn.Module]) -> str:
-    (technique,) = chosen(make_plan(parallelism="fsdp", processes=joined.size), joined)
-    with pytest.raises(ConfigError) as caught:
-        technique.change_model(net(), INPUTS)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("net", "message"),
-    [
-        (_Tied, "in several of its blocks; allowed: 'ddp' or 'zero1'"),
-        (_Scaled, "'scale', that is a single number; allowed: [1]"),
-        (_Mixed, "torch.float32 and torch.float64 in one block; allowed: 'ddp'"),
-    ],
-)
-def test_a_model_that_cannot_be_shared_out_is_refused(net: type[nn.Module], message: str) -> None:
-    for complaint in run_ranks(_complaint, net):
-        assert complaint.startswith("variants.tried.parallelism: found 'fsdp'")
-        assert message in complaint
 
 
 def _left_out(joined: World, dataset: Dataset) -> bool:

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from pipeline.data.prepared import Dataset
-from pipeline.errors import ConfigError
 from pipeline.profiling import ledger
-from pipeline.techniques import chosen, low_bit_optimizer
-from tests.nets import ALONE, INPUTS, conv_net, make_plan
+from pipeline.techniques import low_bit_optimizer
+from tests.nets import ALONE
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
@@ -23,12 +22,6 @@ def _net(seed: int = 0) -> nn.Module:
 
 def _training(dataset: Dataset, seed: int = 0, **applied: Any) -> Any:
     return make_training(dataset, model=_net(seed), train=ADAMW, **applied)
-
-
-def test_a_model_of_which_nothing_would_be_kept_in_8_bits_is_refused() -> None:
-    (technique,) = chosen(make_plan(optimizer_state="8bit"), ALONE)
-    with pytest.raises(ConfigError, match="Sequential has no parameter of 4096 values or more"):
-        technique.change_model(conv_net(), INPUTS)
 
 
 class TestWithTheLibrary:

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from pipeline.data.prepared import Dataset
-from pipeline.errors import ConfigError
-from pipeline.params import parse
 from pipeline.training.loop import Training
 from tests.nets import ALONE, conv_net
 from tests.test_training import TRAIN, _until_broken, make_training, weights
@@ -66,19 +64,3 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(digits: Datase
     resumed.restore(state)
     resumed.advance(23)
     assert weights(resumed) == weights(whole)
-
-
-@pytest.mark.parametrize(
-    ("other", "key"),
-    [
-        ({"gradient_accumulation": 4}, "gradient_accumulation"),
-        ({"precision": "fp16"}, "precision"),
-        ({"parallelism": "ddp"}, "parallelism"),
-        ({"set_to_none": False}, "set_to_none"),
-        ({"optimizer_kernel": "foreach"}, "optimizer_kernel"),
-    ],
-)
-def test_what_needs_all_gradients_together_is_refused(other: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"variants\.x: .*{key} .* exclude each other: ") as refused:
-        parse({"compare": {"baseline": "x"}, "variants": {"x": {"optimizer_in_backward": True, **other}}})
-    assert "optimizer_in_backward True" in str(refused.value)

@@ -13,7 +13,6 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.errors import ConfigError
 from pipeline.params import Machine, Variant, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
@@ -418,33 +417,6 @@ def test_a_plan_of_stages(machine: Machine, variant: dict[str, Any], shape: tupl
 def test_one_process_needs_no_pipeline() -> None:
     made = planned(processes=1)
     assert (made.applied.parallelism, made.micro_batches, list(made.skipped)) == ("none", 1, ["pipeline"])
-
-
-def _refused(joined: World, dataset: Dataset, models: list[nn.Module]) -> list[str]:
-    messages = []
-    for model in models:
-        try:
-            make_training(dataset, joined, model=model, parallelism="pipeline", gradient_accumulation=4)
-        except ConfigError as error:
-            messages.append(str(error))
-    return messages
-
-
-class _Mixed(nn.Sequential):
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        passing: torch.Tensor = super().forward(images)  # type: ignore[no-untyped-call]
-        return -passing if len(passing) > 0 and passing.sum() > 0 else passing
-
-
-def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(digits: Dataset) -> None:
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    for messages in run_ranks(_refused, digits, [flat, _Mixed(nn.Flatten(), nn.Linear(64, 10))]):
-        few, untraceable = messages
-        assert few.startswith(
-            "variants.tried.parallelism: found 'pipeline' of 2 stages, but Sequential can be cut into"
-        )
-        assert "1 part(s) at most; allowed: fewer processes" in few
-        assert "torch.fx cannot record _Mixed" in untraceable
 
 
 def test_gradient_accumulation_is_the_schedule_s() -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import GRAPH_WARMUP_STEPS, Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
+from pipeline.techniques import chosen
+from tests.nets import INPUTS, conv_net, make_plan
+from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 PLAIN_CPU = CPU.model_copy(update={"cpu_native_bf16": False})
@@ -116,6 +122,11 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("", APART, GPUS, cuda_graph=True, precision="fp16"),
         case("", APART, GPUS, cuda_graph=True, activation_checkpointing=True),
         *(case("compile", says, GPUS, compile=mode, **kept) for mode in RECORDED for kept, says in KEPT),
+        case("", APART, optimizer_in_backward=True, gradient_accumulation=4),
+        case("", APART, GPUS, optimizer_in_backward=True, precision="fp16"),
+        case("", APART, optimizer_in_backward=True, parallelism="ddp"),
+        case("", APART, optimizer_in_backward=True, set_to_none=False),
+        case("", APART, optimizer_in_backward=True, optimizer_kernel="foreach"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -168,3 +179,68 @@ def test_what_it_takes_is_not_foreseen(name: str, tried: dict[str, Any], digits:
     machine = GPUS.model_copy(update={"installed": WITH_8BIT.installed})
     with pytest.raises(ledger.PredictionError, match=f"variants.tried: what {name} takes cannot be foreseen"):
         ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), digits)
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = conv_net()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.body(images)
+        return logits if logits.sum() > 0 else -logits
+
+
+def scaled() -> nn.Module:
+    net = conv_net()
+    net.register_parameter("scale", nn.Parameter(torch.ones(())))
+    return net
+
+
+def tied() -> nn.Module:
+    first = nn.Sequential(nn.Flatten(), nn.Linear(64, 64))
+    return nn.Sequential(first, nn.Sequential(nn.ReLU(), first[1]), nn.Sequential(nn.Linear(64, 10)))
+
+
+FLAT = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+MIXED = nn.Sequential(*conv_net(), nn.Linear(10, 10), nn.Linear(10, 10).double())
+POWERSGD = {"communication_hook": "powersgd", "parallelism": "ddp"}
+MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
+    ({"activation_checkpointing": True}, nn.Linear(2, 2), "Linear has no blocks"),
+    ({"activation_checkpointing": True}, FLAT, "none of its parts has parts of its own"),
+    ({"activation_checkpointing": 0.5}, LooksAtValues(), "without values"),
+    ({"activation_checkpointing": 0.5}, nn.Sequential(FLAT), "keeps no activations; allowed: false"),
+    ({"sync_batchnorm": True, "parallelism": "ddp"}, conv_net(), "has no Batch"),
+    ({"optimizer_state": "8bit"}, conv_net(), "no parameter of 4096 values or more"),
+    (POWERSGD, scaled(), "module.scale"),
+    (POWERSGD, nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
+     "no matrix of which factors of rank 2 would leave less than half"),
+    ({"parallelism": "zero1"}, MIXED, "torch.float32 and torch.float64; allowed: 'ddp'"),
+    ({"parallelism": "fsdp"}, MIXED, "torch.float32 and torch.float64 in one block; allowed: 'ddp'"),
+    ({"parallelism": "fsdp"}, tied(), "in several of its blocks; allowed: 'ddp' or 'zero1'"),
+    ({"parallelism": "fsdp"}, scaled(), "'scale', that is a single number; allowed: [1]"),
+    ({"parallelism": "tensor"}, conv_net(), "no two linear layers"),
+    ({"parallelism": "tensor"}, nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)), "15 values between"),
+    ({"parallelism": "pipeline"}, FLAT, "1 part(s) at most; allowed: fewer processes"),
+    ({"parallelism": "pipeline"}, LooksAtValues(), "torch.fx cannot record LooksAtValues"),
+]  # fmt: skip
+
+
+def _refused(joined: World, cases: list[tuple[dict[str, Any], nn.Module, str]]) -> list[str]:
+    said = []
+    for applied, model, _ in cases:
+        try:
+            for technique in chosen(make_plan(processes=joined.size, **applied), joined):
+                model = technique.change_model(model, INPUTS)
+            said.append("nothing")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_model_that_does_not_fit_is_refused_on_all_ranks() -> None:
+    one, other = run_ranks(_refused, MODELS)
+    assert one == other
+    for (applied, _, says), line in zip(MODELS, one, strict=True):
+        assert line.startswith(f"variants.tried.{next(iter(applied))}: found ")
+        assert says in line

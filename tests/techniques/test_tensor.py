@@ -10,10 +10,8 @@ from torchvision.models import VisionTransformer, convnext_tiny, resnet18, vgg11
 from pipeline import models
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import ConfigError
-from pipeline.techniques import chosen
 from pipeline.techniques.tensor import pairs
-from tests.nets import INPUTS, conv_net, make_plan
+from tests.nets import conv_net
 from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
 from tests.ranks import run_ranks
 
@@ -111,26 +109,6 @@ def test_layers_that_are_used_twice_or_normalised_between_are_left_alone() -> No
     tied = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     tied[2].weight = tied[0].weight
     assert not list(pairs(tied))
-
-
-def _complaint(joined: World, net: nn.Module) -> str:
-    (technique,) = chosen(make_plan(**TENSOR, processes=joined.size), joined)
-    with pytest.raises(ConfigError) as caught:
-        technique.change_model(net, INPUTS)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("net", "message"),
-    [
-        (conv_net(), "no two linear layers"),
-        (nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)), "15 values between its linear layers"),
-    ],
-)
-def test_a_model_that_cannot_be_cut_is_refused(net: nn.Module, message: str) -> None:
-    for complaint in run_ranks(_complaint, net):
-        assert complaint.startswith("variants.tried.parallelism: found 'tensor'")
-        assert message in complaint
 
 
 def _random(joined: World, dataset: Dataset) -> tuple[list[float], torch.Tensor]:

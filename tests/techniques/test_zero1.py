@@ -8,7 +8,6 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import ConfigError
 from pipeline.models import optimizers
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques import chosen
@@ -84,19 +83,6 @@ def test_an_overflow_reaches_an_optimizer_that_is_not_fused() -> None:
 
 def test_an_overflow_and_a_loss_scale_reach_the_rank_s_own_optimizer() -> None:
     assert run_ranks(_left_out) == [(True, True, True)] * 2
-
-
-def _complaint(joined: World) -> str:
-    (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
-    with pytest.raises(ConfigError) as caught:
-        technique.change_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()), INPUTS)
-    return str(caught.value)
-
-
-def test_parameters_of_two_types_are_refused() -> None:
-    for complaint in run_ranks(_complaint):
-        assert complaint.startswith("variants.tried.parallelism: found 'zero1'")
-        assert "torch.float32 and torch.float64; allowed: 'ddp'" in complaint
 
 
 def _wide() -> nn.Module:
