@@ -15,8 +15,8 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
