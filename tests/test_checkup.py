@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sqlite3
+import sys
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -184,3 +185,11 @@ def test_a_file_that_is_no_database(root: Path) -> None:
     assert "cannot be read" in found.found
     assert "file is not a database" in found.found
     assert found.remedy.startswith("move mlflow.db away and run: python -m pipeline publish")
+
+
+def test_a_client_that_cannot_be_imported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
+    found = health_of(root)
+    assert not found.well
+    assert "MLflow cannot be imported" in found.found
+    assert "requirements.lock" in found.remedy
