@@ -21,7 +21,7 @@ PREPARED = Path("data/prepared")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code: 2 for a mistake that the person can put right.
 
-    Only ``gate``, ``verify`` and ``doctor`` have others of their own.
+    Only ``gate``, ``promote``, ``verify`` and ``doctor`` have others of their own.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -231,10 +231,10 @@ def _gate(parsed: argparse.Namespace) -> int:
     return gate.run(params.load(), parsed.against)
 
 
-def _promote(_: argparse.Namespace) -> None:
+def _promote(_: argparse.Namespace) -> int:
     from pipeline import environment, params, tracking
 
-    tracking.promote(params.load(), environment.checked_out())
+    return tracking.promote(params.load(), environment.checked_out())
 
 
 def _plan(parsed: argparse.Namespace) -> None:

@@ -260,7 +260,7 @@ class Arm(Setup):
 
 
 class Session(Record):
-    """One sitting of the bench: when, and what the machine was like. Nothing is computed from it."""
+    """One sitting of the bench: when, and what the machine was like. No figure is computed from it."""
 
     start_utc: str
     """ISO 8601, to the second."""
@@ -444,9 +444,14 @@ def read_document(path: Path, kind: type[R], remedy: str) -> R:
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
-    """Those that were added to the bench's own, the oldest first. Raises ResultError, naming a file that is none."""
-    paths = sorted(directory.glob("*.json"))
-    return [read_document(path, Bench, f"run `git rm {path}`, then `make again`") for path in paths]
+    """Those that were added to the bench's own, the oldest first. One of another version is named and set aside."""
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        try:
+            found.append(read_document(path, Bench, "make again"))
+        except ResultError as error:
+            print(f"set aside: {error}")
+    return found
 
 
 def write(result: Result, path: Path) -> None:

@@ -57,10 +57,16 @@ def test_nothing_and_what_has_no_bounds_are_no_sessions() -> None:
 
 def test_how_many_more_would_decide() -> None:
     # Of n in all, the half-width is t_n-1 * 0.1 / sqrt(n): 0.0925 of 7 and 0.0836 of 8. To the margin it is 0.09.
-    logs, margin = [0.0, 0.1, 0.2], math.expm1(0.01)
-    assert sessions_needed(logs, margin) == 5
-    assert sessions_needed([0.1], margin) is None
-    assert sessions_needed([0.0, 0.02], margin) is None  # on the very edge
+    margin = math.expm1(0.01)
+    assert sessions_needed([interval(each) for each in (0.0, 0.1, 0.2)], margin) == 5
+    assert sessions_needed([interval(0.1)], margin) is None
+    assert sessions_needed([interval(0.0), interval(0.02)], margin) is None  # on the very edge
+
+
+def test_what_each_session_leaves_open_no_number_of_them_decides() -> None:
+    alike = [interval(0.04, 0.03), interval(0.041, 0.03)]
+    assert over_sessions(alike).low < 1.03 < over_sessions(alike).high
+    assert sessions_needed(alike, 0.03) is None
 
 
 def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
@@ -73,7 +79,7 @@ def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
 
 def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
     calm = [(name, ratio(log)) for name, log in (("b", 0.5), ("c", 0.51), ("d", 0.52))]
-    found = combined([("a", ratio(3.0, "untrusted")), *calm], THROUGHPUT)
+    found = combined([("a", ratio(3.0, "untrusted")), *calm], ratio(9.0), THROUGHPUT)
     assert found.estimate == pytest.approx(math.exp(0.51))
     assert (found.decision, found.pairs) == ("better", 24)
     assert [(each.start_utc, each.counts) for each in found.sessions] == [
@@ -83,15 +89,15 @@ def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> Non
 
 @pytest.mark.parametrize("others", [[], [("b", ratio(0.5, "untrusted"))]])
 def test_where_one_is_trusted_it_is_that_one(others: list[tuple[str, Ratio]]) -> None:
-    found = combined([("a", ratio(0.2)), *others], THROUGHPUT)
+    found = combined([("a", ratio(0.2)), *others], ratio(9.0, "untrusted"), THROUGHPUT)
     assert found.model_copy(update={"sessions": ()}) == ratio(0.2)
-    assert combined([*others, ("a", ratio(0.2))], THROUGHPUT).estimate == found.estimate
+    assert combined([*others, ("a", ratio(0.2))], ratio(9.0, "untrusted"), THROUGHPUT).estimate == found.estimate
 
 
 def test_sessions_that_disagree_decide_nothing_and_say_how_many_more_would() -> None:
-    found = combined([("a", ratio(0.1)), ("b", ratio(0.0, "same")), ("c", ratio(0.2))], THROUGHPUT)
+    found = combined([("a", ratio(0.1)), ("b", ratio(0.0, "same")), ("c", ratio(0.2))], ratio(0.1), THROUGHPUT)
     assert (found.decision, found.more_pairs) == ("undecided", None)
-    assert found.more_sessions == sessions_needed([0.1, 0.0, 0.2], 0.03)
+    assert found.more_sessions == sessions_needed([interval(each) for each in (0.1, 0.0, 0.2)], 0.03)
 
 
 KEYS = {"baseline": "k", "ddp": "k", "memory": "k"}

@@ -916,6 +916,11 @@ def test_a_model_that_cannot_be_logged_is_named_and_the_run_stands(
 COMMIT = "c" * 40
 
 
+@pytest.fixture
+def one_session_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promoting, "FEWEST_SESSIONS", 1)
+
+
 def write_gate(root: Path, outcome: str = "passed", commit: str = COMMIT) -> None:
     head, base = {"commit": commit}, {"commit": "b" * 40}
     gate = {"outcome": outcome, "against": "main", "head": head, "base": base}
@@ -927,7 +932,9 @@ def compared(*variants: tuple[str, str | None, float, float]) -> dict[str, Any]:
     """A comparison's content: of each variant its verdict, and what it does to throughput and memory."""
 
     def ratio(estimate: float, *, better: bool) -> dict[str, Any]:
-        return {"estimate": estimate, "decision": "better" if better else "same"}
+        told = [(True, 0.9), (True, 0.9), (False, 0.9), (True, None)]
+        sessions = [{"trusted": trusted, "low": low} for trusted, low in told]
+        return {"estimate": estimate, "decision": "better" if better else "same", "sessions": sessions}
 
     each = [
         {
@@ -983,6 +990,17 @@ def test_only_what_passed_the_gate_is_promoted(
     assert client_of(root).search_registered_models() == []
 
 
+def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four, one is untrusted and one has too few pairs."""
+    assert promoting.sessions_of(compared(("fast", "pays", 1.5, 1.0)), "fast") == 2
+    write_comparison(root)
+    write_gate(root)
+    assert tracking.promote(config_of(), COMMIT, root) == promoting.TOO_FEW
+    assert "ddp pays in 1 session(s) of the bench, and 3 are asked for" in capsys.readouterr().err
+    assert client_of(root).search_registered_models() == []
+
+
+@pytest.mark.usefixtures("one_session_is_enough")
 def test_what_is_not_here_or_not_in_mlflow_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gate(root)
     with pytest.raises(tracking.PromotionError, match="no comparison of the results that are here"):
@@ -1003,6 +1021,7 @@ def test_what_is_not_here_or_not_in_mlflow_is_not_promoted(root: Path, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_session_is_enough")
 def test_the_champion_carries_its_evidence(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1164,6 +1183,7 @@ def test_other_weights_than_the_result_names_are_not_logged(root: Path) -> None:
     assert not any(COMPLETE in run.data.tags for run in runs_of(root))
 
 
+@pytest.mark.usefixtures("one_session_is_enough")
 def test_the_champion_is_made_from_the_weights_here_whatever_a_tag_names(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

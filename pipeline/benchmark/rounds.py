@@ -160,7 +160,7 @@ def _in_turns(
     for turn in range(turns):
         show(f"turn {turn + 1} of {turns}")
         share = steps * (turn + 1) // turns - steps * turn // turns
-        first = turn % len(arms)  # each arm is first as often as last, and never runs twice in a row
+        first = turn % len(arms)  # each arm is first about as often as last
         for spec in [*arms[first:], *arms[:first]]:
             spec.server.turn(spec.name, share)
     return {spec.name: spec.server.close(spec.name) for spec in arms}
@@ -235,6 +235,8 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     settings, baseline = config.bench, config.compare.baseline
     seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
     ended = sitting.begin()
+    # Before anything is measured: what is edited meanwhile was not.
+    commit, keys = environment.checked_out(), stages.keys(config, plans(config, machine), environment.read())
     with Server() as server:
         about = server.describe()
         variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
@@ -255,7 +257,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     session = ended()
     bench = Bench(
         environment=about["environment"],
-        commit=environment.checked_out(),
+        commit=commit,
         config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
         dataset=Dataset.model_validate(about["dataset"]),
         baseline=baseline,
@@ -268,7 +270,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         flops=flops,
         not_ablated=not_ablated,
         session=session,
-        keys=stages.keys(config, plans(config, machine), environment.read()),
+        keys=keys,
     )
     file = SESSIONS / f"{re.sub('[^0-9T]', '', session.start_utc)[:15]}.json" if again else BENCH_FILE
     files.write_text(file, bench.to_json())

@@ -1,6 +1,6 @@
 """Results of all variants and the bench -> one comparison with the baseline. A pure function of files.
 
-Throughput, memory and the verdicts rest on the bench, which measured all variants side by side; accuracy and the time
+Throughput, memory and the verdicts rest on the bench, which measured all variants side by side; accuracy and the steps
 to reach it rest on the training runs. ``None`` means unknown: a figure that no file holds is not estimated here.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pipeline.comparison import ablation, advice, consistency, figures, pareto, verdicts
 from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError
-from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, noises_of, sittings_like, summary, to_show
+from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, distinct, noises_of, sittings_like, summary
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
 from pipeline.environment import without_stages
 from pipeline.params import Compare, Margins
@@ -26,9 +26,8 @@ def compare(
     settings: Compare,
     environment: Mapping[str, Any],
 ) -> Comparison:
-    """Compare every result with the baseline's, over all ``sessions`` that measured the pair as the first did.
-
-    Figures that are no ratios are of the oldest trusted one that measured all variants, if there is one.
+    """Compare every result with the baseline's, over all ``sessions`` that measured the pair as the first did, which is
+    the bench's own: figures that are no ratios are of it alone.
 
     On the Pareto front is what nothing beats in throughput, memory and accuracy against the baseline's; a difference
     from the baseline that was not shown to matter counts as none, and one that is not trusted has no place there.
@@ -47,22 +46,20 @@ def compare(
     consistency.check(measured, baseline, histories, bench, environment)
 
     sittings = sittings_like(bench, sessions, settings.max_spread)
-    shown = to_show(bench, sittings, names, settings.max_spread)
+    own = Sitting(bench, *noises_of(bench, settings.max_spread))
     others = [result for result in measured if result is not baseline]
     judgements = {
         each.variant: _judge(
-            each, baseline, [one for one in sittings if alike(bench, one.bench, each.variant)], shown, settings.margins
+            each, baseline, [one for one in sittings if alike(bench, one.bench, each.variant)], own, settings.margins
         )
         for each in others
     }
-    trusted = {
-        name: (not each.throughput.why_untrusted, not each.memory.why_untrusted) for name, each in judgements.items()
-    }
-    trusted[baseline.variant] = (not shown.throughput.why_untrusted, not shown.memory.why_untrusted)
+    trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:2]) for name, each in judgements.items()}
+    trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in own[1:])
     placed = {name: each[:3] for name, each in judgements.items() if each.verdict != "untrusted"}
-    front = pareto.on_front(baseline.variant, placed) if all(trusted[baseline.variant]) else set()
+    front = pareto.on_front(baseline.variant, placed) if placed or all(trusted[baseline.variant]) else set()
     target = settings.target_accuracy
-    benched = {name: figures.of_bench(bench, arm_of(shown.bench, "variant", name), *trusted[name]) for name in names}
+    benched = {name: figures.of_bench(bench, arm_of(bench, "variant", name), *trusted[name]) for name in names}
     times = {
         each.variant: figures.time_to_target(
             each, histories[each.variant], target, benched[each.variant]["samples_per_second"]
@@ -81,8 +78,8 @@ def compare(
         train=baseline.config["train"],
         parameter_count=baseline.parameter_count,
         seeds=tuple(run.seed for run in baseline.runs),
-        noise_throughput=shown.throughput,
-        noise_memory=shown.memory,
+        noise_throughput=own.throughput,
+        noise_memory=own.memory,
         variants=tuple(
             Compared(
                 variant=each.variant,
@@ -96,14 +93,20 @@ def compare(
             for each in (baseline, *others)
         ),
         sessions=tuple(summary(each, [name for name in names if alike(bench, each.bench, name)]) for each in sittings),
+        sessions_set_aside=len(distinct(sessions)) - len(sittings),
         shares=ablation.shares(
             bench,
             {name: each.accuracy for name, each in judgements.items()},
             settings.margins,
-            noises_of(bench, settings.max_spread),
+            own[1:],
         ),
-        bench=shown.bench,
+        bench=bench,
     )
+
+
+def _trusts(own: Sitting, ratio: Ratio) -> bool:
+    """Whether the bench's own session told a trusted ratio: only then are its figures shown."""
+    return any(each.trusted for each in ratio.sessions if each.start_utc == own.bench.session.start_utc)
 
 
 class Judgement(NamedTuple):
@@ -121,18 +124,17 @@ _NOT_JUDGED: dict[str, Any] = {**dict.fromkeys(Judgement._fields), "reasons": ()
 """The baseline is not."""
 
 
-def _judge(
-    result: Result, baseline: Result, sittings: Sequence[Sitting], shown: Sitting, margins: Margins
-) -> Judgement:
+def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: Sitting, margins: Margins) -> Judgement:
     """Of each quantity samples -> interval -> decision at a margin, over sessions; and the verdict of all decisions."""
 
+    def of(sitting: Sitting, quantity: Quantity, margin: float) -> Ratio:
+        arm, reference = (arm_of(sitting.bench, "variant", each.variant) for each in (result, baseline))
+        noise = sitting.memory if quantity is MEMORY else sitting.throughput
+        return verdicts.ratio(arm, reference, quantity, margin, noise)
+
     def over(quantity: Quantity, margin: float) -> Ratio:
-        found = []
-        for bench, *noises in sittings:
-            arms = arm_of(bench, "variant", result.variant), arm_of(bench, "variant", baseline.variant)
-            noise = noises[quantity is MEMORY]
-            found.append((bench.session.start_utc, verdicts.ratio(*arms, quantity, margin, noise)))
-        return combined(found, quantity)
+        found = [(each.bench.session.start_utc, of(each, quantity, margin)) for each in sittings]
+        return combined(found, of(own, quantity, margin), quantity)
 
     throughput, memory = over(THROUGHPUT, margins.throughput), over(MEMORY, margins.memory)
     difference = figures.accuracy_difference(result, baseline)
@@ -144,9 +146,9 @@ def _judge(
         identical=_weights(result) == _weights(baseline),
     )
     known = [throughput.decision, accuracy.decision]
-    arms = [arm_of(shown.bench, "variant", each.variant) for each in (result, baseline)]
+    arms = [arm_of(own.bench, "variant", each.variant) for each in (result, baseline)]
     known += [] if verdicts.unmeasurable(arms, MEMORY) else [memory.decision]
-    reasons = advice.reasons(throughput, memory, accuracy, shown.bench)
+    reasons = advice.reasons(throughput, memory, accuracy, own.bench)
     return Judgement(throughput, memory, accuracy, difference, verdicts.verdict(known), reasons)
 
 

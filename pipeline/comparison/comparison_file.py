@@ -171,7 +171,9 @@ class Comparison(Document):
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
     sessions: tuple[SessionSummary, ...] = ()
-    """Those of which something counts, the oldest first; figures other than ratios are of ``bench``."""
+    """Those that measured the baseline as ``bench`` did, the oldest first. Figures but ratios are of ``bench``."""
+    sessions_set_aside: int = 0
+    """Others, of other code, settings, data or another environment."""
     shares: tuple[Share, ...]
     """Of the techniques of ablated variants, in the bench's order."""
     bench: Bench

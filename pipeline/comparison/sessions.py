@@ -35,8 +35,7 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
     if len(intervals) == 1:
         return intervals[0]
     logs = [math.log(each.estimate) for each in intervals]
-    below = statistics.median(log - math.log(each.low) for log, each in zip(logs, intervals, strict=True))
-    above = statistics.median(math.log(each.high) - log for log, each in zip(logs, intervals, strict=True))
+    below, above = _median_widths(intervals)
     mean, half = statistics.fmean(logs), _half(statistics.stdev(logs), len(logs), confidence)
     low, high = mean - max(half, below), mean + max(half, above)
     return Interval(math.exp(mean), math.exp(low), math.exp(high), sum(each.count for each in intervals))
@@ -46,36 +45,54 @@ def _half(deviation: float, sessions: int, confidence: float = 0.95) -> float:
     return float(stdtrit(sessions - 1, (1 + confidence) / 2)) * deviation / math.sqrt(sessions)
 
 
-def sessions_needed(logs: Sequence[float], margin: float) -> int | None:
-    """About how many more sessions would decide, if mean and deviation stay. None if that cannot be foreseen: there is
-    one alone, the mean lies on the margin's very edge, or more than ``MOST_SESSIONS`` would be missing."""
-    if len(logs) < 2:
+def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
+    """About how many more sessions would decide, if mean, deviation and the sessions' own intervals stay.
+
+    None if that cannot be foreseen: there is one alone, the mean lies on the margin's very edge, the sessions' own
+    intervals are too wide for any number of them, or more than ``MOST_SESSIONS`` would be missing.
+    """
+    if len(intervals) < 2:
         return None
+    logs = [math.log(each.estimate) for each in intervals]
     room, deviation = abs(abs(statistics.fmean(logs)) - math.log1p(margin)), statistics.stdev(logs)
+    if max(_median_widths(intervals)) >= room:
+        return None
     return next((n for n in range(1, MOST_SESSIONS + 1) if _half(deviation, len(logs) + n) < room), None)
 
 
-def combined(found: Sequence[tuple[str, Ratio]], quantity: Quantity) -> Ratio:
-    """One ratio of those that the sessions gave: (when it started, the ratio), at least one.
+def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
+    """Of the intervals' lower and upper parts, on the logarithmic scale."""
+    return (
+        statistics.median(math.log(each.estimate / each.low) for each in intervals),
+        statistics.median(math.log(each.high / each.estimate) for each in intervals),
+    )
 
-    An untrusted session counts for nothing. Where fewer than two are trusted, it is that one's, or the first's.
+
+def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity) -> Ratio:
+    """One ratio of those that the sessions gave: (when it started, the ratio); ``own`` is that of the bench itself.
+
+    An untrusted session counts for nothing. Where fewer than two are trusted, it is that one's, or ``own``.
     """
     shown, trusted, intervals = [], [], []
     for start, each in found:
-        counts = each.decision != "untrusted" and each.low is not None
         shown.append(
             SessionRatio(
-                start_utc=start, estimate=each.estimate, low=each.low, high=each.high, pairs=each.pairs, counts=counts
+                start_utc=start,
+                estimate=each.estimate,
+                low=each.low,
+                high=each.high,
+                pairs=each.pairs,
+                trusted=each.decision != "untrusted",
             )
         )
-        if counts and each.estimate and each.low and each.high:
+        if shown[-1].counts and each.estimate and each.low and each.high:
             trusted.append(each)
             intervals.append(Interval(each.estimate, each.low, each.high, each.pairs))
     if len(trusted) < 2:
-        return (trusted or [found[0][1]])[0].model_copy(update={"sessions": tuple(shown)})
+        return (trusted or [own])[0].model_copy(update={"sessions": tuple(shown)})
     interval, margin = over_sessions(intervals), trusted[0].margin
     decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
-    needed = sessions_needed([math.log(each.estimate) for each in intervals], margin)
+    needed = sessions_needed(intervals, margin)
     return Ratio(
         estimate=interval.estimate,
         low=interval.low,
@@ -110,10 +127,6 @@ class Sitting(NamedTuple):
     throughput: Noise
     memory: Noise
 
-    @property
-    def is_calm(self) -> bool:
-        return not self.throughput.why_untrusted and not self.memory.why_untrusted
-
 
 def noises_of(bench: Bench, max_spread: float) -> tuple[Noise, Noise]:
     """Of throughput and of memory."""
@@ -141,17 +154,6 @@ def sittings_like(bench: Bench, sessions: Sequence[Bench], max_spread: float) ->
     """The ``sessions`` that measured the baseline as ``bench`` did, each once, the oldest first."""
     found = (each for each in distinct(sessions) if alike(bench, each, bench.baseline))
     return [Sitting(each, *noises_of(each, max_spread)) for each in found]
-
-
-def to_show(bench: Bench, sittings: Sequence[Sitting], variants: Sequence[str], max_spread: float) -> Sitting:
-    """Whose figures are shown that are no ratios: the oldest calm one's that measured all ``variants``, or ``bench``'s.
-
-    Ledgers, operations and why something was not ablated are always those of ``bench``.
-    """
-    found = next((each for each in sittings if each.is_calm and alike(bench, each.bench, *variants)), None)
-    found = found or Sitting(bench, *noises_of(bench, max_spread))
-    described = {key: getattr(bench, key) for key in ("ledgers", "flops", "not_ablated")}
-    return found._replace(bench=found.bench.model_copy(update=described))
 
 
 def arm_of(bench: Bench, role: str, variant: str) -> Arm:

@@ -61,8 +61,12 @@ class SessionRatio(Record):
     low: float | None
     high: float | None
     pairs: int
-    counts: bool
-    """False: it is untrusted, or too few pairs bound it."""
+    trusted: bool
+
+    @property
+    def counts(self) -> bool:
+        """Not if it is untrusted, nor if too few pairs bound it."""
+        return self.trusted and self.low is not None
 
 
 class Ratio(Record):

@@ -151,14 +151,16 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
 def checked_out() -> str | None:
     """The commit of the code that is here, with "+" if files differ from it; None without git or a commit.
 
-    What ``dvc repro`` itself writes does not count: dvc.lock and the reports that git keeps.
+    What ``dvc repro`` and ``make again`` write does not count: dvc.lock, and the reports and sessions that git keeps.
     """
 
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", ".", ":(exclude)dvc.lock", ":(exclude)reports")
+        changed = git(
+            "status", "--porcelain", "--", ".", *(f":(exclude){name}" for name in ("dvc.lock", "reports", "sessions"))
+        )
         return git("rev-parse", "--verify", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -45,6 +45,8 @@ def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
         f"{name}_ratio_high": trusted.high if trusted else None,
         f"{name}_pairs": ratio.pairs if ratio else None,
         f"{name}_more_pairs": ratio.more_pairs if ratio else None,
+        f"{name}_sessions": trusted.session_count if trusted else None,
+        f"{name}_more_sessions": ratio.more_sessions if ratio else None,
     }
 
 

@@ -69,7 +69,10 @@ def _accuracy_part(accuracy: Accuracy) -> str:
 def banner(comparison: Comparison) -> list[str]:
     """What stands between all variants and a verdict, and what would help; said once, at the top."""
     nouns: dict[str, list[str]] = {}
-    for noise in (comparison.noise_throughput, comparison.noise_memory):
+    judged = comparison.variants[1:]
+    for noise, field in ((comparison.noise_throughput, "throughput"), (comparison.noise_memory, "memory")):
+        if judged and all(getattr(each, field).decision != "untrusted" for each in judged):
+            continue  # other sessions tell it
         noun, _, why = (noise.why_untrusted or "").partition(": ")
         nouns.setdefault(why, []).append(noun)
     found = [f"untrusted {' and '.join(each)}: {why}" for why, each in nouns.items() if why]
@@ -92,15 +95,22 @@ def sentences(fragments: Sequence[str]) -> list[str]:
 
 def sessions(comparison: Comparison) -> str:
     """For how long the ratios hold: what stands above them."""
-    found = [each for each in comparison.sessions if not each.noise_throughput.why_untrusted]
-    most = max((each.throughput.session_count for each in comparison.variants if each.throughput), default=1)
+    ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
+    starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
+    most = max((ratio.session_count for ratio in ratios), default=1)
+    others = ""
+    if aside := comparison.sessions_set_aside:
+        others = f" {count(aside, 'session')} of other code, settings, data or machine count for nothing."
     if most == 1:
-        return "In one session: in others these ratios may differ, by how much is unknown. `make again` adds one."
-    first, last = (each.start_utc[:16].replace("T", " ") for each in (found[0], found[-1]))
-    boots = len({each.boot_id for each in found})
+        said = "In one session: in others these ratios may differ, by how much is unknown. `make again` adds one."
+        return said + others
+    first, last = (each[:16].replace("T", " ") for each in (starts[0], starts[-1]))
+    boots = {each.boot_id for each in comparison.sessions if each.start_utc in starts and each.boot_id}
+    of_boots = f", of {count(len(boots), 'boot')}" if boots else ""
     return (
-        f"Over {count(most, 'session')}, {first} to {last} UTC, of {count(boots, 'boot')}: a ratio is the mean of "
-        "theirs, and its interval covers how they differ."
+        f"Over up to {count(most, 'session')}, {first} to {last} UTC{of_boots}: a ratio is the mean of theirs, and its "
+        f"interval covers how they differ. Other figures are of the session of "
+        f"{comparison.bench.session.start_utc[:10]}.{others}"
     )
 
 
@@ -136,8 +146,8 @@ def basis(comparison: Comparison) -> list[str]:
     turns = "" if bench.turns == 1 else f", in {bench.turns} turns between those of the others"
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
-        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is reversed every other round. A ratio is "
-        "the median over the rounds, with its 95% interval.",
+        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is reversed every other round. A session's "
+        "ratio is the median over the rounds, with its 95% interval.",
         f"Accuracy: {count(len(comparison.seeds), 'seed')}, paired, with two one-sided tests.",
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",

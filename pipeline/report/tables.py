@@ -72,14 +72,15 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Throughput",
             "Samples of the global batch over wall seconds of the slowest process, in a window of warm steps: the "
             "median over the bench's rounds. Beside it the ratio to the baseline: the median of the rounds' ratios, "
-            "with its 95% bootstrap interval.",
+            "with its 95% bootstrap interval; over several sessions their mean, with a t interval.",
             throughput,
         ),
         Column(
             "Peak memory",
-            "In the same windows and with the same statistics. On GPUs: the most bytes PyTorch had allocated, of the "
-            "process that had most, as each has a memory of its own. On a CPU: the peak resident set above what a "
-            "process held after its imports, of all processes together, as they share its memory.",
+            "In the same rounds and with the same statistics; on a CPU in a window of its own before. "
+            "On GPUs: the most bytes PyTorch had allocated, of the process that had most, as each has a memory of its "
+            "own. On a CPU: the peak resident set above what a process held after its imports, of all processes "
+            "together, as they share its memory.",
             memory,
         ),
         Column(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
 GATE = (REPORTS / "gate.json", REPORTS / "gate.md")
 ALIAS = "champion"
+FEWEST_SESSIONS = 3
+"""Fewer say too little of whether a gain is there tomorrow."""
+TOO_FEW = 3
+"""Exit code: not yet."""
 
 
 class PromotionError(PipelineError):
     """There is no champion to name. The message says why and what to do."""
 
 
-def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
+def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     """Register the model of the best variant as ``publish.registered_model``, and give it the alias ``champion``.
 
     It is logged anew, from the weights that are here and that the result names by their digest: whatever lies in the
@@ -35,6 +40,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
     verdict, links to its run and to the comparison, which gets the gate's report. Again, it makes another version.
     ``commit``: what is checked out, with "+" if files differ from it. Raises PromotionError unless the gate let this
     very commit pass and MLflow holds the comparison, and ResultError for files that are not what they should be.
+
+    Returns 0; or ``TOO_FEW``, having done and said nothing but that, if the gain rests on too few sessions.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)
@@ -42,6 +49,13 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
     if wanted is None or not compared:
         raise PromotionError("there is no comparison of the results that are here; run `dvc repro`, which makes it.")
     variant = best(compared)
+    if variant != compared["baseline"] and (count := sessions_of(compared, variant)) < FEWEST_SESSIONS:
+        print(
+            f"not promoted: {variant} pays in {count} session(s) of the bench, and {FEWEST_SESSIONS} are asked for. "
+            "Run `make again` on another day.",
+            file=sys.stderr,
+        )
+        return TOO_FEW
     # The first seed: the one with the highest test accuracy would be chosen by luck, and its accuracy flatter it.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
     if child is None:
@@ -73,6 +87,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> None:
         raise PromotionError(f"{stores.describe(uri, error)} Run `python -m pipeline promote` again.") from error
     name = config.publish.registered_model
     print(f"MLflow: {child.name} is version {version} of {name}, its {ALIAS}: {views.page(uri)}/#/models/{name}")
+    return 0
 
 
 def best(compared: Mapping[str, Any]) -> str:
@@ -90,6 +105,19 @@ def best(compared: Mapping[str, Any]) -> str:
 
     paying = [each for each in compared["variants"] if each["verdict"] == "pays"]
     return str(max(paying, key=gains)["variant"] if paying else compared["baseline"])
+
+
+def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
+    """On how many sessions each of the variant's trusted ratios rests at least."""
+    each = next(each for each in compared["variants"] if each["variant"] == variant)
+    return min(
+        (
+            sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
+            for ratio in (each["throughput"], each["memory"])
+            if ratio and ratio["decision"] != "untrusted"
+        ),
+        default=0,
+    )
 
 
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
