@@ -55,9 +55,9 @@ class Server(AbstractContextManager["Server"]):
         """End an open arm: ``arm.Measured`` as plain values."""
         return self._ask_of(name, do="close")
 
-    def measure(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> dict[str, Any]:
+    def measure(self, name: str, values: dict[str, Any], steps: int) -> dict[str, Any]:
         """The three of them: ``steps`` warm steps in one turn."""
-        self.open(name, values, steps, ledgers=ledgers)
+        self.open(name, values, steps)
         self.turn(name, steps)
         return self.close(name)
 
