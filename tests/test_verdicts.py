@@ -176,6 +176,24 @@ def test_a_noisy_machine_makes_every_ratio_untrusted(
     assert clear.estimate == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "more_mib", "trusted"), [(False, 0.1, True), (False, 2.0, False), (True, 0.1, False)]
+)
+def test_on_a_cpu_equal_processes_may_differ_by_what_lies_free_in_their_heap(
+    on_gpu: bool, more_mib: float, trusted: bool
+) -> None:
+    """Peaks of a real bench; on a GPU the allocator counts every byte."""
+    peaks = [35.48, 35.48, 35.5, 35.53, 35.51, 35.52, 35.47, 35.51, 35.59, 35.48, 35.48]
+
+    def of(peaks_mib: Sequence[float]) -> Arm:
+        held = {"peak_reserved_bytes": 2**26} if on_gpu else {}
+        samples = (make_window(peak_memory_bytes=round(each * 2**20)).model_copy(update=held) for each in peaks_mib)
+        return make_arm(samples=tuple(samples))
+
+    found = verdicts.noise(of(peaks), of([each + more_mib for each in peaks]), MEMORY, 0.15, TEN_IN_TEN_MINUTES)
+    assert (found.why_untrusted is None) is trusted
+
+
 def test_the_allowed_spread_is_the_settings() -> None:
     control = [each * (1.04 if index % 2 else 0.96) for index, each in enumerate(STEADY)]
     assert noise(control, STEADY, 0.15).why_untrusted is None

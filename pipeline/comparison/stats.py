@@ -82,11 +82,11 @@ def paired_ratio(
     return Interval(math.exp(np.median(logs)), float(low), float(high), count)
 
 
-def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
+def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float = NEGLIGIBLE) -> str | None:
     """Why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything; None if not.
 
     ``aa`` is the 95% interval, whose width says how noisy the machine was. ``wide`` is the 99% interval of the same
-    pairs: if it excludes 1, by more than the ``NEGLIGIBLE`` that changes no decision, the arms of a pair did not meet
+    pairs: if it excludes 1, by more than is ``negligible``, the arms of a pair did not meet
     the same machine. A quiet one is distrusted in about 1% of all cases: that is what an interval means. Pairs too few
     for 99% are held against the 95% interval, for no machine is trusted unseen.
     """
@@ -97,7 +97,7 @@ def distrust(aa: Interval, wide: Interval, max_spread: float) -> str | None:
             "to know how noisy the machine is"
         )
     held, confidence = (wide, "99%") if wide.low > 0 else (aa, "95%")
-    if held.low > 1 + NEGLIGIBLE or held.high < 1 / (1 + NEGLIGIBLE):
+    if held.low > 1 + negligible or held.high < 1 / (1 + negligible):
         return (
             f"{shown} ({held.low:.3f} to {held.high:.3f}, {confidence}), which excludes 1: the machine changed within "
             "pairs"

@@ -6,6 +6,7 @@ The baseline's figures are the reference: a ratio above 1 means more samples a s
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
@@ -17,6 +18,10 @@ from pipeline.comparison.stats import Decision
 from pipeline.results import Arm, Record, kind_of
 
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
+
+HEAP_BYTES = 2**20
+"""So far apart can the peaks of equal processes on a CPU be: all that are forked from one server find the same free
+blocks in its heap, so the rounds of one sitting do not show it. Those of five servers differed by up to 0.9 MiB."""
 
 FEWEST_SEEDS = 3
 """Fewer decide no difference of accuracy: how far two lie apart says little about how far others would."""
@@ -183,7 +188,8 @@ def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, co
     why_untrusted = pairs.why_untrusted
     if interval and not why_untrusted:
         wide = stats.paired_ratio(pairs.above, pairs.below, confidence=0.99)
-        if noisy := stats.distrust(interval, wide, max_spread):
+        negligible = max(stats.NEGLIGIBLE, resolution(baseline)) if quantity is MEMORY else stats.NEGLIGIBLE
+        if noisy := stats.distrust(interval, wide, max_spread, negligible):
             remedies = planning.remedies(interval, max_spread, pairs.rejected, pairs.why_rejected, cost)
             why_untrusted = f"{quantity.noun}: {noisy}; {remedies}"
     low, high = _bounds(interval)
@@ -195,6 +201,13 @@ def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, co
         max_spread=max_spread,
         why_untrusted=why_untrusted,
     )
+
+
+def resolution(arm: Arm) -> float:
+    """The share of ``arm``'s peak memory that says nothing: on a CPU ``HEAP_BYTES`` a process."""
+    peaks = [sample.peak_memory_bytes for sample in arm.samples if sample.peak_memory_bytes]
+    on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
+    return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / statistics.median(peaks)
 
 
 def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:

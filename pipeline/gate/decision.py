@@ -21,12 +21,6 @@ EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "unde
 """2 is a mistake that the person can put right, as everywhere."""
 
 
-HEAP_BYTES = 2**20
-"""On a CPU, by so much a process at least do two sides have to differ. All processes of a side are forked from one
-server, whose heap's free blocks serve their first allocations, so the rounds of one gate do not show it: equal
-processes of five servers differed by up to 0.9 MiB."""
-
-
 class GateError(PipelineError):
     """The two cannot be held against each other. The message says why and what to do."""
 
@@ -113,7 +107,7 @@ def judge(
         if quantity is THROUGHPUT:
             margin, machine = margins.throughput, noise[0]
         else:
-            margin, machine = max(margins.memory, _resolution(of_base)), noise[1]
+            margin, machine = max(margins.memory, verdicts.resolution(of_base)), noise[1]
         return verdicts.ratio(of_head, of_base, quantity, margin, machine)
 
     def memory(of_head: Arm, of_base: Arm) -> Ratio | None:
@@ -169,13 +163,6 @@ def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> t
         verdicts.noise(baseline, control, THROUGHPUT, max_spread, cost),
         verdicts.noise(baseline, control, MEMORY, max_spread, cost),
     )
-
-
-def _resolution(arm: Arm) -> float:
-    """The share of ``arm``'s peak memory that says nothing: on a CPU ``HEAP_BYTES`` a process."""
-    peaks = [sample.peak_memory_bytes for sample in arm.samples if sample.peak_memory_bytes]
-    on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
-    return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / statistics.median(peaks)
 
 
 def _mostly_known(arm: Arm, quantity: Quantity) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.comparison import advice
 from pipeline.comparison.planning import RoundCost
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio
-from pipeline.gate.decision import HEAP_BYTES, Gated, Held
+from pipeline.comparison.verdicts import HEAP_BYTES, MEMORY, THROUGHPUT, Accuracy, Noise, Ratio
+from pipeline.gate.decision import Gated, Held
 
 
 def markdown(gated: Gated) -> str:
