@@ -3,7 +3,7 @@ from __future__ import annotations
 from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.advice import accuracy_reasons, ratio_reasons
 from pipeline.comparison.planning import RoundCost
-from pipeline.comparison.verdicts import THROUGHPUT, Accuracy, Ratio
+from pipeline.comparison.verdicts import THROUGHPUT, Accuracy, Ratio, SessionRatio
 from tests.test_verdicts import TEN_IN_TEN_MINUTES, ratio
 
 
@@ -29,6 +29,13 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     assert reason(undecided, RoundCost("bench.max_minutes", 6, None)) == f"{about} (raise bench.max_minutes)"
     rejected = undecided.model_copy(update={"refused": 6})  # half of the rounds are
     assert reason(rejected) == f"{about} (set bench.max_minutes: 21)"
+
+
+def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
+    told = SessionRatio(start_utc="", estimate=1.0, low=0.9, high=1.1, pairs=8, trusted=True)
+    over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": (told,) * 3, "more_sessions": 2})
+    assert reason(over).startswith("throughput is undecided over 3 sessions: about 2 more would decide (make again")
+    assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 
 
 def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
