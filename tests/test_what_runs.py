@@ -238,3 +238,41 @@ def test_the_digests_are_of_all_that_a_stage_and_its_processes_import(tmp_path: 
         # The routing, which changes no output:
         assert imported - known <= {"pipeline.cli", "pipeline.interpreter"}, stage
         assert len(imported) > 3, stage
+
+
+def test_what_was_read_before_is_not_read_again_and_what_lies_there_broken_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("import layers\n")
+    Path("layers.py").write_text("VALUE = 1\n")
+    config = parse({"train": {"model": "net:net"}, "variants": {"baseline": {}}})
+    read: list[str] = []
+    plain = code._read
+
+    def reading(path: Path, content: bytes) -> code._Source:
+        read.append(path.name)
+        return plain(path, content)
+
+    monkeypatch.setattr(code, "_read", reading)
+
+    def digests() -> dict[str, str]:
+        code._source.cache_clear()
+        code._memo.cache_clear()
+        code._used.clear()
+        read.clear()
+        found = code.of_variant(plan(config, "baseline", CPU))
+        code.remember()
+        return found
+
+    first = digests()
+    assert (digests(), read) == (first, [])
+    Path("layers.py").write_text("VALUE = 2\n")
+    assert digests()["net.py"] == first["net.py"]
+    assert read == ["layers.py"]
+    assert len(json.loads(code.MEMO.read_text())) == 2, "what is used no more goes"
+    for broken in ("[", "[]", '{"a": 1}'):
+        code.MEMO.write_text(broken)
+        digests()
+        assert sorted(read) == ["layers.py", "net.py"]
+    code._memo.cache_clear()

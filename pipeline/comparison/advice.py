@@ -42,7 +42,9 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost) -> list[str
     if ratio.session_count > 1:
         over = f"{quantity.noun} is undecided over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
-            return [f"{over}; how many would decide cannot be foreseen, more rounds in each may help (bench.max_minutes)"]
+            return [
+                f"{over}; how many would decide cannot be foreseen, more rounds in each may help (bench.max_minutes)"
+            ]
         return [f"{over}: about {ratio.more_sessions} more would decide (make again, on other days)"]
     measured = ratio.pairs + ratio.refused
     if ratio.low is None or ratio.high is None:

@@ -30,10 +30,12 @@ def described(config: Config, plans: Mapping[str, Plan]) -> dict[str, Any]:
         "infer": {"max_spread": config.compare.max_spread, **_plain(config.infer, but=frozenset({"variants"}))},
         "compare": _plain(config.compare),
     }
-    return {
+    found = {
         "stages": {stage: {"code": code.of_stage(stage), "settings": each} for stage, each in settings.items()},
         "variants": {name: _of_variant(plan) for name, plan in plans.items()},
     }
+    code.remember()
+    return found
 
 
 HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
