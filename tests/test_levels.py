@@ -22,6 +22,7 @@ def test_the_components_of_variance_are_those_that_were_drawn(servers: float, pr
     assert components(logs) == pytest.approx({"servers": servers, "processes": processes, "turns": turns}, abs=0.012)
 
 
+@pytest.mark.slow
 def test_one_session_holds_the_truth_too_seldom_where_sittings_differ_and_three_do_not() -> None:
     one, three = (coverage(0.1, 0.05, sessions, trials=80)["coverage"] for sessions in (1, 3))
     assert one < 0.6
