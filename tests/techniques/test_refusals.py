@@ -87,7 +87,8 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("gradient_accumulation", "better 16", parallelism="pipeline", processes=4, gradient_accumulation=2),
         case("replicas", "divide 4 processes into", parallelism="fsdp", processes=4, replicas=4),
         case("replicas", "more; allowed: 1, 2.", parallelism="fsdp", processes=4, replicas=4),
-        case("replicas", "divide 4 processes into", parallelism="pipeline", processes=4, replicas=3),
+        case("replicas", "divide 8 processes into", parallelism="pipeline", processes=8, replicas=3),
+        case("replicas", "more; allowed: 1, 2, 4.", parallelism="pipeline", processes=8, replicas=3),
         case("replicas", "allowed: 1.", GPUS.model_copy(update={"gpus": 3}), parallelism="tensor", replicas=2),
         *(
             case("replicas", "divide 1 process into", GPUS.model_copy(update={"gpus": 1}), parallelism=each, replicas=2)
