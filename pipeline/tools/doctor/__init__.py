@@ -13,27 +13,27 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pipeline.errors import redacted
-from pipeline.tools.doctor import checkout, findings, gpus, machine
+from pipeline.tools.doctor import findings, gpus, machine
 from pipeline.tools.doctor.facts import Facts, look
 from pipeline.tools.doctor.findings import Finding
 
 CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
-    "params.yaml": checkout.params_file,
-    "variants": checkout.variants,
+    "params.yaml": machine.params_file,
+    "variants": machine.variants,
     "torch": gpus.torch,
-    "model": checkout.names,
+    "model": machine.names,
     "NVIDIA driver": gpus.driver,
     "GPUs": gpus.gpus,
     "NCCL": gpus.nccl,
     "CPU": machine.cpu,
     "memory": machine.memory,
     "shared memory": machine.shared_memory,
-    "work tree": checkout.work_tree,
-    "git": checkout.git,
-    "DVC cache": checkout.cache,
-    "DVC remote": checkout.remote,
+    "work tree": machine.work_tree,
+    "git": machine.git,
+    "DVC cache": machine.cache,
+    "DVC remote": machine.remote,
     "disk": machine.disk,
-    "tracking": checkout.tracking,
+    "tracking": machine.tracking,
 }
 """In the order in which a person would put things right."""
 
@@ -41,11 +41,9 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
 def run(*, as_json: bool) -> int:
     """Print what was found; return 1 if there is a problem, else 0."""
     found = list(examine(look(Path())))
-    if as_json:
-        print(findings.as_json(found))
-    else:
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        print(findings.as_text(found, shutil.get_terminal_size().columns, colour=colour))
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = shutil.get_terminal_size().columns
+    print(findings.as_json(found) if as_json else findings.as_text(found, width, colour=colour))
     return int(any(finding.status == "problem" for finding in found))
 
 

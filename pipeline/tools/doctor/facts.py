@@ -1,32 +1,50 @@
-"""What is looked at once, and judged by several checks: the job on this machine, and what the probes answer."""
+"""What is looked at once, and judged by several checks: the job on this machine, and what probes answer.
+
+A probe is a look that is slow, may hang or may crash, in a process of its own. It says what it finds as soon as it
+knows it, so what was found before a hang is not lost; what it raises is told as its failure.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from pipeline import environment, params, plans
-from pipeline.errors import ConfigError
-from pipeline.params import PARAMS_FILE, Config, Machine
-from pipeline.plans import Plan
-from pipeline.tools.doctor import probes
-from pipeline.tools.doctor.probes import Answer
+from pipeline.environment.gpus import instances
+from pipeline.errors import ConfigError, PipelineError
 
 CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+
+PROBE_SECONDS = 60
+"""Imports of torch, DVC or MLflow take one to three; from a cold disk, or on a busy machine, much longer."""
+NETWORK_SECONDS = 3
+"""After the imports, the longest wait for a DVC remote."""
+
+
+class Answer(NamedTuple):
+    found: dict[str, Any]
+    failure: str = ""
+    """Why it is not complete."""
+    late: bool = False
+    """It was cut off."""
 
 
 @dataclass(frozen=True)
 class Job:
     """What params.yaml asks for, as far as it can be read and planned here."""
 
-    config: Config | None = None
+    config: params.Config | None = None
     mistakes: str = ""
     """Why there is no config."""
-    plans: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[str, plans.Plan] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     """Variant -> why it cannot run here."""
 
@@ -34,18 +52,47 @@ class Job:
     def device(self) -> Literal["auto", "cpu", "cuda"]:
         return self.config.train.device if self.config else "auto"
 
-    @property
-    def processes(self) -> int:
-        """The most that train together."""
-        return max((plan.processes for plan in self.plans.values()), default=1)
+    def processes(self, *devices: Literal["cpu", "cuda"]) -> int:
+        """The most that train together on one of ``devices``."""
+        return max((plan.processes for plan in self.plans.values() if plan.device in devices), default=1)
+
+
+@dataclass(frozen=True)
+class Facts:
+    root: Path
+    """The checkout."""
+    job: Job
+    planned_gpus: int
+    """How many the plans count on (``environment.machine``)."""
+    container: bool
+    """This is one."""
+    driver: Answer
+    torch: Answer
+    names: Answer
+    git: Answer
+    dvc: Answer
+    store: Answer
 
     @property
-    def gpu_processes(self) -> int:
-        """The most that train together on GPUs, and so over NCCL."""
-        return max((plan.processes for plan in self.plans.values() if plan.device == "cuda"), default=0)
+    def computes(self) -> bool:
+        """Torch does, on GPUs."""
+        return bool(self.torch.found.get("gpus")) and not self.torch.failure
 
 
-def read(path: Path, machine: Machine | None) -> Job:
+def look(root: Path) -> Facts:
+    """What there is in the checkout at ``root``, the current directory, and around it."""
+    driver, machine = ask("driver"), None  # before anything of ours computes on a GPU: it lists who does
+    with ThreadPoolExecutor() as pool:
+        asked = {probe: pool.submit(ask, probe) for probe in PROBES if probe != "driver"}
+        with suppress(Exception):  # the checks that miss it say so
+            machine = environment.machine()
+        job = read(root / params.PARAMS_FILE, machine)
+    container = any(mark.exists() for mark in CONTAINER_MARKS) or "KUBERNETES_SERVICE_HOST" in os.environ
+    answers = {probe: answer.result() for probe, answer in asked.items()}
+    return Facts(root, job, machine.gpus if machine else 0, container, driver, **answers)
+
+
+def read(path: Path, machine: params.Machine | None) -> Job:
     """The job of ``path``, planned for ``machine`` unless that is unknown."""
     try:
         config = params.load(path)
@@ -61,35 +108,140 @@ def read(path: Path, machine: Machine | None) -> Job:
     return job
 
 
-@dataclass(frozen=True)
-class Facts:
-    root: Path
-    """The checkout."""
-    job: Job
-    planned_gpus: int
-    """How many the plans count on (``environment.machine``)."""
-    container: bool
-    """This is one."""
-    driver: Answer
-    torch: Answer
-    names: Answer
-    store: Answer
-    dvc: Answer
-
-    @property
-    def computes(self) -> bool:
-        """Torch does, on GPUs."""
-        return bool(self.torch.found.get("gpus")) and not self.torch.failure
+def ask(probe: str) -> Answer:
+    """Run ``PROBES[probe]`` in a process that finds the same modules as this one."""
+    command, same = [sys.executable, "-m", __name__, probe], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, errors="replace")
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):  # libraries may print what they like
+            found |= json.loads(line)
+    failure, seconds = found.pop("failure", ""), found.pop("seconds", 0)
+    if late := done.returncode == -signal.SIGALRM:
+        failure = f"no answer within {seconds} s"
+    elif done.returncode:  # it crashed
+        failure = [f"the process ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]
+    return Answer(found, failure, late)
 
 
-def look(root: Path) -> Facts:
-    """What there is in the checkout at ``root``, the current directory, and around it."""
-    driver, machine = probes.ask("driver"), None  # before anything of ours computes on a GPU: it lists who does
-    with ThreadPoolExecutor() as pool:
-        asked = {probe: pool.submit(probes.ask, probe) for probe in probes.PROBES if probe != "driver"}
-        with suppress(Exception):  # the checks that miss it say so
-            machine = environment.machine()
-        job = read(root / PARAMS_FILE, machine)
-        answers = {probe: answer.result() for probe, answer in asked.items()}
-    container = any(mark.exists() for mark in CONTAINER_MARKS) or "KUBERNETES_SERVICE_HOST" in os.environ
-    return Facts(root, job, machine.gpus if machine else 0, container, driver, **answers)
+def answer(probe: str) -> None:
+    """Print what the probe says, a JSON object a line."""
+    try:
+        PROBES[probe]()
+    except Exception as error:
+        kind = [] if isinstance(error, PipelineError) else [f"{type(error).__name__}:"]
+        missing = getattr(error, "missing_deps", ())  # as DVC names what it needs
+        _say(failure=" ".join([*kind, *str(error).split(), *missing]))
+
+
+def _say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def _end_after(seconds: int) -> None:
+    """The system ends this process: nothing else ends a driver that hangs, or a library that tries again and again."""
+    _say(seconds=seconds)
+    signal.alarm(seconds)
+
+
+def _driver() -> None:
+    """What the driver's library (NVML) knows: version, cuda (the newest, major and minor) and gpus: uuid, instances
+    (UUIDs; None: it is not split, MIG), pids (of processes that compute on it, as the host counts them)."""
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    gpus = []
+    for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+        made, pids = instances(handle), []
+        with suppress(nvml.NVMLError):  # a virtual GPU may not tell
+            pids = [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        uuids = None if made is None else [*map(nvml.nvmlDeviceGetUUID, made)]
+        gpus.append({"uuid": nvml.nvmlDeviceGetUUID(handle), "instances": uuids, "pids": pids})
+    cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    _say(version=nvml.nvmlSystemGetDriverVersion(), cuda=[cuda // 1000, cuda % 1000 // 10], gpus=gpus)
+
+
+def _torch() -> None:
+    """version, cuda (None in a CPU build), nccl (None without), gpus (how many) and their names; it fails where they do
+    not compute."""
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else None
+    _say(version=torch.__version__, cuda=torch.version.cuda, nccl=nccl)
+    if torch.version.cuda:
+        gpus = range(torch.cuda.device_count())
+        _say(gpus=len(gpus))
+        torch.cuda.init()
+        for index in gpus:
+            torch.ones(1, device=f"cuda:{index}").add_(1).item()
+        _say(names=[*map(torch.cuda.get_device_name, gpus)])
+
+
+def _names() -> None:
+    """It fails where the model, the loss or the metric of params.yaml cannot be found."""
+    from pipeline import models
+    from pipeline.models import loss_and_metric
+
+    train = params.load().train
+    models.load(train.model)
+    loss_and_metric.load(train)
+
+
+def _git() -> None:
+    """commit; it fails where git does."""
+    command, plain = ["git", "rev-parse", "--verify", "--short", "HEAD"], os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, errors="replace")
+    _say(commit=done.stdout.strip(), failure=" ".join(done.stderr.split()))
+
+
+def _store() -> None:
+    """well, found and remedy, as ``tracking.health`` tells them."""
+    from pipeline import tracking
+
+    publish = params.Publish()
+    with suppress(ConfigError):
+        publish = params.load().publish
+    _say(**tracking.health(Path(), publish.experiment)._asdict())
+
+
+def _dvc() -> None:
+    """cache, how it links files, and the default remote, as DVC itself reads its settings; whether that exists."""
+    from dvc.repo import Repo
+    from dvc_objects.fs import generic
+
+    with Repo() as repo:
+        odb = repo.cache.local
+        _say(cache=odb.path)
+        if Path(odb.path).is_dir():
+            beside = repo.fs.join(repo.root_dir, "x")
+            _say(link=generic.test_links([*odb.cache_types, "copy"], odb.fs, odb.path, repo.fs, beside)[0])
+        name, remotes = repo.config["core"].get("remote"), repo.config["remote"]
+        _say(remote=name, remotes=sorted(remotes), url=remotes.get(name, {}).get("url", ""))
+        if not name:
+            return
+        remote = repo.cloud.get_remote()
+        system, path = remote.fs, remote.path
+        assert system.fs  # imports and opens what speaks to the remote, which it has not done yet
+        _end_after(NETWORK_SECONDS)
+        if system.protocol == "local":
+            there = nearest(Path(path))
+            _say(exists=there == Path(path), writable=os.access(there, os.W_OK))
+        elif system.protocol in ("http", "https"):
+            _say(exists=system.fs.exists(path, strict=True))  # else it takes any failure for absence
+        else:
+            if bucket := path.split("/")[0]:
+                system.fs.info(bucket)  # raises: exists() takes any failure for absence
+            _say(exists=system.exists(path))
+
+
+PROBES = {"driver": _driver, "torch": _torch, "names": _names, "git": _git, "dvc": _dvc, "store": _store}
+
+
+def nearest(path: Path) -> Path:
+    """``path``, or the first directory above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+if __name__ == "__main__":
+    _end_after(PROBE_SECONDS)
+    answer(sys.argv[1])
