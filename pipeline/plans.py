@@ -8,15 +8,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.errors import ConfigError
-from pipeline.params import catalogue, outside
-from pipeline.params.catalogue.base import COMPILER
-from pipeline.params.machine import Machine
-from pipeline.params.sections import Config, Train, Variant
+from pipeline.params import COMPILER, Config, Machine, Train, Variant, catalogue, outside
 
 PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
 """Those that take several processes."""
-REPLICATED = ("fsdp", "pipeline", "tensor")
-"""Those whose processes may hold several whole models, by ``replicas``."""
 ONE_BATCH = ("pipeline", "tensor")
 """Those whose processes take the same samples where they hold one model together."""
 MICRO_BATCHES_A_STAGE = 4
@@ -119,10 +114,10 @@ def plan(
             if requested.parallelism in PARALLELISMS
             else "there is one GPU"
         )
-        changes |= {"parallelism": "none", "schedule": Variant().schedule}
         for option in catalogue.asked(requested):
             if option.needs:
                 skipped[option.name] = f"it goes with {requested.parallelism}, which is left out"
+            if option.needs or option.name == requested.parallelism:
                 changes |= catalogue.unasked(requested.model_copy(update=changes), option)
     for technique in catalogue.asked(requested):
         reason = technique.refusal(requested, machine, on_gpu) or technique.why_not_with(train)
@@ -234,11 +229,6 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
 
 def _check_replicas(variant: Variant, processes: int, where: str) -> None:
     """Refuse replicas that do not divide the processes into groups of two or more."""
-    if variant.replicas > 1 and variant.parallelism not in REPLICATED:
-        raise ConfigError(
-            f"{where}.replicas: found {variant.replicas} with parallelism {variant.parallelism!r}; allowed: 1, or "
-            f"parallelism {_listed(REPLICATED)}."
-        )
     fitting = [1, *(count for count in range(2, processes // 2 + 1) if processes % count == 0)]
     if variant.replicas not in fitting:
         raise ConfigError(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from pipeline.errors import ConfigError
-from pipeline.params import CATALOGUE, Machine, Variant, asked, load, parse
+from pipeline.params import Machine, load, parse
 from pipeline.plans import plans
 from pipeline.tools import variant_sets
 from tests.conftest import ROOT
@@ -43,15 +43,6 @@ def test_each_set_says_what_it_shows_and_a_server_applies_all_of_it(path: Path) 
     train = {"optimizer": "adamw"} if path.stem == "memory" else {}
     config = parse({"train": train, "compare": {"baseline": next(iter(values))}, "variants": values})
     assert not any(made.skipped for made in plans(config, SERVER).values())
-
-
-def test_each_technique_stands_in_a_ready_made_variant() -> None:
-    variants: dict[str, Variant] = {}
-    for path in SETS:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        variants |= parse({"compare": {"baseline": next(iter(values))}, "variants": values}).variants
-    used = {entry.name for variant in variants.values() for entry in asked(variant)}
-    assert {entry.name for entry in CATALOGUE} <= used
 
 
 def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(

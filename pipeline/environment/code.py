@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError
 from pipeline.files import write_text
-from pipeline.params import TECHNIQUE_CLASSES, asked, outside
+from pipeline.params import asked, outside
 from pipeline.plans import Plan
 
 PACKAGE = Path(__file__).parent.parent
@@ -46,7 +46,7 @@ def of_stage(stage: str) -> dict[str, str]:
 
 def of_variant(plan: Plan) -> dict[str, str]:
     """File -> digest, of what the variant runs beyond that: its techniques, and what the user's own modules import."""
-    own = (TECHNIQUE_CLASSES.get(each.name, "").partition(".")[0] for each in asked(plan.applied))
+    own = (each.hooks.partition(".")[0] for each in asked(plan.applied))
     named = (plan.train.model, plan.train.loss, plan.train.metric)
     factories = (name.partition(":")[0] for name in named if ":" in name)
     outsiders = (outside.module_of(name) for name in plan.applied.extra)

@@ -6,18 +6,26 @@ work, with the path of the key, what was found there and what is allowed.
 
 from __future__ import annotations
 
-from pipeline.params.catalogue import CATALOGUE, asked, entries, entry, exclusions, misplaced, techniques, without
+from pipeline.params.catalogue import (
+    CATALOGUE,
+    Variant,
+    asked,
+    entries,
+    entry,
+    exclusions,
+    misplaced,
+    techniques,
+    without,
+)
 from pipeline.params.catalogue.base import COMPILER, Entry
-from pipeline.params.catalogue.classes import TECHNIQUE_CLASSES
-from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, load, parse, schema
+from pipeline.params.catalogue.speed import GRAPH_WARMUP_STEPS
+from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, load, parse, schema
 from pipeline.params.machine import Machine
 from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
 from pipeline.params.sections import (
-    GRAPH_WARMUP_STEPS,
     Augment,
     Bench,
     Compare,
-    Config,
     Fetch,
     Gate,
     Infer,
@@ -29,7 +37,6 @@ from pipeline.params.sections import (
     Seed,
     Synthetic,
     Train,
-    Variant,
     VariantName,
 )
 
@@ -40,7 +47,6 @@ __all__ = [
     "OWN_MODELS",
     "PARAMS_FILE",
     "SCHEMA_FILE",
-    "TECHNIQUE_CLASSES",
     "Augment",
     "Bench",
     "Compare",

@@ -7,20 +7,51 @@ import json
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline.errors import ConfigError
-from pipeline.params.catalogue import contradiction, extra_problems, misplaced
-from pipeline.params.sections import Config, Train, Variant
+from pipeline.params.catalogue import Variant, contradiction, extra_problems, misplaced
+from pipeline.params.sections import (
+    Bench,
+    Compare,
+    Fetch,
+    Gate,
+    Infer,
+    Prepare,
+    Profile,
+    Publish,
+    Section,
+    Train,
+    VariantName,
+)
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """module:function, as a regular expression."""
+
+
+class Config(Section):
+    """params.yaml."""
+
+    fetch: Fetch = Fetch()
+    prepare: Prepare = Prepare()
+    train: Train = Train()
+    bench: Bench = Bench()
+    profile: Profile = Profile()
+    infer: Infer = Infer()
+    compare: Compare = Compare()
+    gate: Gate = Gate()
+    publish: Publish = Publish()
+    variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
+
+    def with_train(self, **changes: Any) -> Config:
+        """The same with other values under ``train``, which are not checked."""
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
 
 def load(path: Path = PARAMS_FILE) -> Config:
@@ -88,36 +119,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"train.seeds: found {config.train.seeds}; each seed may stand there once."
     yield from _own_code(config.train)
     for name, variant in config.variants.items():
-        if variant.parallelism == "none" and variant.processes not in ("auto", 1):
-            yield (
-                f"variants.{name}.processes: found {variant.processes} without a parallelism; "
-                "set parallelism: ddp, or take processes out."
-            )
-        if variant.data_loading != "dataloader" and variant.loader_workers != Variant().loader_workers:
-            yield (
-                f"variants.{name}.loader_workers: found {variant.loader_workers} with data_loading "
-                f"{variant.data_loading!r}; set data_loading: dataloader, or take loader_workers out."
-            )
-        if variant.parallelism == "none" and variant.replicas > 1:
-            yield (
-                f"variants.{name}.replicas: found {variant.replicas} without a parallelism; "
-                "set parallelism: fsdp, or take replicas out."
-            )
         unknown = extra_problems(variant)
         yield from (f"variants.{name}.{problem}" for problem in unknown)
         if unknown:
             continue
         yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
-        if variant.parallelism == "data_parallel" and variant.processes not in ("auto", 1):
-            yield (
-                f"variants.{name}.processes: found {variant.processes} with parallelism 'data_parallel', which is one "
-                "process for all GPUs; take processes out."
-            )
-        if variant.parallelism != "pipeline" and variant.schedule != "1f1b":
-            yield (
-                f"variants.{name}.schedule: found {variant.schedule!r} without a pipeline; set parallelism: pipeline, "
-                "or take schedule out."
-            )
         if variant.compile != "none" and variant.bucket_mb is not None and variant.bucket_mb < 1:
             yield (
                 f"variants.{name}.bucket_mb: found {variant.bucket_mb} with compile {variant.compile!r}, whose graphs "

@@ -1,4 +1,4 @@
-"""The sections of params.yaml as frozen, validated models."""
+"""The sections of params.yaml as frozen, validated models. A variant's is put together by ``catalogue``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**16)]
 """Of what takes memory or a process each: more is a mistake, and better refused than tried."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
-GRAPH_WARMUP_STEPS = 3
-"""Steps taken before one is recorded as a CUDA graph, as PyTorch's documentation does; its tests take as many."""
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
@@ -239,131 +237,3 @@ class Publish(Section):
     registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = Field(
         "training-performance", description="The registry's name for what `python -m pipeline promote` registers."
     )
-
-
-class Variant(Section):
-    """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
-
-    parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
-        "none",
-        description="none: one device. data_parallel: nn.DataParallel, one process for all GPUs. ddp: "
-        "DistributedDataParallel, one process a device. zero1: ddp with the optimizer's state in shares. fsdp: "
-        "parameters, gradients and optimizer state in shares. pipeline: the model in stages, one a process. tensor: "
-        "pairs of linear layers in shares.",
-    )
-    processes: Count | Literal["auto"] = Field(
-        "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
-    )
-    replicas: Count = Field(
-        1,
-        description="With fsdp, pipeline or tensor: how many whole models the processes hold, which share the batch as "
-        "by ddp.",
-    )
-    schedule: Literal["gpipe", "1f1b"] = Field(
-        "1f1b",
-        description="Of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so that no "
-        "more micro-batches are in memory than there are stages.",
-    )
-    reshard_after_forward: bool = Field(
-        True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
-    )
-    parameter_precision: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="With fsdp. bf16: parameters are gathered and used in bfloat16, gradients summed in float32.",
-    )
-    cpu_offload: bool = Field(
-        False, description="With fsdp on GPUs: shares of parameters, gradients and optimizer state in host memory."
-    )
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
-        "fp32",
-        description="tf32: float32 products on Tensor Cores (GPU only). Automatic mixed precision: bf16, or fp16 with "
-        "a gradient scaler (GPU only).",
-    )
-    scaling: Literal["strong", "weak"] = Field(
-        "strong",
-        description="strong: train.batch_size is shared out. weak: each data-parallel process takes that many samples, "
-        "and the learning rate is multiplied by the number of processes.",
-    )
-    bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = Field(
-        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."
-    )
-    gradient_as_bucket_view: bool = Field(
-        True, description="DDP: gradients lie in the buckets; false: beside them, and are copied in and out."
-    )
-    static_graph: bool = Field(False, description="DDP: promise that every step uses the same parameters alike.")
-    communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
-        "none", description="DDP: how gradients travel: as they are, in 16 bits, as low-rank factors, or seldom."
-    )
-    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the whole micro-batch of all processes.")
-    channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
-    activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
-        False,
-        description="Recompute activations in the backward pass instead of keeping them: of all blocks (true), all but "
-        "the outputs of matrix products and convolutions (selective), or of as many blocks as keep the activations "
-        "within this fraction of their bytes.",
-    )
-    activation_offload: bool = Field(
-        False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
-    )
-    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
-        "none",
-        description="torch.compile of the model, in this mode. reduce-overhead records CUDA graphs: on GPUs only.",
-    )
-    cuda_graph: bool = Field(
-        False, description="Record a whole step, update included, as one CUDA graph and replay it (GPU only)."
-    )
-    cudnn_benchmark: bool = Field(
-        False,
-        description="Let cuDNN try its convolutions once and take the fastest; a seed may then not repeat exactly.",
-    )
-    data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
-        "auto",
-        description="Where batches come from: as train.placement says (auto), data on the device, streamed from the "
-        "memory map, or PyTorch's DataLoader with loader_workers processes.",
-    )
-    loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
-    )
-    optimizer_in_backward: bool = Field(
-        False, description="Update each parameter as soon as its gradient is there, and free the gradient."
-    )
-    optimizer_state: Literal["fp32", "8bit", "factored"] = Field(
-        "fp32", description="What AdamW keeps a parameter: float32, blockwise 8 bits, or Adafactor's rows and columns."
-    )
-    optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
-        "fused", description="One kernel for all parameters, one an operation, or one an operation and parameter."
-    )
-    set_to_none: bool = Field(True, description="Free gradients between steps; false: keep them and fill in zeros.")
-    expandable_segments: bool = Field(
-        False, description="CUDA's allocator grows its segments instead of adding new ones (GPU only)."
-    )
-    release_cache: bool = Field(
-        False, description="Give freed memory back to the system between training and evaluation."
-    )
-    gradient_accumulation: PositiveInt | Literal["auto"] = Field(
-        1,
-        description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 "
-        "means up to four a stage.",
-    )
-    extra: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Techniques of other installed packages: name -> its options."
-    )
-
-
-class Config(Section):
-    """params.yaml."""
-
-    fetch: Fetch = Fetch()
-    prepare: Prepare = Prepare()
-    train: Train = Train()
-    bench: Bench = Bench()
-    profile: Profile = Profile()
-    infer: Infer = Infer()
-    compare: Compare = Compare()
-    gate: Gate = Gate()
-    publish: Publish = Publish()
-    variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
-
-    def with_train(self, **changes: Any) -> Config:
-        """The same with other values under ``train``, which are not checked."""
-        return self.model_copy(update={"train": self.train.model_copy(update=changes)})

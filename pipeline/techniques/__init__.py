@@ -1,4 +1,4 @@
-"""The techniques, a class each, made what they are of a plan. ``TECHNIQUE_CLASSES`` says in which order they apply."""
+"""The techniques, a class each; their entries in the catalogue name them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.params import TECHNIQUE_CLASSES, entry, outside
+from pipeline.params import outside
+from pipeline.params.catalogue import in_order
 from pipeline.plans import Plan
 from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
 
@@ -15,12 +16,13 @@ __all__ = ["Checkpointed", "Inputs", "Stored", "Technique", "chosen", "of_plan"]
 
 def of_plan(plan: Plan) -> list[type[Technique]]:
     """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken one of outside."""
-    own = (_own(name) for name in TECHNIQUE_CLASSES if entry(name).asked(plan.applied))
-    return [*(each for each in own if each.is_asked(plan)), *map(_from_outside, plan.applied.extra)]
+    acting = [each for each in in_order(plan.applied) if each.hooks or each.key == "extra"]
+    found = [_own(each.hooks) if each.hooks else _from_outside(each.name) for each in acting]
+    return [each for each in found if each.is_asked(plan)]
 
 
-def _own(name: str) -> type[Technique]:
-    module, _, attribute = TECHNIQUE_CLASSES[name].partition(".")
+def _own(hooks: str) -> type[Technique]:
+    module, _, attribute = hooks.partition(".")
     found: type[Technique] = getattr(importlib.import_module(f"pipeline.techniques.{module}"), attribute)
     return found
 

@@ -82,7 +82,7 @@ class Technique:
     def is_asked(cls, plan: Plan) -> bool:
         """Whether the plan applies this technique."""
         known = entry(cls.name)
-        return known.asked(plan.applied) and (not known.needs or plan.applied.parallelism in known.needs)
+        return known.asked_by(plan.applied) and (not known.needs or plan.applied.parallelism in known.needs)
 
     @classmethod
     def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:  # noqa: ARG003

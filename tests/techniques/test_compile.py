@@ -23,9 +23,8 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.measurement.detectors.compiler import Recompilation
-from pipeline.params import TECHNIQUE_CLASSES
 from pipeline.profiling.ledger import measured
-from pipeline.techniques import chosen
+from pipeline.techniques import chosen, of_plan
 from pipeline.techniques.compile import Compile
 from pipeline.training.losses import HostLosses
 from tests.nets import ALONE, INPUTS, batch, conv_net, make_plan, make_step
@@ -283,10 +282,10 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
 
 
 def test_it_comes_after_the_parallelism() -> None:
-    techniques = chosen(make_plan(compile="default", channels_last=True, activation_checkpointing=True), ALONE)
-    assert [technique.name for technique in techniques][-1] == "compile"
-    names = list(TECHNIQUE_CLASSES)
-    assert names.index("ddp") < names.index("compile") < names.index("bf16")
+    applied: dict[str, Any] = {"compile": "default", "channels_last": True, "activation_checkpointing": True}
+    plan = make_plan(parallelism="ddp", processes=2, bucket_mb=5.0, precision="bf16", **applied)
+    names = [technique.name for technique in of_plan(plan)]
+    assert names == ["channels_last", "activation_checkpointing", "ddp", "bucket_mb", "compile", "bf16"]
 
 
 def test_what_the_machine_lacks_to_build_kernels_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

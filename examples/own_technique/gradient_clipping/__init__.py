@@ -22,7 +22,6 @@ ENTRY = Entry(
     costs="a pass over all gradients a step",
     source="Pascanu et al., On the Difficulty of Training Recurrent Neural Networks, ICML 2013",
     changes="statistics",
-    asked=lambda variant: "gradient_clipping" in variant.extra,
     excludes={
         "fp16": "the gradients are scaled up when they would be clipped",
         "optimizer_in_backward": "a gradient is used up before the norm of all is known",

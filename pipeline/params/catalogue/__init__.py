@@ -1,7 +1,7 @@
 """What is known of every technique before any runs: how it is asked for, what it changes, what it cannot run with.
 
-The techniques themselves are classes under ``pipeline/techniques``, one for each entry here, of the same name; fsdp's
-own options are a part of its class. Other packages can bring more (``outside``). This half imports no torch, so that a
+Each group's file declares a variant's settings and, for each technique, an ``Entry``, which names the class that acts,
+under ``pipeline/techniques``. Other packages can bring more (``outside``). This half imports no torch, so that a
 combination that cannot be is refused in the first second.
 """
 
@@ -12,18 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline.errors import ConfigError
 from pipeline.params import outside
-from pipeline.params.catalogue.base import Changes, Entry
-from pipeline.params.catalogue.communication import COMMUNICATION
-from pipeline.params.catalogue.data_loading import DATA_LOADING
-from pipeline.params.catalogue.memory import MEMORY
-from pipeline.params.catalogue.parallelism import PARALLELISM
-from pipeline.params.catalogue.precision import PRECISION
-from pipeline.params.catalogue.speed import SPEED
-from pipeline.params.sections import Variant
+from pipeline.params.catalogue.base import Changes, Entry, Layer
+from pipeline.params.catalogue.communication import COMMUNICATION, CommunicationSettings
+from pipeline.params.catalogue.data_loading import DATA_LOADING, DataLoadingSettings
+from pipeline.params.catalogue.memory import MEMORY, MemorySettings
+from pipeline.params.catalogue.parallelism import PARALLELISM, ParallelismSettings
+from pipeline.params.catalogue.precision import PRECISION, PrecisionSettings
+from pipeline.params.catalogue.speed import SPEED, SpeedSettings
 
 GROUPS = {
     "Parallelism": PARALLELISM,
@@ -35,6 +34,16 @@ GROUPS = {
 }
 CATALOGUE = tuple(replace(each, group=group) for group, members in GROUPS.items() for each in members)
 """Every technique that the package knows, in the order in which people read of them."""
+
+
+class Variant(
+    DataLoadingSettings, MemorySettings, SpeedSettings, CommunicationSettings, PrecisionSettings, ParallelismSettings
+):  # the fields of the last one are the first
+    """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
+
+    extra: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Techniques of other installed packages: name -> its options."
+    )
 
 
 def entries() -> tuple[Entry, ...]:
@@ -49,8 +58,19 @@ def entry(name: str) -> Entry:
 
 def asked(variant: Variant) -> tuple[Entry, ...]:
     """What the variant applies, in the catalogue's order. Raises ConfigError for an extra that is not installed."""
-    own = (each for each in CATALOGUE if each.asked(variant))
+    own = (each for each in CATALOGUE if each.asked_by(variant))
     return (*own, *(_from_outside(name) for name in variant.extra))
+
+
+def in_order(variant: Variant) -> list[Entry]:
+    """What the variant applies, in the order in which it does: by layer, and within one in the catalogue's."""
+    return sorted(asked(variant), key=lambda each: get_args(Layer).index(each.layer))
+
+
+def keys(technique: Entry) -> tuple[str, ...]:
+    """The key that asks for the technique, and those that say how what it asks for works."""
+    details = (key for each in CATALOGUE if each.key == technique.key for key in each.details)
+    return (technique.key, *dict.fromkeys(details))
 
 
 def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
@@ -64,10 +84,9 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
 'gradient_accumulation=4': ('gradient_accumulation',)}
     """
     order = list(Variant.model_fields)
-    applied = sorted((each for each in CATALOGUE if each.asked(variant)), key=lambda each: order.index(each.key))
-    options = tuple(each.key for each in applied if each.needs)
-    details = {"parallelism": ("processes", "replicas", "schedule", *options), "data_loading": ("loader_workers",)}
-    found = {each.label(variant): (each.key, *details.get(each.key, ())) for each in applied}
+    applied = sorted((each for each in CATALOGUE if each.asked_by(variant)), key=lambda each: order.index(each.key))
+    options = {"parallelism": tuple(each.key for each in applied if each.needs)}
+    found = {each.label(variant): (*keys(each), *options.get(each.key, ())) for each in applied}
     return found | ({"+".join(variant.extra): ("extra",)} if variant.extra else {})  # they come and go together
 
 
@@ -95,20 +114,31 @@ def _runs_in(technique: Entry, parallelism: Entry) -> bool:
 
 
 def misplaced(variant: Variant) -> dict[str, str]:
-    """Key -> what is wrong with it, for what needs another parallelism than the variant's."""
-    return {
-        each.key: f"found {each.value(variant)!r} with parallelism {variant.parallelism!r}; it needs "
-        f"{' or '.join(map(repr, each.needs))}: set that, or take {each.key} out."
-        for each in asked(variant)
+    """Key -> what is wrong with it, for what goes with another technique or parallelism than the variant's."""
+    applied, plain = asked(variant), Variant()
+    needed = {
+        each.key: [f"parallelism: {name}" for name in each.needs]
+        for each in applied
         if each.needs and variant.parallelism not in each.needs
+    }
+    used = {key for each in applied for key in each.details}
+    for each in CATALOGUE:
+        for key in each.details:
+            if key not in used and getattr(variant, key) != getattr(plain, key):
+                needed.setdefault(key, []).append(each.setting)
+    return {
+        key: f"found {getattr(variant, key)!r}; it needs {' or '.join(map('`{}`'.format, settings))}: set that, or "
+        f"take {key} out."
+        for key, settings in needed.items()
     }
 
 
 def unasked(variant: Variant, technique: Entry) -> dict[str, Any]:
-    """The key that asks for the technique, with the value with which the variant does not."""
+    """The key that asks for the technique, and those that say how it works, with which the variant does not."""
     if technique.name in variant.extra:
         return {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
-    return {technique.key: getattr(Variant(), technique.key)}
+    plain = Variant()
+    return {key: getattr(plain, key) for key in keys(technique)}
 
 
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
@@ -160,8 +190,9 @@ def _from_outside(name: str) -> Entry:
     if not isinstance(found, Entry) or found.name != name:
         raise ConfigError(f"the entry point {name!r} of the group {outside.CATALOGUE} is {found!r}, not its Entry.")
     where = f"the entry point {name!r} of the group {outside.CATALOGUE}"
-    if found.changes not in get_args(Changes):
-        raise ConfigError(f"{where}: found changes {found.changes!r}; expected one of {', '.join(get_args(Changes))}.")
+    for name_of, value, allowed in (("changes", found.changes, Changes), ("layer", found.layer, Layer)):
+        if value not in get_args(allowed):
+            raise ConfigError(f"{where}: found {name_of} {value!r}; expected one of {', '.join(get_args(allowed))}.")
     if found.key != "extra":
         raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
     if name in _BY_NAME:

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from pipeline.params.catalogue.base import Entry, needs_gpu
+from pipeline.params.sections import Section
 
 _OVER_DDP = ("ddp", "zero1")
+
+
+class CommunicationSettings(Section):
+    """Of a variant: what processes send each other, and how."""
+
+    bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = Field(
+        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."
+    )
+    gradient_as_bucket_view: bool = Field(
+        True, description="DDP: gradients lie in the buckets; false: beside them, and are copied in and out."
+    )
+    static_graph: bool = Field(False, description="DDP: promise that every step uses the same parameters alike.")
+    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the whole micro-batch of all processes.")
+    communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
+        "none", description="DDP: how gradients travel: as they are, in 16 bits, as low-rank factors, or seldom."
+    )
 
 
 COMMUNICATION: tuple[Entry, ...] = (
@@ -18,6 +39,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         costs="larger: reductions begin later and overlap less; smaller: more messages",
         source="Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
+        layer="parallelism",
+        hooks="ddp.BucketSize",
         asked=lambda variant: variant.bucket_mb is not None,
         needs=_OVER_DDP,
     ),
@@ -30,7 +53,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         costs="memory for the gradients once more, and the copies",
         source="PyTorch documentation: DistributedDataParallel",
         changes="nothing",
-        asked=lambda variant: not variant.gradient_as_bucket_view,
+        layer="parallelism",
+        hooks="ddp.GradientsBesideBuckets",
         needs=_OVER_DDP,
     ),
     Entry(
@@ -42,7 +66,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         costs="a first step that reduces only after its backward pass; a model that changes its mind fails",
         source="PyTorch documentation: DistributedDataParallel",
         changes="rounding",
-        asked=lambda variant: variant.static_graph,
+        layer="parallelism",
+        hooks="ddp.StaticGraph",
         needs=_OVER_DDP,
         excludes=dict.fromkeys(
             ("gradient_accumulation", "auto_micro_batch"),
@@ -59,7 +84,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         "pass the host waits for the device",
         source="Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018",
         changes="statistics",
-        asked=lambda variant: variant.sync_batchnorm,
+        layer="model",
+        hooks="sync_batchnorm.SyncBatchNorm",
         needs=_OVER_DDP,
         excludes={
             **dict.fromkeys(
@@ -80,7 +106,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         source="PyTorch documentation: DDP Communication Hooks",
         changes="rounding",
         roundoff=2.0**-11,
-        asked=lambda variant: variant.communication_hook == "fp16",
+        layer="parallelism",
+        hooks="communication.FP16Compression",
         needs=_OVER_DDP,
     ),
     Entry(
@@ -93,7 +120,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         source="PyTorch documentation: DDP Communication Hooks",
         changes="rounding",
         roundoff=2.0**-8,
-        asked=lambda variant: variant.communication_hook == "bf16",
+        layer="parallelism",
+        hooks="communication.BF16Compression",
         needs=_OVER_DDP,
     ),
     Entry(
@@ -107,7 +135,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         "wait for the device a bucket",
         source="Vogels et al., PowerSGD, NeurIPS 2019",
         changes="statistics",
-        asked=lambda variant: variant.communication_hook == "powersgd",
+        layer="parallelism",
+        hooks="communication.PowerSGD",
         needs=_OVER_DDP,
         excludes={
             "channels_last": "torch's PowerSGD views gradients as matrices, which the strides of NHWC do not allow",
@@ -130,7 +159,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         costs="accuracy, the more processes the more; a copy of the model at each evaluation; larger checkpoints",
         source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020",
         changes="statistics",
-        asked=lambda variant: variant.communication_hook == "post_local_sgd",
+        layer="parallelism",
+        hooks="communication.PostLocalSGD",
         needs=("ddp",),
     ),
 )

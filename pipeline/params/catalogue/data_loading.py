@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from pipeline.params.catalogue.base import Entry
+from pipeline.params.sections import Section
+
+
+class DataLoadingSettings(Section):
+    """Of a variant: where batches come from."""
+
+    data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
+        "auto",
+        description="Where batches come from: as train.placement says (auto), data on the device, streamed from the "
+        "memory map, or PyTorch's DataLoader with loader_workers processes.",
+    )
+    loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
+        2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
+    )
+
 
 DATA_LOADING: tuple[Entry, ...] = (
     Entry(
@@ -14,7 +33,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         costs="a byte a pixel and channel of the training set",
         source="Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024",
         changes="nothing",
-        asked=lambda variant: variant.data_loading == "resident",
+        hooks="data_loading.ResidentData",
     ),
     Entry(
         name="streamed_data",
@@ -25,7 +44,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         costs="a processor's share for the gathering; four batches of memory",
         source="PyTorch tutorial: pin_memory() and non_blocking",
         changes="nothing",
-        asked=lambda variant: variant.data_loading == "streamed",
+        hooks="data_loading.StreamedData",
     ),
     Entry(
         name="dataloader",
@@ -37,6 +56,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         costs="Python for every sample; loader_workers processes for each that trains, whose memory no figure counts",
         source="PyTorch documentation: torch.utils.data",
         changes="nothing",
-        asked=lambda variant: variant.data_loading == "dataloader",
+        hooks="data_loading.DataLoaderData",
+        details=("loader_workers",),
     ),
 )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
 from pipeline.params.catalogue.base import Entry, needs_gpu
 from pipeline.params.machine import Machine
-from pipeline.params.sections import Train
+from pipeline.params.sections import ProperFraction, Section, Train
 
 
 def needs_adamw(train: Train) -> str | None:
@@ -32,6 +36,38 @@ _PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
 _OWN_KERNEL = "it has a kernel of its own"
 
 
+class MemorySettings(Section):
+    """Of a variant: what needs less memory."""
+
+    activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
+        False,
+        description="Recompute activations in the backward pass instead of keeping them: of all blocks (true), all but "
+        "the outputs of matrix products and convolutions (selective), or of as many blocks as keep the activations "
+        "within this fraction of their bytes.",
+    )
+    activation_offload: bool = Field(
+        False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
+    )
+    gradient_accumulation: PositiveInt | Literal["auto"] = Field(
+        1,
+        description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 "
+        "means up to four a stage.",
+    )
+    optimizer_in_backward: bool = Field(
+        False, description="Update each parameter as soon as its gradient is there, and free the gradient."
+    )
+    optimizer_state: Literal["fp32", "8bit", "factored"] = Field(
+        "fp32", description="What AdamW keeps a parameter: float32, blockwise 8 bits, or Adafactor's rows and columns."
+    )
+    set_to_none: bool = Field(True, description="Free gradients between steps; false: keep them and fill in zeros.")
+    expandable_segments: bool = Field(
+        False, description="CUDA's allocator grows its segments instead of adding new ones (GPU only)."
+    )
+    release_cache: bool = Field(
+        False, description="Give freed memory back to the system between training and evaluation."
+    )
+
+
 MEMORY: tuple[Entry, ...] = (
     Entry(
         name="activation_checkpointing",
@@ -43,7 +79,8 @@ MEMORY: tuple[Entry, ...] = (
         "norm's statistics, it changes twice (spectral_norm, say)",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
-        asked=lambda variant: variant.activation_checkpointing is True,
+        layer="blocks",
+        hooks="activation_checkpointing.ActivationCheckpointing",
     ),
     Entry(
         name="selective_checkpointing",
@@ -56,7 +93,8 @@ MEMORY: tuple[Entry, ...] = (
         "through Python",
         source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
         changes="nothing",
-        asked=lambda variant: variant.activation_checkpointing == "selective",
+        layer="blocks",
+        hooks="activation_checkpointing.SelectiveCheckpointing",
         excludes={"activation_offload": "what it keeps passes by the hooks that would offload it"},
     ),
     Entry(
@@ -69,6 +107,8 @@ MEMORY: tuple[Entry, ...] = (
         costs="a second forward pass of the chosen blocks",
         source="Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020",
         changes="nothing",
+        layer="blocks",
+        hooks="checkpointing_budget.CheckpointingBudget",
         asked=lambda variant: isinstance(variant.activation_checkpointing, float),
     ),
     Entry(
@@ -80,7 +120,8 @@ MEMORY: tuple[Entry, ...] = (
         costs="every kept byte over the bus twice; as much pinned host memory",
         source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
         changes="nothing",
-        asked=lambda variant: variant.activation_offload,
+        layer="forward",
+        hooks="activation_offload.ActivationOffload",
         why_not=_why_no_offload,
     ),
     Entry(
@@ -92,6 +133,8 @@ MEMORY: tuple[Entry, ...] = (
         costs="smaller kernels; BatchNorm sees micro-batches",
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
+        layer="forward",
+        hooks="gradient_accumulation.GradientAccumulation",
         asked=lambda variant: variant.gradient_accumulation not in (1, "auto"),
     ),
     Entry(
@@ -104,7 +147,8 @@ MEMORY: tuple[Entry, ...] = (
         costs="a few trial steps; what gradient_accumulation costs, where it comes to that",
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
-        asked=lambda variant: variant.gradient_accumulation == "auto",
+        layer="forward",
+        hooks="gradient_accumulation.AutoMicroBatch",
         excludes=dict.fromkeys(
             ("fsdp", "tensor", "pipeline"),
             "a process that runs out of memory would leave the others waiting in the midst of their forward pass",
@@ -119,7 +163,7 @@ MEMORY: tuple[Entry, ...] = (
         costs="an update a parameter instead of one for all; nothing can look at all gradients before the update",
         source="Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, ACL 2024",
         changes="nothing",
-        asked=lambda variant: variant.optimizer_in_backward,
+        hooks="optimizer_in_backward.OptimizerInBackward",
         excludes={
             **dict.fromkeys(
                 ("gradient_accumulation", "auto_micro_batch"),
@@ -142,7 +186,8 @@ MEMORY: tuple[Entry, ...] = (
         "each parameter",
         source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
         changes="statistics",
-        asked=lambda variant: variant.optimizer_state == "8bit",
+        layer="model",
+        hooks="low_bit_optimizer.LowBitOptimizer",
         why_not=_why_no_8bit,
         relies_on=("bitsandbytes",),
         why_not_with=needs_adamw,
@@ -162,7 +207,8 @@ MEMORY: tuple[Entry, ...] = (
         "parameter",
         source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
         changes="statistics",
-        asked=lambda variant: variant.optimizer_state == "factored",
+        layer="model",
+        hooks="optimizer_choices.FactoredOptimizer",
         why_not_with=needs_adamw,
         excludes={
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
@@ -179,7 +225,7 @@ MEMORY: tuple[Entry, ...] = (
         "move. A parameter that some steps do not use has its momentum and weight decay in these too",
         source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
         changes="nothing",
-        asked=lambda variant: not variant.set_to_none,
+        hooks="optimizer_choices.ZeroedGradients",
     ),
     Entry(
         name="expandable_segments",
@@ -190,7 +236,8 @@ MEMORY: tuple[Entry, ...] = (
         costs="slower first allocations; tensors cannot be shared between processes by CUDA IPC in older drivers",
         source="PyTorch documentation: CUDA semantics, Optimizing memory usage with PYTORCH_ALLOC_CONF",
         changes="nothing",
-        asked=lambda variant: variant.expandable_segments,
+        layer="model",
+        hooks="allocators.ExpandableSegments",
         why_not=needs_gpu,
     ),
     Entry(
@@ -202,7 +249,7 @@ MEMORY: tuple[Entry, ...] = (
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
         changes="nothing",
-        asked=lambda variant: variant.release_cache,
+        hooks="allocators.ReleaseCache",
         why_not=_why_no_release,
     ),
 )

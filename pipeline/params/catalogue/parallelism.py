@@ -2,12 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
+from pipeline.params.sections import Count, Section
 
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-
-
 _ONE_FORWARD = "its copies of a block would all run the first GPU's, whose forward pass checkpointing replaces"
+
+
+class ParallelismSettings(Section):
+    """Of a variant: how processes or devices share the work."""
+
+    parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
+        "none",
+        description="none: one device. data_parallel: nn.DataParallel, one process for all GPUs. ddp: "
+        "DistributedDataParallel, one process a device. zero1: ddp with the optimizer's state in shares. fsdp: "
+        "parameters, gradients and optimizer state in shares. pipeline: the model in stages, one a process. tensor: "
+        "pairs of linear layers in shares.",
+    )
+    processes: Count | Literal["auto"] = Field(
+        "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
+    )
+    replicas: Count = Field(
+        1,
+        description="With fsdp, pipeline or tensor: how many whole models the processes hold, which share the batch as "
+        "by ddp.",
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        "1f1b",
+        description="Of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so that no "
+        "more micro-batches are in memory than there are stages.",
+    )
+    reshard_after_forward: bool = Field(
+        True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
+    )
+    parameter_precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="With fsdp. bf16: parameters are gathered and used in bfloat16, gradients summed in float32.",
+    )
+    cpu_offload: bool = Field(
+        False, description="With fsdp on GPUs: shares of parameters, gradients and optimizer state in host memory."
+    )
+    scaling: Literal["strong", "weak"] = Field(
+        "strong",
+        description="strong: train.batch_size is shared out. weak: each data-parallel process takes that many samples, "
+        "and the learning rate is multiplied by the number of processes.",
+    )
 
 
 PARALLELISM: tuple[Entry, ...] = (
@@ -21,7 +64,8 @@ PARALLELISM: tuple[Entry, ...] = (
         "memory on the first GPU than on the others",
         source="PyTorch documentation: torch.nn.DataParallel; Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
-        asked=lambda variant: variant.parallelism == "data_parallel",
+        layer="parallelism",
+        hooks="data_parallel.DataParallel",
         excludes={
             "bf16": "its threads do not take over autocast's type, and would compute in float16",
             "activation_checkpointing": _ONE_FORWARD,
@@ -40,7 +84,9 @@ PARALLELISM: tuple[Entry, ...] = (
         costs="an all-reduce of all gradients a step; BatchNorm sees its own share of the batch",
         source="Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
-        asked=lambda variant: variant.parallelism == "ddp",
+        layer="parallelism",
+        hooks="ddp.DDP",
+        details=("processes",),
     ),
     Entry(
         name="zero1",
@@ -52,7 +98,9 @@ PARALLELISM: tuple[Entry, ...] = (
         costs="a broadcast of all parameters a step, after the update, which nothing hides",
         source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020",
         changes="rounding",
-        asked=lambda variant: variant.parallelism == "zero1",
+        layer="parallelism",
+        hooks="zero1.Zero1",
+        details=("processes",),
         excludes={
             "optimizer_in_backward": "the shares of the new parameters are sent on after one update of all of them",
             "cuda_graph": "its update sends parameters from the host's side, which no graph holds",
@@ -80,7 +128,9 @@ PARALLELISM: tuple[Entry, ...] = (
         "batch",
         source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
         changes="rounding",
-        asked=lambda variant: variant.parallelism == "fsdp",
+        layer="parallelism",
+        hooks="fsdp.FSDP",
+        details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
             "cuda_graph": "it gathers and frees parameters from the host's side, which no graph holds",
@@ -96,7 +146,6 @@ PARALLELISM: tuple[Entry, ...] = (
         costs="the memory of the whole parameters while a step runs",
         source="PyTorch documentation: torch.distributed.fsdp.fully_shard",
         changes="nothing",
-        asked=lambda variant: not variant.reshard_after_forward,
         needs=("fsdp",),
     ),
     Entry(
@@ -110,7 +159,6 @@ PARALLELISM: tuple[Entry, ...] = (
         source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
         changes="rounding",
         roundoff=2.0**-8,
-        asked=lambda variant: variant.parameter_precision == "bf16",
         emulated=without_native_bf16,
         needs=("fsdp",),
         excludes={"fp16": "two precisions of 16 bits would meet in one product"},
@@ -124,7 +172,6 @@ PARALLELISM: tuple[Entry, ...] = (
         costs="parameters and gradients cross PCIe every step, and the update runs on the CPU, which waits for them",
         source="Ren et al., ZeRO-Offload, USENIX ATC 2021",
         changes="rounding",
-        asked=lambda variant: variant.cpu_offload,
         needs=("fsdp",),
         excludes={"fp16": "the loss scale lies on the GPU, and the gradients that it divides do not"},
         why_not=needs_gpu,
@@ -150,7 +197,9 @@ PARALLELISM: tuple[Entry, ...] = (
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
         "al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021",
         changes="rounding",
-        asked=lambda variant: variant.parallelism == "pipeline",
+        layer="parallelism",
+        hooks="pipeline_parallel.Pipeline",
+        details=("processes", "replicas", "schedule"),
         excludes={
             "fp16": "each stage would find overflows, and follow a loss scale, of its own",
         },
@@ -166,7 +215,9 @@ PARALLELISM: tuple[Entry, ...] = (
         "held and computed by every process",
         source="Shoeybi et al., Megatron-LM, 2019",
         changes="rounding",
-        asked=lambda variant: variant.parallelism == "tensor",
+        layer="parallelism",
+        hooks="tensor.Tensor",
+        details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
             "fp16": "each process would find the overflows of its own share of the gradients, and scale by those",
@@ -190,7 +241,7 @@ PARALLELISM: tuple[Entry, ...] = (
         costs="fewer, larger steps: accuracy, beyond some batch; another job than the baseline's",
         source="Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017",
         changes="statistics",
-        asked=lambda variant: variant.scaling == "weak",
+        hooks="scaling.WeakScaling",
         needs=_SHARE_OUT_BATCHES,
     ),
 )

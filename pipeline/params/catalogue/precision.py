@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.machine import Machine
+from pipeline.params.sections import Section
 
 
 def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
     if on_gpu and not machine.gpu_tf32:
         return "this GPU has no TF32 (compute capability below 8.0)"
     return needs_gpu(machine, on_gpu)
+
+
+class PrecisionSettings(Section):
+    """Of a variant: in how many bits it computes."""
+
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="tf32: float32 products on Tensor Cores (GPU only). Automatic mixed precision: bf16, or fp16 with "
+        "a gradient scaler (GPU only).",
+    )
 
 
 PRECISION: tuple[Entry, ...] = (
@@ -23,7 +38,7 @@ PRECISION: tuple[Entry, ...] = (
         source="NVIDIA A100 Tensor Core GPU Architecture, 2020",
         changes="rounding",
         roundoff=2.0**-11,
-        asked=lambda variant: variant.precision == "tf32",
+        hooks="tf32.TF32",
         why_not=_why_no_tf32,
     ),
     Entry(
@@ -37,7 +52,8 @@ PRECISION: tuple[Entry, ...] = (
         source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
         changes="rounding",
         roundoff=2.0**-8,
-        asked=lambda variant: variant.precision == "bf16",
+        layer="forward",
+        hooks="precision.BFloat16",
         emulated=without_native_bf16,
     ),
     Entry(
@@ -50,7 +66,8 @@ PRECISION: tuple[Entry, ...] = (
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018",
         changes="rounding",
         roundoff=2.0**-11,
-        asked=lambda variant: variant.precision == "fp16",
+        layer="forward",
+        hooks="precision.Float16",
         why_not=needs_gpu,
     ),
 )

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
 from pipeline.params.catalogue.base import COMPILER, Entry, needs_gpu
 from pipeline.params.machine import Machine
-from pipeline.params.sections import GRAPH_WARMUP_STEPS, Train, Variant
+from pipeline.params.sections import Section, Train
+
+if TYPE_CHECKING:
+    from pipeline.params.catalogue import Variant
+
+GRAPH_WARMUP_STEPS = 3
+"""Steps taken before one is recorded as a CUDA graph, as PyTorch's documentation does; its tests take as many."""
 
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
@@ -39,6 +49,26 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     )
 
 
+class SpeedSettings(Section):
+    """Of a variant: what needs less time."""
+
+    channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
+        "none",
+        description="torch.compile of the model, in this mode. reduce-overhead records CUDA graphs: on GPUs only.",
+    )
+    cuda_graph: bool = Field(
+        False, description="Record a whole step, update included, as one CUDA graph and replay it (GPU only)."
+    )
+    cudnn_benchmark: bool = Field(
+        False,
+        description="Let cuDNN try its convolutions once and take the fastest; a seed may then not repeat exactly.",
+    )
+    optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
+        "fused", description="One kernel for all parameters, one an operation, or one an operation and parameter."
+    )
+
+
 SPEED: tuple[Entry, ...] = (
     Entry(
         name="channels_last",
@@ -50,7 +80,8 @@ SPEED: tuple[Entry, ...] = (
         "copy of a convolution's weights whenever it runs",
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
-        asked=lambda variant: variant.channels_last,
+        layer="model",
+        hooks="channels_last.ChannelsLast",
     ),
     Entry(
         name="compile",
@@ -74,6 +105,8 @@ SPEED: tuple[Entry, ...] = (
         "whose gradients outlive a forward pass",
         source="Ansel et al., PyTorch 2, ASPLOS 2024",
         changes="rounding",
+        layer="compiler",
+        hooks="compile.Compile",
         asked=lambda variant: variant.compile != "none",
         excludes={
             "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
@@ -96,7 +129,7 @@ SPEED: tuple[Entry, ...] = (
         costs="memory that nothing else gets; what Python decides in a step is decided once, when it is recorded",
         source="PyTorch documentation: CUDA semantics, CUDA Graphs",
         changes="rounding",
-        asked=lambda variant: variant.cuda_graph,
+        hooks="cuda_graph.CudaGraph",
         excludes={
             **dict.fromkeys(
                 ("ddp", "pipeline", "data_parallel"), "the recording holds one GPU's step, without communication"
@@ -129,7 +162,7 @@ SPEED: tuple[Entry, ...] = (
         source="PyTorch documentation: torch.backends.cudnn",
         changes="rounding",
         repeats=False,
-        asked=lambda variant: variant.cudnn_benchmark,
+        hooks="cudnn_benchmark.CudnnBenchmark",
         why_not=needs_gpu,
     ),
     Entry(
@@ -141,7 +174,8 @@ SPEED: tuple[Entry, ...] = (
         costs="temporary tensors of the parameters' size",
         source="PyTorch documentation: torch.optim, How to adjust performance",
         changes="rounding",
-        asked=lambda variant: variant.optimizer_kernel == "foreach",
+        layer="model",
+        hooks="optimizer_choices.ForeachOptimizer",
     ),
     Entry(
         name="for_loop_optimizer",
@@ -152,6 +186,7 @@ SPEED: tuple[Entry, ...] = (
         costs="many small kernels",
         source="PyTorch documentation: torch.optim, How to adjust performance",
         changes="rounding",
-        asked=lambda variant: variant.optimizer_kernel == "for_loop",
+        layer="model",
+        hooks="optimizer_choices.ForLoopOptimizer",
     ),
 )

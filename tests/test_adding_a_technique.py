@@ -1,0 +1,90 @@
+"""docs/adding-a-technique.md, walked: a declaration and a class make a technique, and nothing else is by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.params import CATALOGUE
+from pipeline.techniques import _own
+from tests.pages import ROOT, blocks
+
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "synthetic", "synthetic": {"train": 64, "test": 16, "shape": [1, 8, 8], "classes": 2}},
+    "train": {"seeds": [0], "epochs": 1, "batch_size": 16, "device": "cpu", "warmup_steps": 1},
+    "publish": {"live": False},
+    "variants": {"baseline": {}, "tried": {"gradient_centralization": True, "channels_last": True}},
+}
+
+
+def add_technique(root: Path) -> str:
+    """Write the page's technique into the checkout ``root``, and nothing else; its name."""
+    setting, entry, hooks = blocks(ROOT / "docs/adding-a-technique.md", "python")
+    setting, entry = setting.partition("...\n")[2], entry.partition("...,\n")[2]
+    catalogue = root / "pipeline/params/catalogue/speed.py"
+    before, between, after = catalogue.read_text(encoding="utf-8").partition("\n\nSPEED: ")
+    assert after.endswith("\n)\n")
+    catalogue.write_text(before + setting + between + after.removesuffix(")\n") + entry, encoding="utf-8")
+    name, module = re.findall(r'name="(\w+)".*hooks="(\w+)\.', entry, re.DOTALL)[0]
+    (root / f"pipeline/techniques/{module}.py").write_text(hooks, encoding="utf-8")
+    return str(name)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "pipeline", path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    (path / "docs").mkdir()
+    (path / "params.yaml").write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
+    assert add_technique(path) in PARAMS["variants"]["tried"]
+    return path
+
+
+def run(checkout: Path, *commands: str) -> str:
+    """What the commands print, one after the other in one process."""
+    program = "import sys\nfrom pipeline.cli import main\nassert not any(main(each.split()) for each in sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *commands],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_is_described_and_checked_by_what_it_declares(checkout: Path) -> None:
+    said = run(checkout, "schema", "techniques --markdown", "environment")
+    row = next(line for line in said.splitlines() if line.startswith("| `gradient_centralization: true` |"))
+    assert row.endswith("| statistics | `optimizer_in_backward`, `tensor` |")
+    schema = json.loads((checkout / "params.schema.json").read_text(encoding="utf-8"))
+    assert schema["$defs"]["Variant"]["properties"]["gradient_centralization"]["type"] == "boolean"
+    variants = json.loads((checkout / "environment.json").read_text(encoding="utf-8"))["variants"]
+    watched = "pipeline/techniques/gradient_centralization.py"
+    assert [watched in variants[name]["code"] for name in ("baseline", "tried")] == [False, True]
+
+
+def test_it_is_composed_and_trains(checkout: Path) -> None:
+    said = run(checkout, "plan tried", "environment", "fetch", "prepare", "train baseline", "train tried")
+    assert re.findall(r"^  (\w+) +\[", said, re.MULTILINE) == ["channels_last", "gradient_centralization"]
+    results = [json.loads((checkout / f"results/{name}.json").read_text()) for name in ("baseline", "tried")]
+    assert results[0]["runs"][0]["train_loss"] != pytest.approx(results[1]["runs"][0]["train_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("entry", [each for each in CATALOGUE if each.hooks], ids=lambda each: each.name)
+def test_the_class_that_an_entry_names_is_its_own(entry: Any) -> None:
+    assert _own(entry.hooks).name == entry.name
+
+
+def test_what_has_no_class_is_a_part_of_another() -> None:
+    assert all(each.needs for each in CATALOGUE if not each.hooks)
