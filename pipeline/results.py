@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
-from pipeline.params import Config, Seed, Train, VariantName
+from pipeline.params import Config, Seed, Train, Variant, VariantName
 
 RESULTS = Path("results")
 MODELS = Path("models")
@@ -387,7 +387,10 @@ def read(path: Path, config: Config) -> Result:
     variant = path.stem
     result = read_document(path, Result, f"run `dvc repro`, or `dvc repro train@{variant}` for this variant alone")
     params = json.loads(config.model_dump_json(include={"train", "variants"}))
-    then = {"train": result.config.get("train"), "variants": {variant: result.config.get("variant")}}
+    said = result.config.get("variant")
+    if isinstance(said, dict):  # of a technique that was not known then it says nothing
+        said = Variant().model_dump(mode="json") | said
+    then = {"train": result.config.get("train"), "variants": {variant: said}}
     problems = [
         f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
         for path, found, asked in _differing(then, params | {"variants": {variant: params["variants"].get(variant)}})

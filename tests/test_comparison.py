@@ -655,6 +655,11 @@ def test_a_bench_of_another_configuration_of_a_variant_is_refused() -> None:
     assert "'memory'" not in message
 
 
+def test_a_bench_is_not_refused_because_it_knows_of_fewer_techniques() -> None:
+    applied = {key: value for key, value in make_bench().arms[1].applied.items() if key != "cudnn_benchmark"}
+    assert make_comparison(make_results(), changed(make_bench(), "ddp", {"applied": applied}))
+
+
 def test_a_bench_of_another_baseline_is_refused() -> None:
     assert "the bench's baseline is 'ddp', that of compare.baseline 'baseline'" in bench_refusal(
         make_bench(baseline="ddp")

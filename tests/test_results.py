@@ -100,6 +100,13 @@ def test_a_result_is_not_refused_for_what_does_not_train_it_again(tmp_path: Path
     assert results.read(results.result_file("ddp", tmp_path), make_params([DDP], train=train)) == DDP
 
 
+def test_a_result_is_not_refused_because_there_is_a_new_technique(tmp_path: Path) -> None:
+    older = {key: value for key, value in DDP.config["variant"].items() if key != "cudnn_benchmark"}
+    config = DDP.config | {"variant": older}
+    results.write(DDP.model_copy(update={"config": config}), results.result_file("ddp", tmp_path))
+    assert results.read(results.result_file("ddp", tmp_path), make_params([DDP])).config == config
+
+
 def test_a_result_of_a_variant_that_params_yaml_does_not_know_is_refused(tmp_path: Path) -> None:
     results.write(DDP, results.result_file("ddp", tmp_path))
     with pytest.raises(ResultError, match=r"variants\.ddp is \{.*\} there and null in params\.yaml"):

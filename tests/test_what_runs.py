@@ -13,9 +13,10 @@ import yaml
 from pipeline.environment import code, stages
 from pipeline.errors import ConfigError
 from pipeline.params import parse
-from pipeline.plans import plan
+from pipeline.plans import plan, plans
 from tests.conftest import Clone
 from tests.parallel import CPU
+from tests.test_adding_a_technique import add_technique
 
 NET = """\
 from layers import Flat
@@ -168,15 +169,22 @@ def test_what_a_number_depends_on_runs_again_what_runs_it(
 
 @pytest.mark.slow
 def test_a_new_technique_runs_nothing_again_until_a_variant_asks_for_it(checkout: Clone) -> None:
-    new = checkout.path / "new.py"
-    new.write_text("VALUE = 1\n")
-    edit(checkout.path / "pipeline/params/catalogue/classes.py", r"CLASSES = \{", 'CLASSES = {"new": "new.New", ')
-    (checkout.path / "pipeline/techniques/new.py").write_text("class New: ...\n")
+    name = add_technique(checkout.path)
     assert due(checkout) == set()
     values = yaml.safe_load((checkout.path / "params.yaml").read_text())
-    values["variants"]["baseline"] = {"cudnn_benchmark": False, "set_to_none": False}
+    values["variants"]["baseline"] = {name: True}
     (checkout.path / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     assert due(checkout) == {"train@baseline", "bench"}
+
+
+def test_a_plan_is_told_apart_by_what_it_applies_alone() -> None:
+    """So that a setting that is new tells no plans apart that do not ask for it."""
+    variants = {"baseline": {}, "two": {"channels_last": True, "data_loading": "dataloader", "loader_workers": 0}}
+    made = plans(parse({"variants": variants}), CPU)
+    baseline, two = (stages.training(each)["variant"]["plan"] for each in made.values())
+    assert baseline["applied"] == baseline["requested"] == {}
+    assert two["applied"] == variants["two"]
+    assert two["techniques"] == ["channels_last", "dataloader"], "in the order in which they apply"
 
 
 def test_dvc_names_the_file_that_changed(checkout: Clone) -> None:

@@ -166,8 +166,8 @@ def _bench_problems(
 
 
 def _run_of(one: Arm | Result) -> tuple[object, ...]:
-    """What makes two runs of a variant the same."""
-    return one.applied, one.world_size, one.batch_size, one.micro_batches
+    """What makes two runs of a variant the same. One may know of more techniques than the other."""
+    return Variant().model_dump(mode="json") | one.applied, one.world_size, one.batch_size, one.micro_batches
 
 
 def _ran(one: Arm | Result) -> str:

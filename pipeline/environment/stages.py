@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from pipeline.environment import code, hash_of
-from pipeline.params import Config, Train
+from pipeline.params import Config, Train, Variant, catalogue
 from pipeline.plans import Plan
 
 
@@ -60,15 +60,25 @@ def training(plan: Plan) -> dict[str, Any]:
 
 
 def _of_variant(plan: Plan) -> dict[str, Any]:
-    """Its code, and what of its plan numbers depend on: not the reasons, which are texts. With the job at its scale."""
+    """Its code, and what of its plan numbers depend on, with the job at its scale: not the reasons, which are texts,
+    nor settings of what it does not apply, or a technique that is new would train again what knows nothing of it."""
     decisive = {
-        **_plain(plan, but=frozenset({"skipped", "decided", "train"})),
+        **_plain(plan, but=frozenset({"requested", "applied", "skipped", "decided", "train"})),
+        "requested": _settings(plan.requested),
+        "applied": _settings(plan.applied),
+        "techniques": [each.name for each in catalogue.in_order(plan.applied)],
         "skipped": sorted(plan.skipped),
         "job": _plain(plan.train, but=Train.OF_RUNS | Train.OF_RESUMING),
     }
     return {"code": code.of_variant(plan), "plan": decisive}
 
 
-def _plain(section: Any, only: frozenset[str] | None = None, but: frozenset[str] = frozenset()) -> dict[str, Any]:
+def _settings(variant: Variant) -> dict[str, Any]:
+    """Of what it asks for, values that are the defaults among them."""
+    used = {key for each in catalogue.asked(variant) for key in catalogue.keys(each)}
+    return _plain(variant, only=used)
+
+
+def _plain(section: Any, only: Set[str] | None = None, but: frozenset[str] = frozenset()) -> dict[str, Any]:
     found: dict[str, Any] = section.model_dump(mode="json", include=only and set(only), exclude=set(but))
     return found
