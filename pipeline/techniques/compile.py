@@ -73,17 +73,8 @@ class Compile(Technique):
         return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 
     def change_step(self, step: TrainingStep) -> None:
-        forward, backward = step.forward, step.backward
-
-        def compiled_forward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with self._explained():
-                return forward(images, labels)
-
-        def compiled_backward(loss: torch.Tensor) -> None:
-            with self._explained():  # the backward pass is compiled when it first runs
-                backward(loss)
-
-        step.forward, step.backward = compiled_forward, compiled_backward
+        step.forward = self._explained()(step.forward)
+        step.backward = self._explained()(step.backward)  # the backward pass is compiled when it first runs
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from pipeline.step import MicroBatches, TrainingStep
+from pipeline.step import TrainingStep
 from pipeline.techniques.base import Technique
 
 
@@ -17,14 +20,14 @@ class CudnnBenchmark(Technique):
     name = "cudnn_benchmark"
 
     def change_step(self, step: TrainingStep) -> None:
-        take = step.take
+        step.take = _searching()(step.take)
 
-        def searching(micro_batches: MicroBatches) -> None:
-            before = torch.backends.cudnn.benchmark
-            torch.backends.cudnn.benchmark = True
-            try:
-                take(micro_batches)
-            finally:
-                torch.backends.cudnn.benchmark = before
 
-        step.take = searching
+@contextmanager
+def _searching() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

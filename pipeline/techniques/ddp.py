@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,20 +122,19 @@ class DDP(Replicated):
 
     def change_step(self, step: TrainingStep) -> None:
         super().change_step(step)
-        forward = step.forward
-
-        def told(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            try:
-                return forward(images, labels)
-            except RuntimeError as error:
-                if "finished reduction in the prior iteration" not in str(error):
-                    raise
-                raise ConfigError(
-                    f"variants.{self.plan.name}.parallelism: found {self.plan.applied.parallelism!r}, which waits for "
-                    "the gradients of all parameters, but the step before has not used some of the model's. Set "
-                    "static_graph: true if every step uses the same ones, or parallelism: fsdp, or take them out of "
-                    "the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
-                ) from error
-
-        step.forward = told
+        step.forward = self._explained()(step.forward)
         step.no_sync = self.model.no_sync
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise ConfigError(
+                f"variants.{self.plan.name}.parallelism: found {self.plan.applied.parallelism!r}, which waits for "
+                "the gradients of all parameters, but the step before has not used some of the model's. Set "
+                "static_graph: true if every step uses the same ones, or parallelism: fsdp, or take them out of "
+                "the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
+            ) from error

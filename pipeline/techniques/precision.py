@@ -22,13 +22,7 @@ class BFloat16(Technique):
     dtype = DTYPES["bf16"]
 
     def change_step(self, step: TrainingStep) -> None:
-        forward = step.forward
-
-        def autocast(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(self.world.device.type, dtype=self.dtype):
-                return forward(images, labels)
-
-        step.forward = autocast
+        step.forward = torch.autocast(self.world.device.type, dtype=self.dtype)(step.forward)
 
 
 class Float16(BFloat16):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pipeline.step import MicroBatches, TrainingStep
+from pipeline.step import TrainingStep
 from pipeline.techniques.base import Technique
 
 
@@ -17,13 +17,7 @@ class TF32(Technique):
     name = "tf32"
 
     def change_step(self, step: TrainingStep) -> None:
-        take = step.take
-
-        def allowed(micro_batches: MicroBatches) -> None:
-            with _tf32():
-                take(micro_batches)
-
-        step.take = allowed
+        step.take = _tf32()(step.take)
 
 
 @contextmanager
