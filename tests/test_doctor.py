@@ -332,7 +332,7 @@ def test_a_gpu_without_a_driver_or_its_library(
 
 
 def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(error: type[pynvml.NVMLError]) -> Any:
+    def fails(error: type[Exception] | Exception) -> Any:
         raise error
 
     answers = {
@@ -343,7 +343,7 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         "nvmlDeviceGetHandleByIndex": lambda index: ["plain", "split"][index],
         "nvmlDeviceGetUUID": lambda handle: f"UUID-{handle}",
         "nvmlDeviceGetComputeRunningProcesses": lambda gpu: (
-            [SimpleNamespace(pid=7)] if gpu == "plain" else fails(pynvml.NVMLError_NotSupported)
+            [SimpleNamespace(pid=7), SimpleNamespace(pid=8)] if gpu == "plain" else fails(pynvml.NVMLError_NotSupported)
         ),
         "nvmlDeviceGetMigMode": lambda gpu: fails(pynvml.NVMLError_NotSupported) if gpu == "plain" else [1, 1],
         "nvmlDeviceGetMaxMigDeviceCount": lambda _: 2,
@@ -351,6 +351,8 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
+    served = SimpleNamespace(name=lambda: "nvidia-cuda-mps-server")
+    monkeypatch.setattr(psutil, "Process", lambda pid: served if pid == 8 else fails(psutil.NoSuchProcess(pid)))
     facts.answer("driver")
     plain, split = gpu("UUID-plain", None, (7,)), gpu("UUID-split", ["UUID-first"])
     assert json.loads(capsys.readouterr().out) == driver(plain, split, cuda=(13, 2)).found

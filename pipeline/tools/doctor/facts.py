@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import psutil
+
 from pipeline import environment, params, plans
 from pipeline.environment.gpus import instances
 from pipeline.errors import ConfigError, PipelineError
@@ -154,11 +156,18 @@ def _driver() -> None:
     for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
         made, pids = instances(handle), []
         with suppress(nvml.NVMLError):  # a virtual GPU may not tell
-            pids = [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+            pids = [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if not _is_mps(each.pid)]
         uuids = None if made is None else [*map(nvml.nvmlDeviceGetUUID, made)]
         gpus.append({"uuid": nvml.nvmlDeviceGetUUID(handle), "instances": uuids, "pids": pids})
     cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
     _say(version=nvml.nvmlSystemGetDriverVersion(), cuda=[cuda // 1000, cuda % 1000 // 10], gpus=gpus)
+
+
+def _is_mps(pid: int) -> bool:
+    """Whether this is MPS's server, which computes for its clients alone. Unknown where its name cannot be read."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).name().startswith("nvidia-cuda-mps")
+    return False
 
 
 def _torch() -> None:
