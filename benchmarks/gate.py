@@ -1,13 +1,14 @@
 """The gate's own error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
 
 ``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
-whose training step takes 10% longer. ``error_rates`` draws trials from it, each of as many consecutive rounds as the
-default budget gives, so that the machine's drift stays in, and lets the gate's own code decide. ``full`` runs complete
-gates, which confirm the pool.
+whose training step takes 10% longer. ``rates`` draws trials from it, each of as many consecutive rounds as the default
+budget gives, so that the machine's drift stays in, and lets the gate's own code decide; ``power`` tries other losses.
+``trial`` runs complete gates and adds them to a file: they alone are independent, and their count bounds the rates.
 
     python -m benchmarks.gate pool FILE --minutes 180
     python -m benchmarks.gate rates FILE
-    python -m benchmarks.gate full --trials 5
+    python -m benchmarks.gate power FILE docs/gate-power.svg
+    python -m benchmarks.gate trial --minutes 40
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -30,13 +32,18 @@ from pipeline.interpreter import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does
 
+from matplotlib import pyplot
+from scipy.special import betaincinv
+
+from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import environment, files, params
-from pipeline.benchmark.rounds import Rounds, measure, turns_on
+from pipeline.benchmark import sitting
+from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, measure, turns_on
 from pipeline.benchmark.server import Server
 from pipeline.comparison.planning import RoundCost
-from pipeline.gate.decision import Judged, judge, noises
+from pipeline.gate.decision import CONFIDENCE_OF_LOOKS, Judged, judge, noises, settled
 from pipeline.gate.side_by_side import arms_of, steps_of
 from pipeline.params import Compare, Config, Gate
 from pipeline.results import Arm, Window
@@ -111,11 +118,14 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
     }
 
 
-def error_rates(recorded: Mapping[str, Any], trials: int = 1000, minutes: float | None = None) -> dict[str, Any]:
+def error_rates(
+    recorded: Mapping[str, Any], trials: int = 1000, minutes: float | None = None, losses: Sequence[float] = ()
+) -> dict[str, Any]:
     """Decide ``trials`` gates of equal sides, and as many with the slower head, on blocks of consecutive rounds.
 
     ``minutes``: a gate's budget; None: the default one. A block begins anywhere in a part of the pool and ends in it.
-    Blocks overlap: all trials together know no more than ``independent_blocks`` of them.
+    Blocks overlap: all trials together know no more than ``independent_blocks`` of them. ``losses``: also decide with
+    the speeds of the equal head lower by such fractions.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
     budget = 60 * (Gate().max_minutes if minutes is None else minutes)
@@ -125,27 +135,55 @@ def error_rates(recorded: Mapping[str, Any], trials: int = 1000, minutes: float 
     if not possible:
         raise SystemExit(f"a gate of {budget:.0f} s has {rounds} rounds, and no part of the pool has so many")
     draw = random.Random(0)
-    outcomes: dict[str, Counter[str]] = {"head": Counter(), "slow": Counter()}
+    heads = [("equal", "head", 0.0), ("slower", "slow", 0.0), *((f"{loss:.0%}", "head", loss) for loss in losses)]
+    outcomes: dict[str, Counter[str]] = {kind: Counter() for kind, *_ in heads}
+    used: dict[str, list[int]] = {kind: [] for kind in outcomes}
     for start in (draw.choice(possible) for _ in range(trials)):
         block = {name: _cut(arm, start, start + rounds) for name, arm in arms.items()}
-        for side, counted in outcomes.items():
-            counted[_in_words(_judge(block, side))] += 1
+        for kind, side, loss in heads:
+            judged, looked = _gated(block, side, loss)
+            outcomes[kind][_in_words(judged)] += 1
+            used[kind].append(looked)
     return {
         "trials": trials,
         "rounds_per_trial": rounds,
         "independent_blocks": sum(count // rounds for count in recorded["rounds"]),
         "slowdown_fraction": recorded["slowdown_fraction"],
-        "false_alarm_rate": sum(count for words, count in outcomes["head"].items() if "worse" in words) / trials,
-        "found_rate": sum(count for words, count in outcomes["slow"].items() if "throughput" in words) / trials,
-        "equal": dict(outcomes["head"].most_common()),
-        "slower": dict(outcomes["slow"].most_common()),
+        "outcomes": {kind: dict(counted.most_common()) for kind, counted in outcomes.items()},
+        "mean_rounds": {kind: round(statistics.fmean(each), 1) for kind, each in used.items()},
     }
 
 
-def full(trials: int) -> dict[str, Any]:
-    """Complete gates: ``trials`` of a comment, and as many of the planted slowdown, in turns."""
-    config = params.load(ROOT / params.PARAMS_FILE)
-    outcomes: dict[str, list[dict[str, Any]]] = {"equal": [], "slower": []}
+def power(recorded: Mapping[str, Any], picture: Path, trials: int = 300) -> dict[str, Any]:
+    """What becomes of losses of 0 to 12%, by ``error_rates``; drawn into ``picture``, an SVG."""
+    losses = [percent / 100 for percent in range(3, 13)]
+    found = error_rates(recorded, trials, losses=losses)
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for words, color in (("worse", "#b3261e"), ("undecided", "#8a8a8a"), ("passed", "#1b7f4b")):
+        shares = [
+            sum(count for outcome, count in found["outcomes"][f"{loss:.0%}"].items() if outcome.startswith(words))
+            for loss in losses
+        ]
+        axes.plot(
+            [100 * loss for loss in losses],
+            [share / trials for share in shares],
+            marker="o",
+            color=color,
+            label={"worse": "worse (1)", "undecided": "not decided (3)", "passed": "passed (0)"}[words],
+        )
+    axes.set(xlabel="the head is slower by, %", ylabel="share of gates", ylim=(-0.02, 1.02), xticks=range(3, 13))
+    axes.legend(frameon=False)
+    figure.savefig(picture, metadata={"Date": None})
+    return found
+
+
+def trial(file: Path, minutes: float) -> None:
+    """Complete gates, one after the other until ``minutes`` are over, each put into ``file`` when it ends.
+
+    The head has a comment more than its base, or a training step that takes longer: of which there are fewer so far.
+    Each gate starts anew, so those of different times and machines are independent.
+    """
+    ended, config = time.monotonic() + 60 * minutes, params.load(ROOT / params.PARAMS_FILE)
     with tempfile.TemporaryDirectory() as folder:
         raw, _ = fashion_mnist(Path(folder))
         sections: dict[str, Any] = {
@@ -156,17 +194,35 @@ def full(trials: int) -> dict[str, Any]:
         checkout.commit()
         training = checkout.path / "pipeline" / "training" / "loop.py"
         plain = training.read_text(encoding="utf-8")
-        for _ in range(trials):
-            for kind, change in (("equal", "\n# A comment.\n"), ("slower", PLANTED)):
-                training.write_text(plain + change, encoding="utf-8")
-                outcomes[kind].append(_gate(checkout))
-                print(kind, outcomes[kind][-1], flush=True)
-    return {
-        "measured_on": time.strftime("%Y-%m-%d"),
-        "slowdown_fraction": SLOWDOWN_FRACTION,
-        **{kind: dict(Counter(each["outcome"] for each in found)) for kind, found in outcomes.items()},
-        "gates": outcomes,
-    }
+        while time.monotonic() < ended:
+            known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+            counts = Counter(each["head"] for each in known)
+            kind = min(("equal", "slower"), key=lambda each: counts[each])
+            training.write_text(plain + {"equal": "\n# A comment.\n", "slower": PLANTED}[kind], encoding="utf-8")
+            session_of = sitting.begin()
+            found = {"head": kind, **_gate(checkout)}
+            about = {
+                "machine": machines.name_of(environment.fingerprint()),
+                "commit": environment.checked_out(),
+                **session_of().model_dump(mode="json"),
+            }
+            files.write_text(file, json.dumps([*known, found | about], indent=1) + "\n")
+            print(*bounds([*known, found]), sep="\n", flush=True)
+
+
+def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What complete gates support: counts, and the one-sided 95% bound on the rate of errors (Clopper and Pearson)."""
+
+    def line(kind: str, error: str, wrong: Callable[[str], bool]) -> str:
+        outcomes = [each["outcome"] for each in trials if each["head"] == kind]
+        errors, count = sum(map(wrong, outcomes)), len(outcomes)
+        most = float(betaincinv(errors + 1, count - errors, 0.95)) if errors < count else 1.0
+        return f"{kind}: {error} in {errors} of {count} gates, so by them in at most {most:.0%}"
+
+    return [
+        line("equal", "called worse", lambda outcome: outcome.startswith("worse")),
+        line("slower", "passed", lambda outcome: outcome.startswith("passed")),
+    ]
 
 
 def plant(checkout: Checkout) -> None:
@@ -199,7 +255,30 @@ def _gate(checkout: Checkout) -> dict[str, Any]:
     }
 
 
-def _judge(block: Mapping[str, Arm], side: str) -> Judged:
+def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, int]:
+    """What a gate of ``side`` decides, and after how many rounds; speeds of that side are lower by ``loss``."""
+    slowed = {name: _slowed(arm, loss) if name.startswith(f"{side} ") else arm for name, arm in block.items()}
+    rounds = len(next(iter(slowed.values())).samples)
+    for looked in range(FEWEST_ROUNDS, rounds):
+        seen = {name: _cut(arm, 0, looked) for name, arm in slowed.items()}
+        if settled(_judge(seen, side, CONFIDENCE_OF_LOOKS)):
+            return _judge(seen, side), looked
+    return _judge(slowed, side), rounds
+
+
+def _slowed(arm: Arm, loss: float) -> Arm:
+    speeds = [each.samples_per_second for each in arm.samples]
+    return arm.model_copy(
+        update={
+            "samples": tuple(
+                each.model_copy(update={"samples_per_second": speed and speed * (1 - loss)})
+                for each, speed in zip(arm.samples, speeds, strict=True)
+            )
+        }
+    )
+
+
+def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Judged:
     """What the gate decides on ``side`` against the base."""
     settings = Compare()
     control = next(arm for arm in block.values() if arm.role == "aa_control")
@@ -209,7 +288,7 @@ def _judge(block: Mapping[str, Arm], side: str) -> Judged:
     )
     cost = RoundCost("gate.max_minutes", len(control.samples), None)
     machine = noises(of_base[control.variant], control, settings.max_spread, cost)
-    return judge(of_base, of_head, machine, settings.margins, {}, Gate().must_see)
+    return judge(of_base, of_head, machine, settings.margins, {}, Gate().must_see, confidence)
 
 
 def _in_words(judged: Judged) -> str:
@@ -289,8 +368,12 @@ def main() -> None:
     rating.add_argument("file", type=Path)
     rating.add_argument("--trials", type=int, default=1000)
     rating.add_argument("--minutes", type=float, help="the budget of a gate; default: that of params.yaml")
-    whole = commands.add_parser("full", help="complete gates")
-    whole.add_argument("--trials", type=int, default=5)
+    drawing = commands.add_parser("power", help="what becomes of losses of 3 to 12%, from the pool in FILE")
+    drawing.add_argument("file", type=Path)
+    drawing.add_argument("picture", type=Path)
+    whole = commands.add_parser("trial", help="complete gates, one at least")
+    whole.add_argument("--file", type=Path, default=machines.FIGURES / "gate-trials.json")
+    whole.add_argument("--minutes", type=float, default=40.0, help="no gate begins later")
     arguments = parser.parse_args()
     if arguments.command == "pool":
         files.write_text(
@@ -299,8 +382,11 @@ def main() -> None:
     elif arguments.command == "rates":
         recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
         print(json.dumps(error_rates(recorded, arguments.trials, arguments.minutes), indent=1))
+    elif arguments.command == "power":
+        recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
+        print(json.dumps(power(recorded, arguments.picture), indent=1))
     else:
-        print(json.dumps(full(arguments.trials), indent=1))
+        trial(arguments.file, arguments.minutes)
 
 
 if __name__ == "__main__":

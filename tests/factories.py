@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import zipfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.comparison.compare import compare
@@ -377,3 +379,14 @@ def make_comparison(
 def make_histories(measured: Sequence[Result]) -> dict[str, Sequence[HistoryRow]]:
     """``make_history`` for the seeds of every result."""
     return {each.variant: make_history([run.seed for run in each.runs]) for each in measured}
+
+
+def write_wheel(folder: Path, name: str, version: str, code: str) -> str:
+    """Write a package of one module ``name`` into ``folder``, for pip; return its line of a lock file."""
+    wheel, about = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}.py", code)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"

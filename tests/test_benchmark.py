@@ -20,7 +20,7 @@ import yaml
 from pipeline import environment, results
 from pipeline.benchmark import rounds
 from pipeline.benchmark.arm import _allowed_wait
-from pipeline.benchmark.rounds import ArmSpec, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.benchmark.rounds import ArmSpec, Rounds, fewest_rounds, measure, outlook, steps_of, turns_on
 from pipeline.benchmark.server import BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.environment import stages
@@ -214,6 +214,17 @@ def test_what_is_about_to_be_measured_is_said(
     assert told == f"5 arms of 23 steps, a round takes about 40 s: {said} UTC"
     monkeypatch.undo()
     time.tzset()
+
+
+def test_what_is_decided_ends_before_its_time_but_not_before_the_fewest_rounds() -> None:
+    asked: list[int] = []
+
+    def decided(found: Rounds) -> bool:
+        asked.append(len(found.arms[0].samples))
+        return asked[-1] == 8
+
+    found = measure(arms(FakeServer(), "a"), seconds=60, max_rounds=20, steps=1, turns=1, decided=decided)
+    assert (asked, len(found.arms[0].samples)) == ([6, 7, 8], 8)
 
 
 def test_an_interruption_keeps_the_complete_rounds() -> None:

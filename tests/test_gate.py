@@ -24,8 +24,8 @@ from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, stages
 from pipeline.errors import ConfigError
 from pipeline.gate import copies, decision, recording, side_by_side
-from pipeline.gate.copies import check_arms, commit_of
-from pipeline.gate.decision import EXIT_CODES, GateError, Judged, judge, noises
+from pipeline.gate.copies import Copy, check_arms, commit_of
+from pipeline.gate.decision import CONFIDENCE_OF_LOOKS, EXIT_CODES, GateError, Judged, judge, noises, settled
 from pipeline.params import Config, Margins, Variant, parse
 from pipeline.plans import plans
 from pipeline.results import Arm, ResultError
@@ -39,6 +39,7 @@ from tests.factories import (
     make_results,
     make_run,
     make_window,
+    write_wheel,
 )
 
 SPEED, PEAK = 20_000.0, 200 * 2**20
@@ -77,6 +78,7 @@ def judged(
     accuracies: Mapping[str, Accuracy] | None = None,
     refused: Mapping[str, Sequence[int]] = {},
     margins: Margins | None = None,
+    confidence: float = 0.95,
 ) -> Judged:
     """``heads`` against bases of the same variants, on a machine with that noise and drift. ``refused``: variant ->
     rounds in which the base's sample was."""
@@ -94,7 +96,8 @@ def judged(
         max_spread=0.15,
         cost=COST,
     )
-    return judge(base, {each.variant: each for each in heads}, found, margins or Margins(), accuracies or {}, 0.1)
+    held = {each.variant: each for each in heads}
+    return judge(base, held, found, margins or Margins(), accuracies or {}, 0.1, confidence)
 
 
 def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
@@ -158,6 +161,26 @@ def test_a_loss_that_must_be_seen_and_may_be_there_is_no_pass(noise: float, marg
     assert found.outcome == outcome
     assert len(found.unseen) == (outcome == "undecided")
     assert EXIT_CODES["undecided"] == 3
+
+
+@pytest.mark.parametrize(
+    ("head", "noise", "expected"),
+    [
+        ({}, 0.01, True),
+        ({"throughput": 0.97}, 0.01, False),  # passes, and may be worse by a little
+        ({"throughput": 0.8}, 0.01, True),
+        ({"throughput": 0.95}, 0.03, False),  # 0.909 is not excluded as surely as a look has to
+        ({"rounds": 8}, 0.01, False),  # too few for any interval of 99.5%
+        ({"name": "head ddp", "refused": range(10)}, 0.01, False),  # a later round may be trusted
+    ],
+)
+def test_a_look_ends_the_gate_where_more_rounds_would_change_nothing(
+    head: dict[str, Any], noise: float, expected: bool
+) -> None:
+    found = arm(**{"noise": noise} | head)
+    heads = [found] if found.variant == "baseline" else [arm(noise=noise), found]
+    refused = {"ddp": range(10)}
+    assert settled(judged(*heads, noise=noise, refused=refused, confidence=CONFIDENCE_OF_LOOKS)) is expected
 
 
 def test_a_memory_that_may_have_grown_that_much_is_no_pass() -> None:
@@ -535,9 +558,9 @@ def contents(root: Path) -> dict[str, str]:
 def test_the_copies_are_the_commit_and_the_work_tree(repository: Path) -> None:
     ours = {".gitignore": (repository / ".gitignore").read_text(encoding="utf-8"), "kept": "old"}
     with copies.copies(commit_of("HEAD")) as (base, head):
-        assert contents(base) == ours | {"changed": "old", "deleted": "old"}
-        assert contents(head) == ours | {"changed": "newest", "untracked": "new"}
-        for root in (base, head):
+        assert contents(base.root) == ours | {"changed": "old", "deleted": "old"}
+        assert contents(head.root) == ours | {"changed": "newest", "untracked": "new"}
+        for root in (base.root, head.root):
             found = subprocess.run(
                 [sys.executable, "-m", "dvc", "cache", "dir"], cwd=root, check=True, capture_output=True, text=True
             )
@@ -555,8 +578,8 @@ def test_nothing_is_left_behind_or_touched(repository: Path, error: type[BaseExc
     before, commit = state(), commit_of("HEAD")
 
     def fail() -> None:
-        with copies.copies(commit) as roots:
-            (roots[1] / "changed").write_text("in the copy", encoding="utf-8")
+        with copies.copies(commit) as (_, head):
+            (head.root / "changed").write_text("in the copy", encoding="utf-8")
             raise error
 
     with pytest.raises(error):
@@ -577,7 +600,7 @@ def test_the_project_may_be_a_part_of_the_repository_and_git_may_have_set_variab
     monkeypatch.setenv("GIT_DIR", "elsewhere")  # as in a hook
     monkeypatch.setenv("GIT_INDEX_FILE", "elsewhere")
     with copies.copies(commit_of("HEAD")) as roots:
-        assert [contents(root) for root in roots] == [{"kept": "old"}] * 2
+        assert [contents(side.root) for side in roots] == [{"kept": "old"}] * 2
 
 
 def test_the_head_says_whether_it_is_a_commit(repository: Path) -> None:
@@ -635,13 +658,13 @@ def test_code_that_both_sides_would_take_from_the_work_tree_is_refused(
     run("git", "rm", "--quiet", "--cached", "sources/scores.py")
     run("git", "commit", "--quiet", "--message", "own code")
     monkeypatch.setenv("PYTHONPATH", str(repository / "sources"))
-    with copies.copies(commit_of("HEAD")) as roots:
-        for root in roots:
-            copies.check_imports(root, ["nets", "scores"])
+    with copies.copies(commit_of("HEAD")) as sides:
+        for side in sides:
+            copies.check_imports(side, ["nets", "scores"])
             with pytest.raises(GateError, match=r"losses is imported from .*/repository/sources/losses\.py"):
-                copies.check_imports(root, ["nets", "losses"])
+                copies.check_imports(side, ["nets", "losses"])
             with pytest.raises(GateError, match="lacks missing"):
-                copies.check_imports(root, ["missing"])
+                copies.check_imports(side, ["missing"])
 
 
 def test_a_base_that_cannot_measure_itself(repository: Path) -> None:
@@ -652,16 +675,16 @@ def test_a_base_that_cannot_measure_itself(repository: Path) -> None:
     (repository / "pipeline").mkdir()
     (repository / "pipeline" / "__main__.py").write_text("raise SystemExit(2)", encoding="utf-8")
     with pytest.raises(GateError, match="older than the gate"):
-        check_arms(repository, "main")
+        check_arms(Copy(repository), "main")
     (repository / "pipeline" / "__main__.py").write_text("", encoding="utf-8")
-    check_arms(repository, "main")
+    check_arms(Copy(repository), "main")
 
 
 def test_a_stage_that_fails_is_named(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         GateError, match=r"^`dvc repro environment prepare` failed in .*repository; what it wrote stands"
     ):
-        copies.dvc(repository, "repro", "environment", "prepare")
+        copies.dvc(Copy(repository), "repro", "environment", "prepare")
     captured = capfd.readouterr()
     assert (captured.out, "dvc.yaml" in captured.err) == ("", True)
 
@@ -685,10 +708,18 @@ class Pretended:
     spoiled: int = 0
     """So many short samples of the first arm are refused."""
     budget: tuple[float, int | None, int, int, int] | None = None
-    left_open: bool | None = None
     """Seconds, most rounds, steps and turns, as they were asked for."""
+    left_open: bool | None = None
+    decided: bool | None = None
     asked: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
+
+
+def write_digests(root: Path, **stages: str) -> None:
+    """An environment.json of ``root`` that tells of variants and stages, as far as the gate reads them."""
+    known = {"stages": {"train": {}, "bench": {}} | stages, "variants": {"baseline": {}, "ddp": {}}}
+    text = json.dumps({"hash": "e" * 64, "relied_on": {}} | known)
+    (root / environment.ENVIRONMENT_FILE).write_text(text, encoding="utf-8")
 
 
 @pytest.fixture
@@ -706,9 +737,11 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     for side in ("base", "head"):
         (tmp_path / side).mkdir()
         (tmp_path / side / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
+        write_digests(tmp_path / side, bench=side)
 
     class Server:
-        def __init__(self, root: Path) -> None:
+        def __init__(self, root: Path, python: Path) -> None:
+            assert python == Path(sys.executable)
             self.side = ("base", "head").index(root.name)
 
         def __enter__(self) -> Server:
@@ -736,10 +769,11 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
             return {"window": window.model_dump(mode="json")}
 
     @contextmanager
-    def two(_: str) -> Iterator[tuple[Path, Path]]:
-        yield tmp_path / "base", tmp_path / "head"
+    def two(_: str) -> Iterator[tuple[Copy, Copy]]:
+        yield Copy(tmp_path / "base"), Copy(tmp_path / "head")
 
-    def dvc(root: Path, *arguments: str) -> None:
+    def dvc(side: Copy, *arguments: str) -> None:
+        root = side.root
         sides.ran.append(" ".join((root.name, *arguments)))
         for stage in arguments:
             if stage.startswith("train@"):
@@ -761,6 +795,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
         turns: int,
         fewest: int,
         leaves_open: Callable[[Rounds], bool],
+        decided: Callable[[Rounds], bool],
     ) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
         sides.budget = (seconds, max_rounds, steps, turns, fewest)
@@ -775,7 +810,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
             for each in arms
         )
         found = Rounds(arms=made, steps=steps, turns=turns, seconds=299.0, interrupted=sides.interrupted)
-        sides.left_open = leaves_open(found)
+        sides.left_open, sides.decided = leaves_open(found), decided(found)
         return found
 
     monkeypatch.setattr(side_by_side, "commit_of", lambda _: "a" * 40)
@@ -1007,6 +1042,19 @@ def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
     assert said.endswith("the ruler's: pipeline/measurement/detectors/gone.py, pipeline/measurement/windows.py.")
 
 
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize(("speed", "decision"), [(1.5, "better"), (0.5, "worse")])
+def test_what_got_better_or_worse_with_no_change_that_explains_it_is_asked_about(
+    pretended: Pretended, tmp_path: Path, speed: float, decision: str, changed: bool
+) -> None:
+    write_digests(tmp_path / "head", bench="base" if not changed else "head")
+    pretended.speeds = {"head ddp": speed}
+    gate.run(configured(), "main")
+    remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
+    asked = [remark for remark in remarks if "Ask why" in remark]
+    assert [remark.startswith(f"ddp: throughput {decision}, ") for remark in asked] == ([] if changed else [True])
+
+
 def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
     pretended.refused = {"head ddp": range(9)}
     assert gate.run(configured(), "main") == 3
@@ -1048,8 +1096,7 @@ def test_a_sample_that_other_load_spoiled_says_nothing_about_steps(pretended: Pr
 
 
 PLANTED = """
-
-def _planted(step, rate):
+def planted(step, rate):
     import itertools
     import time
 
@@ -1065,11 +1112,15 @@ def _planted(step, rate):
             pass
 
     return slow_and_leaking, lambda *arguments: 1e-4 * rate(*arguments)
-
-
-TrainingStep.__call__, optimizers.learning_rate = _planted(TrainingStep.__call__, optimizers.learning_rate)
 """
-"""Appended to training/loop.py: a step takes three times as long, keeps its batch, and learns too slowly."""
+"""With it a step takes three times as long, keeps its batch, and learns too slowly."""
+
+USED = """
+import planted
+
+TrainingStep.__call__, optimizers.learning_rate = planted.planted(TrainingStep.__call__, optimizers.learning_rate)
+"""
+"""Appended to training/loop.py."""
 
 
 @pytest.fixture(scope="module")
@@ -1097,9 +1148,9 @@ def earnest(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return made
 
 
-def against_head(clone: Clone, exit_code: int) -> tuple[str, dict[str, Any]]:
+def against_head(clone: Clone, exit_code: int, **variables: Any) -> tuple[str, dict[str, Any]]:
     command = [sys.executable, "-m", "pipeline", "gate", "--against", "HEAD"]
-    output = clone.run("sh", "-c", '"$@"; echo "exit code $?"', "gate", *command)
+    output = clone.run("sh", "-c", '"$@"; echo "exit code $?"', "gate", *command, **variables)
     assert output.endswith(f"exit code {exit_code}\n"), output
     values: dict[str, Any] = json.loads((clone.path / gate.JSON_FILE).read_text(encoding="utf-8"))
     return output, values["variants"][0]
@@ -1122,13 +1173,22 @@ def test_a_comment_passes(earnest: Clone) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
-def test_a_slower_loop_a_leak_and_a_lower_accuracy_are_caught(earnest: Clone) -> None:
+def test_a_package_that_is_slow_leaks_and_learns_less_is_caught_by_its_lock_file_alone(
+    earnest: Clone, tmp_path: Path
+) -> None:
+    """Each side runs with the packages of its own lock file, beside those of these tests."""
+    lock = earnest.path / "requirements.lock"
     with (earnest.path / "pipeline" / "training" / "loop.py").open("a", encoding="utf-8") as file:
-        file.write(PLANTED)
-    output, baseline = against_head(earnest, 1)
+        file.write(USED)
+    lock.write_text(write_wheel(tmp_path, "planted", "1.0", "def planted(*given): return given\n"), encoding="utf-8")
+    earnest.commit()
+    lock.write_text(write_wheel(tmp_path, "planted", "2.0", PLANTED), encoding="utf-8")
+    shared = str(Path(pytest.__file__).parents[1])
+    output, baseline = against_head(earnest, 1, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), PYTHONPATH=shared)
     assert "**Worse than the base: throughput (baseline), peak memory (baseline), accuracy (baseline).**\n" in output
+    assert "the packages of its own requirements.lock: planted ==1.0 -> ==2.0." in output
     assert {key: baseline[key]["decision"] for key in ("throughput", "memory", "accuracy")} == dict.fromkeys(
         ("throughput", "memory", "accuracy"), "worse"
     )
     assert baseline["throughput"]["estimate"] < 0.5  # each step takes three times as long, or longer on a busy machine
-    assert list((earnest.path / ".dvc" / "tmp").glob("gate-*")) == []
+    assert list((earnest.path / ".dvc" / "tmp").glob("gate-*/base")) == []

@@ -103,6 +103,8 @@ def test_who_may_write_what() -> None:
     }
     assert writing == {
         ("gpu", "report", "pull-requests"),
+        ("gpu", "session", "contents"),
+        ("gpu", "session", "pull-requests"),
         ("release", "image", "packages"),
         ("release", "notes", "contents"),
     }
@@ -148,7 +150,7 @@ def test_a_fork_cannot_start_it_in_another_way() -> None:
 
 def test_only_the_weekly_run_of_the_default_branch_may_write_what_others_read() -> None:
     assert the("gpu", "gpu")["environment"] == "${{ github.event_name == 'schedule' && 'gpu' || 'gpu-pull-request' }}"
-    asked = {STEP["env"][name] for name in ("PUSH", "PROMOTE")}
+    asked = {STEP["env"][name] for name in ("PUSH", "PROMOTE", "SESSION")}
     assert asked == {"${{ github.event_name == 'schedule' && 'yes' || '' }}"}
     assert {job for job in JOBS if "secrets." in json.dumps(the(*job))} == {("gpu", "gpu")}
 
@@ -388,6 +390,42 @@ def test_only_what_passes_and_is_wanted_becomes_the_champion(
 ) -> None:
     calls = machine("main", GATE=str(code), PROMOTE=promote)[1]
     assert ("python -m pipeline promote as nobody" in calls) == promoted
+
+
+def test_the_weekly_run_measures_one_session_more(machine: Callable[..., tuple[int, list[str], str]]) -> None:
+    calls = machine("main", SESSION="yes")[1]
+    assert calls[:3] == ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro"]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_new_session_becomes_a_pull_request(clone: Callable[..., Clone], tmp_path: Path, new: bool) -> None:
+    checkout, remote, tools = clone(), tmp_path / "somebody" / "pipeline", tmp_path / "tools"
+    (checkout.path / "sessions" / "20260101T000000.json").write_text("known", encoding="utf-8")
+    checkout.commit()
+    shutil.copytree(checkout.path / "sessions", tmp_path / "left")
+    (tmp_path / "left" / "20260101T000000.json").write_text("forged", encoding="utf-8")
+    if new:
+        (tmp_path / "left" / "20260108T000000.json").write_text("{}", encoding="utf-8")
+    checkout.run("git", "init", "--quiet", "--bare", str(remote))
+    log = recorder(tools, "gh")
+    address = f"url.{tmp_path}/.insteadOf=https://x-access-token:token@github.example/"
+    done = shell(
+        f'git() {{ command git -c "{address}" "$@"; }}; export -f git; .github/session "{tmp_path}/left"',
+        checkout.path,
+        tools,
+        GH_TOKEN="token",
+        GITHUB_REPOSITORY=REPOSITORY,
+        GITHUB_RUN_ID="42",
+        GITHUB_SERVER_URL="https://github.example",
+    )
+    assert done.returncode == 0, done.stderr
+    if not new:
+        assert ("no new session" in done.stdout, log.exists()) == (True, False)
+        return
+    changed = checkout.run("git", "-C", str(remote), "show", "--stat=200", "session-42")
+    assert "20260108T000000.json" in changed
+    assert "1 file changed" in changed
+    assert log.read_text(encoding="utf-8").startswith("gh pr create --head session-42 ")
 
 
 def test_a_run_that_is_tried_again_replaces_its_files() -> None:

@@ -65,12 +65,14 @@ def measure(
     turns: int,
     fewest: int = 0,
     leaves_open: Callable[[Rounds], bool] = lambda _: False,
+    decided: Callable[[Rounds], bool] = lambda _: False,
 ) -> Rounds:
     """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
 
     And at least ``fewest`` in which no sample was rejected, whatever ``seconds`` says; an arm whose samples always are
     does not count, and twice as many rounds are enough. Once, when the time is over, the rounds are shown to
-    ``leaves_open``: if they do, it goes on for as long again. After ``max_rounds`` all ends.
+    ``leaves_open``: if they do, it goes on for as long again. After ``max_rounds`` all ends, and sooner where
+    ``decided``, which is asked after each round from ``FEWEST_ROUNDS`` on, says so.
 
     With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
     their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
@@ -130,6 +132,8 @@ def measure(
                         raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and says not why.")
                 rounds.append(windows)
                 longest = max(longest, time.monotonic() - began)
+                if len(rounds) >= FEWEST_ROUNDS and decided(so_far()):
+                    break
         except KeyboardInterrupt:
             if not rounds:
                 raise

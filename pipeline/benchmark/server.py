@@ -18,14 +18,14 @@ class BenchError(PipelineError):
 
 
 class Server(AbstractContextManager["Server"]):
-    """A process that measures the variants of the checkout ``root`` with that checkout's own code."""
+    """A process that measures the variants of the checkout ``root`` with that checkout's own code, by ``python``."""
 
-    def __init__(self, root: Path = Path()) -> None:
-        self.root = root
+    def __init__(self, root: Path = Path(), python: Path = Path(sys.executable)) -> None:
+        self.root, self._python = root, python
 
     def __enter__(self) -> Server:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "arms"],
+            [self._python, "-m", "pipeline", "arms"],
             cwd=self.root,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -131,10 +131,12 @@ class Noise(Record):
     why_untrusted: str | None
 
 
-def ratio(arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise) -> Ratio:
+def ratio(
+    arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise, confidence: float = 0.95
+) -> Ratio:
     """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be rejected."""
     pairs = _pairs(arm, reference, quantity)
-    interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
+    interval = stats.paired_ratio(pairs.above, pairs.below, confidence=confidence) if pairs.above else None
     why_untrusted = machine.why_untrusted or pairs.why_untrusted  # what all share first: it is said once
     decision: Decision = "untrusted"
     if interval and not why_untrusted:

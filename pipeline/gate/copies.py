@@ -10,12 +10,21 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.gate.decision import GateError
+from pipeline.gate.environments import pythons
+
+
+class Copy(NamedTuple):
+    """One side: where it lies, and what runs it."""
+
+    root: Path
+    python: Path = Path(sys.executable)
 
 
 @contextmanager
-def copies(commit: str) -> Iterator[tuple[Path, Path]]:
+def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
     """The project as ``commit`` has it, and as this work tree has it, ignored files left out.
 
     Both are copies, so that neither lies in a better place, and nothing that runs there touches the work tree, the
@@ -44,14 +53,16 @@ def copies(commit: str) -> Iterator[tuple[Path, Path]]:
                 raise GateError(f"the {side} is no DVC repository: git has no file under .dvc there.")
             settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
             (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
-        yield roots
+        base, head = map(Copy, roots, pythons(*roots))
+        yield base, head
 
 
-def dvc(root: Path, *arguments: str) -> None:
+def dvc(side: Copy, *arguments: str) -> None:
     """Run DVC in a copy; what it and its stages write goes to stderr. Raises GateError if it fails."""
+    root, python = side
     print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "dvc", *arguments]
-    process = subprocess.Popen(command, cwd=root, env=_variables(), stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    command = [str(python), "-m", "dvc", *arguments]
+    process = subprocess.Popen(command, cwd=root, env=_variables(python), stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         failed = process.wait()
     except KeyboardInterrupt:
@@ -61,22 +72,24 @@ def dvc(root: Path, *arguments: str) -> None:
         raise GateError(f"`dvc {' '.join(arguments)}` failed in {root}; what it wrote stands above.")
 
 
-def check_arms(root: Path, label: str) -> None:
-    """Raise GateError if the code in ``root`` cannot measure itself."""
-    command = [sys.executable, "-m", "pipeline", "arms", "--help"]
+def check_arms(side: Copy, label: str) -> None:
+    """Raise GateError if the code of ``side`` cannot measure itself."""
+    root, python = side
+    command = [str(python), "-m", "pipeline", "arms", "--help"]
     own = (root / "pipeline").is_dir()  # and not an installed one
-    if not own or subprocess.run(command, cwd=root, env=_variables(), capture_output=True).returncode:
+    if not own or subprocess.run(command, cwd=root, env=_variables(python), capture_output=True).returncode:
         raise GateError(
             f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Hold this "
             "work tree against a newer commit."
         )
 
 
-def check_imports(root: Path, modules: Sequence[str]) -> None:
-    """Raise GateError if, in the copy ``root``, one of ``modules`` is imported from the work tree that was copied: both
+def check_imports(side: Copy, modules: Sequence[str]) -> None:
+    """Raise GateError if, in the copy ``side``, one of ``modules`` is imported from the work tree that was copied: both
     sides would run the same code, and nothing could ever get worse."""
     asking = "import importlib.util, sys\nfor name in sys.argv[1:]: print(importlib.util.find_spec(name).origin)"
-    found = output([sys.executable, "-c", asking, *modules], f"{root} lacks {' or '.join(modules)}", root=root)
+    root, python = side
+    found = output([str(python), "-c", asking, *modules], f"{root} lacks {' or '.join(modules)}", root=root)
     here = Path.cwd()
     for module, origin in zip(modules, (Path(line).resolve() for line in found.splitlines()), strict=True):
         if origin.is_relative_to(here) and (root / origin.relative_to(here)).is_file():
@@ -116,9 +129,9 @@ def output(
     return done.stdout.removesuffix("\n")
 
 
-def _variables() -> dict[str, str]:
-    """The variables for other processes: they find this Python, the repository around them (in a git hook, variables
-    name one), and for MLflow the embedded store, which vanishes with the copy."""
+def _variables(python: Path = Path(sys.executable)) -> dict[str, str]:
+    """The variables for other processes: they find ``python`` first, the repository around them (in a git hook,
+    variables name one), and for MLflow the embedded store, which vanishes with the copy."""
     hidden = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "MLFLOW_TRACKING_URI"}
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    return kept | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

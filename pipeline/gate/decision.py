@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, computed_field
 
+from pipeline import environment
 from pipeline.comparison import verdicts
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
@@ -19,6 +20,12 @@ from pipeline.results import Arm, Document, Record, Window
 Outcome = Literal["passed", "worse", "untrusted", "undecided"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
 """2 is a mistake that the person can put right, as everywhere."""
+
+
+CONFIDENCE_OF_LOOKS = 0.995
+"""After each round the gate looks whether it is decided already. So that looking often costs little, such a look has
+to be surer than the last one: Haybittle and Peto's rule. Source: Haybittle, "Repeated assessment of results in clinical
+trials of cancer treatment", British Journal of Radiology 44 (1971)."""
 
 
 class GateError(PipelineError):
@@ -96,11 +103,12 @@ def judge(
     margins: Margins,
     accuracies: Mapping[str, Accuracy],
     must_see: float,
+    confidence: float = 0.95,
 ) -> Judged:
     """Decide on the variants, by name, that both sides have.
 
     ``noise`` is that of throughput and of memory. Samples of one index were measured side by side. ``must_see``: the
-    loss that an interval has to exclude, such as 0.1.
+    loss that an interval has to exclude, such as 0.1. ``confidence``: of the ratios' intervals.
     """
 
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
@@ -108,7 +116,7 @@ def judge(
             margin, machine = margins.throughput, noise[0]
         else:
             margin, machine = max(margins.memory, verdicts.resolution(of_base)), noise[1]
-        return verdicts.ratio(of_head, of_base, quantity, margin, machine)
+        return verdicts.ratio(of_head, of_base, quantity, margin, machine, confidence)
 
     def memory(of_head: Arm, of_base: Arm) -> Ratio | None:
         return None if verdicts.unmeasurable((of_head, of_base), MEMORY) else ratio(of_head, of_base, MEMORY)
@@ -177,6 +185,14 @@ def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
         return True
     worst = ratio.low and 1 / ratio.low if quantity.higher_is_better else ratio.high
     return worst is not None and worst < 1 + max(loss, ratio.margin)
+
+
+def settled(judged: Judged) -> bool:
+    """Whether the gate may end before its time: ``judged``, at ``CONFIDENCE_OF_LOOKS``, has found something worse, or
+    has passed and left nothing undecided, in which a smaller loss could hide, or untrusted."""
+    ratios = [each for row in judged.variants for each in (row.throughput, row.memory) if each]
+    decided = all(each.decision in ("same", "better") for each in ratios)
+    return judged.outcome == "worse" or (judged.outcome == "passed" and decided)
 
 
 def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
@@ -266,6 +282,29 @@ def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
         *([f"Only the base has: {gone}; the head was measured with it as the base defines it."] if gone else []),
         *([f"Only the head has: {new}."] if new else []),
     ]
+
+
+def unexplained(held: Iterable[Held], base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
+    """Asks about a variant that got better or worse although nothing that it runs has changed.
+
+    ``base``, ``head``: what is in the ``environment.json`` of each, with the digests of code, plans and settings.
+    """
+
+    def ran(fingerprint: Mapping[str, Any], name: str) -> list[Any]:
+        stages = [fingerprint["stages"][stage] for stage in ("train", "bench")]
+        return [environment.hash_of(fingerprint, "variants", name), fingerprint["variants"].get(name), *stages]
+
+    asked = []
+    for row in held if all("stages" in each for each in (base, head)) else ():
+        columns = (("throughput", row.throughput), ("peak memory", row.memory), ("accuracy", row.accuracy))
+        moved = [f"{noun} {each.decision}" for noun, each in columns if each and each.decision in ("better", "worse")]
+        if moved and ran(base, row.variant) == ran(head, row.variant):
+            asked.append(
+                f"{row.variant}: {', '.join(moved)}, yet by their digests the code, the settings and the packages that "
+                "it runs are the same on both sides. Ask why before you believe it: gate again, and look at what no "
+                "digest sees, such as files that the code reads."
+            )
+    return asked
 
 
 def differing(base: Any, head: Any, path: str) -> list[str]:

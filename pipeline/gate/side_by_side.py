@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,10 @@ from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy
 from pipeline.environment import ENVIRONMENT_FILE, checked_out
+from pipeline.gate import environments
 from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
 from pipeline.gate.decision import (
+    CONFIDENCE_OF_LOOKS,
     Gated,
     GateError,
     Judged,
@@ -33,6 +35,8 @@ from pipeline.gate.decision import (
     judge,
     noises,
     own_modules,
+    settled,
+    unexplained,
     unshared,
 )
 from pipeline.gate.settings import differences, judging, require
@@ -55,47 +59,49 @@ def measured(config: Config, revision: str) -> Gated:
     Raises GateError if there is nothing to measure, and KeyboardInterrupt before the first complete round.
     """
     commit, head_is = commit_of(revision), checked_out()
-    with copies(commit) as roots, ExitStack() as servers:
-        check_arms(roots[0], f"{revision} ({commit[:12]})")
-        rulers = _other_rulers(*roots)
-        dvc(roots[0], "repro", "environment", "prepare")
-        base = servers.enter_context(Server(roots[0]))
+    with copies(commit) as sides, ExitStack() as servers:
+        roots = tuple(side.root for side in sides)
+        check_arms(sides[0], f"{revision} ({commit[:12]})")
+        rulers, packages = _other_rulers(*roots), environments.differences(*roots)
+        dvc(sides[0], "repro", "environment", "prepare")
+        base = servers.enter_context(Server(*sides[0]))
         there = _described(base, revision)
         effective = judging(config, there, revision)
         require(roots[1], effective, config)
-        dvc(roots[1], "repro", "environment", "prepare")
-        head = servers.enter_context(Server(roots[1]))
+        dvc(sides[1], "repro", "environment", "prepare")
+        head = servers.enter_context(Server(*sides[1]))
         here = _described(head, "this work tree")
         if problems := differing(there["dataset"], here["dataset"], "dataset"):
             raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
         names = held_variants(there["variants"], here["variants"], revision)
         own = {module for each in (there, here) for module in own_modules(each["train"])}
-        for root in roots:
-            check_imports(root, ["pipeline", *sorted(own)])
+        for side in sides:
+            check_imports(side, ["pipeline", *sorted(own)])
+        fingerprints = [environment.read(root / ENVIRONMENT_FILE) for root in roots]
         trained: list[dict[str, dict[int, float]]] = [{}, {}]
         if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
-            # Before digests of it were dependencies, DVC took the training of one code of the user's for another's.
-            unseen = own and any("stages" not in environment.read(root / ENVIRONMENT_FILE) for root in roots)
+            # What DVC does not see, for it would take one side's training for the other's: packages that no fingerprint
+            # names, and of a base from before its digests were dependencies, code of the user's own.
+            unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
-            for root in roots:
-                dvc(root, "repro", *anew, *(f"train@{name}" for name in names))
+            for side in sides:
+                dvc(side, "repro", *anew, *(f"train@{name}" for name in names))
             trained = [_test_accuracies(root, names) for root in roots]
         baseline = effective.compare.baseline
         turns = benchmark.turns_on(here["device"], effective.bench)
         compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], effective.compare.margins.accuracy)
         specs = arms_of(names, baseline, {"base": (base, there), "head": (head, here)})
-        rounds = _rounds(
-            effective, specs, turns, lambda found: _judged(found, effective, compared).outcome == "undecided"
-        )
+        rounds = _rounds(effective, specs, turns, compared)
 
     count = len(rounds.arms[0].samples)
     if rounds.interrupted and count < stats.FEWEST_PAIRS:
         raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     control, of_base, of_head = _sides(rounds)
+    found = _judged(rounds, effective, compared)
     return Gated(
-        **dict(_judged(rounds, effective, compared)),
+        **dict(found),
         against=revision,
         margins=effective.compare.margins,
         base=Side(
@@ -112,7 +118,9 @@ def measured(config: Config, revision: str) -> Gated:
         ),
         remarks=(
             *([f"Interrupted after {count} rounds."] if rounds.interrupted else []),
+            *([] if packages else unexplained(found.variants, *fingerprints)),
             *rulers,
+            *packages,
             *unshared(there["variants"], config.variants),
             *differing(there["train"], here["train"], "train"),
             *differences(there, config.model_dump(mode="json")),
@@ -135,11 +143,11 @@ def _budget(rounds: Rounds, config: Config) -> str:
     return "bench.max_rounds" if len(rounds.arms[0].samples) == config.bench.max_rounds else "gate.max_minutes"
 
 
-def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Accuracy]) -> Judged:
+def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Accuracy], confidence: float = 0.95) -> Judged:
     control, base, head = _sides(rounds)
     cost = RoundCost(_budget(rounds, config), len(control.samples), rounds.seconds)
     machine = noises(base[config.compare.baseline], control, config.compare.max_spread, cost)
-    return judge(base, head, machine, config.compare.margins, compared, config.gate.must_see)
+    return judge(base, head, machine, config.compare.margins, compared, config.gate.must_see, confidence)
 
 
 def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[ArmSpec]:
@@ -165,7 +173,7 @@ def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float
     return steps, sum(each.seconds(steps) for each in (first, *others))
 
 
-def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, leaves_open: Callable[[Rounds], bool]) -> Rounds:
+def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mapping[str, Accuracy]) -> Rounds:
     seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
     fewest = benchmark.fewest_rounds(config.bench)
     try:
@@ -179,7 +187,8 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, leaves_open: Ca
             steps=steps,
             turns=turns,
             fewest=fewest,
-            leaves_open=leaves_open,
+            leaves_open=lambda found: _judged(found, config, compared).outcome == "undecided",
+            decided=lambda found: settled(_judged(found, config, compared, CONFIDENCE_OF_LOOKS)),
         )
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(

@@ -1,0 +1,92 @@
+"""The Python of each side: where the lock files differ, one with that side's own packages."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from pipeline.gate.decision import GateError
+
+LOCK = "requirements.lock"
+CACHE = Path(".dvc", "tmp", "gate-environments")
+KEPT = 3
+"""So many environments stay, those used last: with torch for CUDA one takes some 6 GB."""
+NAMED = 12
+"""So many packages that differ are named."""
+
+
+def pythons(base: Path, head: Path) -> tuple[Path, Path]:
+    """The Python that each of the two copies runs under.
+
+    It is this one for both where their lock files are equal, or one of them has none. Else each gets one with the
+    packages of its own lock file: this one if it has them, or one that is made and kept in ``CACHE``. Raises GateError
+    if that fails.
+    """
+    here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
+    if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():
+        return here, here
+    of_base, of_head = (here if _installed(lock) else _made(lock) for lock in locks)
+    return of_base, of_head
+
+
+def differences(base: Path, head: Path) -> list[str]:
+    """What both sides' packages and image differ in, in words."""
+    found = []
+    if all((root / LOCK).is_file() for root in (base, head)):
+        there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))
+        changed = [name for name in dict.fromkeys([*there, *here]) if there.get(name) != here.get(name)]
+        if changed:
+            named = [f"{name} {there.get(name, 'none')} -> {here.get(name, 'none')}" for name in changed[:NAMED]]
+            more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+            found.append(f"Each side ran with the packages of its own {LOCK}: {', '.join(named)}{more}.")
+    images = [(root / "Dockerfile").read_bytes() for root in (base, head) if (root / "Dockerfile").is_file()]
+    if len(set(images)) > 1:
+        found.append(
+            "The Dockerfiles differ, and what they change beside the packages was not held: both sides ran on "
+            "one system."
+        )
+    return found
+
+
+def pins(lock: Path) -> list[Requirement]:
+    """What the lock file asks for on this platform. Raises GateError, naming the file, if that cannot be read."""
+    lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if line and line[0] not in " #-"]
+    try:
+        found = [Requirement(line.partition(" --")[0].rstrip(" \\")) for line in lines]
+    except InvalidRequirement as error:
+        raise GateError(f"{lock}: {error}. `make lock` writes it anew.") from None
+    return [each for each in found if each.marker is None or each.marker.evaluate()]
+
+
+def _installed(lock: Path) -> bool:
+    """Whether this Python has what the lock file asks for."""
+    try:
+        return all(each.specifier.contains(metadata.version(each.name), prereleases=True) for each in pins(lock))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _made(lock: Path) -> Path:
+    """A Python with the packages of ``lock``, which is made the first time. The stamp is written last, so that an
+    interrupted installation is begun again."""
+    content = lock.read_bytes() + sys.version.encode()
+    folder = (CACHE / hashlib.sha256(content).hexdigest()[:16]).absolute()
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    if not stamp.exists():
+        print(f"gate: installing {lock} into {folder}; the first time takes some minutes", file=sys.stderr, flush=True)
+        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        making = [sys.executable, "-m", "venv", "--clear", str(folder)]
+        for command in (making, [*pip, "install", "--require-hashes", "--requirement", str(lock)]):
+            if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
+                raise GateError(f"{lock} cannot be installed; what pip wrote stands above.")
+    stamp.touch()
+    for each in sorted(CACHE.glob("*/installed"), key=os.path.getmtime, reverse=True)[KEPT:]:
+        shutil.rmtree(each.parent)
+    return python

@@ -1,0 +1,97 @@
+"""Each side's own packages, where the lock files differ."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.gate import environments
+from pipeline.gate.decision import GateError
+from tests.factories import write_wheel
+
+
+@pytest.fixture
+def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Base and head, and a folder that pip takes packages from instead of the network."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "head", "wheels"):
+        Path(name).mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return tmp_path / "base", tmp_path / "head"
+
+
+def write_lock(root: Path, text: str) -> None:
+    (root / environments.LOCK).write_text(text, encoding="utf-8")
+
+
+def numbers(version: str) -> str:
+    """The lock file of a package ``numbers`` that can be installed."""
+    return write_wheel(Path("wheels"), "numbers_of_a_test", version, f"found = {version}\n")
+
+
+INSTALLED = f"pytest=={pytest.__version__} \\\n    --hash=sha256:0\n    # via\n"
+
+
+@pytest.mark.parametrize("locks", [("numbers==1.0\n", "numbers==1.0\n"), ("numbers==1.0\n", None), (None, None)])
+def test_equal_lock_files_run_under_this_python(sides: tuple[Path, Path], locks: tuple[str | None, ...]) -> None:
+    for root, lock in zip(sides, locks, strict=True):
+        if lock is not None:
+            write_lock(root, lock)
+    assert environments.pythons(*sides) == (Path(sys.executable),) * 2
+
+
+def test_a_side_whose_packages_are_not_here_gets_a_python_with_them_once(
+    sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, head = sides
+    write_lock(base, numbers("1.5"))
+    write_lock(head, INSTALLED)
+    python, this = environments.pythons(base, head)
+    assert this == Path(sys.executable)
+    told = subprocess.run(
+        [python, "-c", "import numbers_of_a_test; print(numbers_of_a_test.found)"], capture_output=True, text=True
+    )
+    assert told.stdout == "1.5\n"
+    monkeypatch.delenv("PIP_FIND_LINKS")  # so nothing can be installed any more
+    assert environments.pythons(base, head) == (python, this)
+    (python.parents[1] / "installed").unlink()  # as an interruption leaves it
+    with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
+        environments.pythons(base, head)
+
+
+def test_another_version_than_is_here_is_not_here(sides: tuple[Path, Path]) -> None:
+    write_lock(sides[0], "pytest==0.1\n")
+    write_lock(sides[1], INSTALLED)
+    with pytest.raises(GateError, match="cannot be installed"):
+        environments.pythons(*sides)
+
+
+def test_those_used_last_are_kept(sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "KEPT", 1)
+    write_lock(sides[1], INSTALLED)
+    found = []
+    for version in ("1.0", "2.0"):
+        write_lock(sides[0], numbers(version))
+        found.append(environments.pythons(*sides)[0])
+    assert [python.exists() for python in found] == [False, True]
+
+
+def test_a_lock_file_that_cannot_be_read_is_named(sides: tuple[Path, Path]) -> None:
+    for root, text in zip(sides, (INSTALLED, "not a package\n"), strict=True):
+        write_lock(root, text)
+    with pytest.raises(GateError, match=r"^.*head/requirements\.lock: "):
+        environments.pythons(*sides)
+
+
+def test_what_differs_is_named(sides: tuple[Path, Path]) -> None:
+    for root, text in zip(sides, ("a==1\nb==1\nc==1 ; sys_platform == 'nowhere'\n", "b==2\nd==1\n"), strict=True):
+        write_lock(root, text)
+        (root / "Dockerfile").write_text(f"FROM {text}", encoding="utf-8")
+    packages, image = environments.differences(*sides)
+    assert packages.endswith(": a ==1 -> none, b ==1 -> ==2, d none -> ==1.")
+    assert image.startswith("The Dockerfiles differ")
+    assert environments.differences(sides[0], sides[0]) == []
