@@ -82,6 +82,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
             CPU, {"batch_size": 100}, parallelism="ddp", scaling="weak", gradient_accumulation=3,
         ),
         case("train.batch_size", "a multiple of 3, ", CPU, {"batch_size": 256}, parallelism="tensor", replicas=3),
+        case("train.batch_size", "into 4 process(es) x 1", GPUS, {"batch_size": 6}, parallelism="fsdp", replicas=2),
         case("train.batch_size", "1 replica(s) x 3", CPU, {}, parallelism="pipeline", gradient_accumulation=3),
         # Of each other: several processes
         case("gradient_accumulation", "better 16", parallelism="pipeline", processes=4, gradient_accumulation=2),
