@@ -74,7 +74,9 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
                 "left_out": arm.left_out,
                 "decided": arm.decided,
                 **{
-                    quantity.field: verdicts.ratio(arm, reference, quantity, margin, noise).model_dump(mode="json")
+                    quantity.field: verdicts.ratio(
+                        arm, reference, quantity, margin, noise, doubt=noise.doubt
+                    ).model_dump(mode="json")
                     for (quantity, margin), noise in zip(quantities, noises, strict=True)
                 },
             }

@@ -236,7 +236,7 @@ def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
         assert "the baseline measured against itself" in why
         for each in comparison.variants[1:]:
             assert each.verdict == "untrusted"
-            assert each.reasons == (why,)
+            assert each.reasons[0] == why
             assert each.memory
             assert each.memory.decision != "untrusted"  # memory was calm
         assert not any(each.on_front for each in comparison.variants)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.comparison.compare import compare
-from pipeline.comparison.comparison_file import Compared
+from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.sessions import combined, over_sessions, sessions_needed
-from pipeline.comparison.stats import Interval, paired_ratio
+from pipeline.comparison.stats import Interval, paired_ratio, widened
 from pipeline.comparison.verdicts import THROUGHPUT, Ratio
 from pipeline.params import Compare
 from pipeline.results import Bench, Result, Session
@@ -115,10 +115,13 @@ def session(day: int, faster: float, keys: dict[str, str] = KEYS, **changes: Any
     )  # fmt: skip
 
 
-def over(*sessions: Bench) -> dict[str, Compared]:
+def over_all(*sessions: Bench) -> Comparison:
     measured: list[Result] = make_results()
-    found = compare(measured, make_histories(measured), sessions, Compare(), ENVIRONMENT)
-    return {each.variant: each for each in found.variants}
+    return compare(measured, make_histories(measured), sessions, Compare(), ENVIRONMENT)
+
+
+def over(*sessions: Bench) -> dict[str, Compared]:
+    return {each.variant: each for each in over_all(*sessions).variants}
 
 
 def throughput(compared: Compared) -> Ratio:
@@ -147,13 +150,15 @@ def test_a_changed_baseline_or_other_data_set_aside_the_session(other: dict[str,
     assert [len(throughput(found[name]).sessions) for name in ("ddp", "memory")] == [1, 1]
 
 
-def test_what_the_rounds_of_a_session_say_is_the_bench_s_own_statistics() -> None:
+def test_what_the_rounds_of_a_session_say_is_widened_by_what_equal_arms_differ() -> None:
     alone = session(1, 1.5)
     arm, reference = alone.arm("variant", "ddp"), alone.arm("variant", "baseline")
     assert arm
     assert reference
     pairs = [(a.samples_per_second, b.samples_per_second) for a, b in zip(arm.samples, reference.samples, strict=True)]
     known = [(a, b) for a, b in pairs if a and b]
-    expected = paired_ratio([a for a, _ in known], [b for _, b in known])
+    doubt = over_all(alone).noise_throughput.doubt
+    assert doubt > 0
+    expected = widened(paired_ratio([a for a, _ in known], [b for _, b in known]), doubt)
     found = throughput(over(alone)["ddp"])
     assert (found.estimate, found.low, found.high) == (expected.estimate, expected.low, expected.high)

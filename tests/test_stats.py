@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from pipeline.comparison.planning import pairs_needed, seeds_needed
-from pipeline.comparison.stats import Decision, Interval, decide, distrust, equivalence, paired_ratio
+from pipeline.comparison.stats import Decision, Interval, decide, distrust, equivalence, paired_ratio, widened
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -187,6 +187,15 @@ def test_a_noisy_machine_is_not_trusted(aa: tuple[float, float], wide: tuple[flo
 
 
 # Equivalence
+
+
+def test_a_doubt_is_added_in_quadrature_to_each_side_of_the_logarithm() -> None:
+    found = widened(Interval(math.exp(0.5), math.exp(0.47), math.exp(0.58), 8), 0.04)
+    assert [math.log(each) for each in (found.low, found.estimate, found.high)] == pytest.approx(
+        [0.45, 0.5, 0.5 + math.sqrt(0.08**2 + 0.04**2)]
+    )
+    bounds_nothing = Interval(1.2, 0.0, math.inf, 3)
+    assert widened(bounds_nothing, 0.04) == bounds_nothing
 
 
 def test_equivalence_by_hand() -> None:

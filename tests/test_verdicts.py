@@ -53,6 +53,19 @@ def test_each_round_has_its_own_ratio() -> None:
     assert (found.low, found.estimate, found.high) == pytest.approx((1.2, 1.2, 1.2))
 
 
+def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
+    """Half of A/A's width and its offset, in quadrature: with 1.03 (1.0 to 1.08), a ratio of 1.05 is undecided."""
+    half, offset = math.log(1.08) / 2, math.log(1.03)
+    noise = CALM.model_copy(update={"estimate": 1.03, "low": 1.0, "high": 1.08})
+    assert noise.doubt == pytest.approx(math.sqrt(half**2 + offset**2))
+    assert CALM.model_copy(update={"low": None, "high": None}).doubt == 0
+    faster = arm([1050.0] * 8), arm([1000.0] * 8), THROUGHPUT, 0.03, noise
+    assert verdicts.ratio(*faster).decision == "better"
+    found = verdicts.ratio(*faster, doubt=noise.doubt)
+    assert (found.low, found.high) == pytest.approx((1.05 / math.exp(noise.doubt), 1.05 * math.exp(noise.doubt)))
+    assert found.decision == "undecided"
+
+
 def test_more_memory_is_worse_and_more_throughput_better() -> None:
     more, less = [1100.0] * 6, [1000.0] * 6
     assert ratio(more, less, THROUGHPUT).decision == "better"

@@ -80,8 +80,8 @@ def _ratios(
     if not (arm and reference):
         return None, None
     return (
-        verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, throughput),
-        verdicts.ratio(arm, reference, MEMORY, margins.memory, memory),
+        verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, throughput, doubt=throughput.doubt),
+        verdicts.ratio(arm, reference, MEMORY, margins.memory, memory, doubt=memory.doubt),
     )
 
 

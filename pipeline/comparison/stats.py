@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -80,6 +80,18 @@ def paired_ratio(
     tail = float(ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - confidence) / 2)))
     low, high = np.exp(np.quantile(medians, [tail, 1 - tail]))
     return Interval(math.exp(np.median(logs)), float(low), float(high), count)
+
+
+def widened(interval: Interval, doubt: float) -> Interval:
+    """``interval`` with ``doubt`` added to each side in quadrature, on the logarithmic scale; unbounded, itself."""
+    if interval.low <= 0:
+        return interval
+    below, above = math.log(interval.estimate / interval.low), math.log(interval.high / interval.estimate)
+    return replace(
+        interval,
+        low=interval.estimate * math.exp(-math.hypot(below, doubt)),
+        high=interval.estimate * math.exp(math.hypot(above, doubt)),
+    )
 
 
 def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float = NEGLIGIBLE) -> str | None:

@@ -75,8 +75,8 @@ class SessionRatio(Record):
 
 
 class Ratio(Record):
-    """An arm's figure over the reference's: the median of the rounds' ratios, with its 95% interval; or the mean of
-    what several sessions gave (``sessions.combined``)."""
+    """An arm's figure over the reference's: the median of the rounds' ratios, with its 95% interval, widened by how far
+    the baseline may be from itself; or the mean of what several sessions gave (``sessions.combined``)."""
 
     estimate: float | None
     """None: no round has both."""
@@ -130,13 +130,34 @@ class Noise(Record):
     """Largest relative width of the interval at which anything is believed."""
     why_untrusted: str | None
 
+    @property
+    def doubt(self) -> float:
+        """How far equal arms may lie apart, on the logarithmic scale: half the interval's width, and its middle's
+        distance from 1, in quadrature. The width alone would not do: a bias that stays unseen moves the middle.
+        """
+        if not (self.estimate and self.low and self.high):
+            return 0.0
+        return math.hypot(math.log(self.high / self.low) / 2, math.log(self.estimate))
+
 
 def ratio(
-    arm: Arm, reference: Arm, quantity: Quantity, margin: float, machine: Noise, confidence: float = 0.95
+    arm: Arm,
+    reference: Arm,
+    quantity: Quantity,
+    margin: float,
+    machine: Noise,
+    confidence: float = 0.95,
+    *,
+    doubt: float = 0.0,
 ) -> Ratio:
-    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be rejected."""
+    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be rejected.
+
+    ``doubt``: by so much, on the logarithmic scale, is the interval widened on each side (``Noise.doubt``).
+    """
     pairs = _pairs(arm, reference, quantity)
-    interval = stats.paired_ratio(pairs.above, pairs.below, confidence=confidence) if pairs.above else None
+    interval = None
+    if pairs.above:
+        interval = stats.widened(stats.paired_ratio(pairs.above, pairs.below, confidence=confidence), doubt)
     why_untrusted = machine.why_untrusted or pairs.why_untrusted  # what all share first: it is said once
     decision: Decision = "untrusted"
     if interval and not why_untrusted:

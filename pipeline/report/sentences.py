@@ -147,7 +147,8 @@ def basis(comparison: Comparison) -> list[str]:
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
         f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is reversed every other round. A session's "
-        "ratio is the median over the rounds, with its 95% interval.",
+        "ratio is the median over the rounds, with its 95% interval, widened by how far the baseline may be from "
+        "itself.",
         f"Accuracy: {count(len(comparison.seeds), 'seed')}, paired, with two one-sided tests.",
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",

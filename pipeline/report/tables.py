@@ -72,7 +72,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Throughput",
             "Samples of the global batch over wall seconds of the slowest process, in a window of warm steps: the "
             "median over the bench's rounds. Beside it the ratio to the baseline: the median of the rounds' ratios, "
-            "with its 95% bootstrap interval; over several sessions their mean, with a t interval.",
+            "with its 95% bootstrap interval, widened by how far the baseline may be from itself (A/A); over several "
+            "sessions their mean, with a t interval.",
             throughput,
         ),
         Column(
