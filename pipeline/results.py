@@ -256,7 +256,7 @@ class Arm(Setup):
     technique: str | None
     """The one that is added or taken away."""
     samples: tuple[Window, ...]
-    """One a round; those of one index were measured side by side."""
+    """One a round, or one each of the first rounds; those of one index were measured side by side."""
 
 
 class Session(Record):
@@ -307,6 +307,11 @@ class Bench(Document):
     keys: dict[VariantName, str]
     """By variant: digest of the code, plan, settings and environment it was measured with (``stages.keys``). Sessions
     that have the same ones measured the same."""
+
+    @property
+    def rounds(self) -> int:
+        """Of the baseline; a variant that was decided early has fewer samples, of the first rounds."""
+        return max(len(arm.samples) for arm in self.arms)
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
         """The arm of this role; None if there is none."""

@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,107 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     assert len(found.arms[0].samples) == rounds
 
 
+MARGINS = {"samples_per_second": 0.03, "peak_memory_bytes": 0.03}
+
+
+def with_control(server: Server, *names: str) -> list[ArmSpec]:
+    baseline, *others = arms(server, *names)
+    return [baseline, *others, replace(baseline, name="control", role="aa_control")]
+
+
+def paced(server: FakeServer, speeds: dict[str, list[float]]) -> FakeServer:
+    """Each arm has the speeds of its list in turn, again and again; an arm that is not named, 1000."""
+    closed, count = server.close, dict.fromkeys(speeds, 0)
+
+    def close(name: str) -> dict[str, Any]:
+        answer, known = closed(name), speeds.get(name, [1000.0])
+        count[name] = count.get(name, 0) + 1
+        return answer | {"window": answer["window"] | {"samples_per_second": known[(count[name] - 1) % len(known)]}}
+
+    server.close = close  # type: ignore[method-assign]
+    return server
+
+
+def counts(found: rounds.Rounds) -> dict[str, int]:
+    return {arm.name: len(arm.samples) for arm in found.arms}
+
+
+def test_a_variant_that_is_decided_stops_and_its_minutes_go_to_the_others(slow: FakeServer) -> None:
+    paced(slow, {"fast": [1500.0], "same": [1010.0, 990.0], "open": [1020.0, 1040.0]})
+    limits: dict[str, Any] = {"seconds": 15 * 55.0, "max_rounds": None, "steps": 1, "turns": 1}
+    names = ("baseline", "fast", "same", "open")
+    assert set(counts(measure(with_control(slow, *names), **limits)).values()) == {15}
+    found = measure(with_control(slow, *names), **limits, margins=MARGINS)
+    # Ten rounds of five arms, and in the time of five more, eight of three.
+    assert counts(found) == {"baseline": 18, "fast": 10, "same": 10, "open": 18, "control": 18}
+
+
+def test_where_all_are_decided_it_ends_and_a_baseline_alone_goes_on() -> None:
+    limits: dict[str, Any] = {"seconds": 60, "max_rounds": 15, "steps": 1, "turns": 1, "margins": MARGINS}
+    found = measure(with_control(paced(FakeServer(), {"fast": [1500.0]}), "baseline", "fast"), **limits)
+    assert set(counts(found).values()) == {rounds.SETTLED_ROUNDS}
+    assert counts(measure(with_control(paced(FakeServer(), {}), "baseline"), **limits)) == {
+        "baseline": 15,
+        "control": 15,
+    }
+
+
+def window(speed: float = 1000.0, **changes: Any) -> Window:
+    return make_window(samples_per_second=speed, **changes)
+
+
+@pytest.mark.parametrize(
+    ("tenth", "stops"),
+    [
+        ({"fast": window(1500.0)}, True),
+        ({"fast": window(1020.0)}, False),  # one round within the margin
+        ({"fast": window(900.0)}, False),
+        ({"fast": window(1500.0, refusals=("it throttled",))}, False),
+        ({"fast": window(1500.0), "baseline": window(refusals=("it throttled",))}, False),
+        ({"fast": window(1500.0), "control": window(1490.0)}, False),  # equal arms differ by as much
+        ({"fast": window(1500.0, peak_memory_bytes=2**30)}, False),
+    ],
+)
+def test_ten_rounds_on_one_side_of_each_margin_decide(tenth: dict[str, Window], stops: bool) -> None:
+    usual = {"baseline": window(), "fast": window(1500.0), "control": window()}
+    measured = [usual] * 9 + [usual | tenth]
+    specs = with_control(FakeServer(), "baseline", "fast")
+    assert rounds.unsettled(specs, measured[1:], MARGINS) == specs
+    left = rounds.unsettled(specs, [*measured[:5], usual, *measured[5:]], MARGINS)
+    assert [each.name for each in left] == (["baseline", "control"] if stops else [each.name for each in specs])
+
+
+def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
+    untold = [{name: window(speed, peak_memory_bytes=2**20).model_copy(update={"peak_memory_bytes": None})
+               for name, speed in (("baseline", 1000.0), ("fast", 1500.0), ("control", 1000.0))}] * 10  # fmt: skip
+    left = rounds.unsettled(with_control(FakeServer(), "baseline", "fast"), untold, MARGINS)
+    assert [each.name for each in left] == ["baseline", "control"]
+
+
+@pytest.mark.parametrize(("reduced", "stops"), [(1200.0, True), (1460.0, False)])
+def test_an_ablated_variant_stops_with_its_techniques(reduced: float, stops: bool) -> None:
+    """Without the technique it is held against the whole variant: 1.25, or 1.027 in every other round."""
+    specs = with_control(FakeServer(), "baseline", "stack")
+    technique = {"technique": "channels_last"}
+    specs += [replace(specs[1], name=role, role=role, **technique) for role in ("with", "without")]  # type: ignore[arg-type]
+    speeds = {"baseline": 1000.0, "stack": 1500.0, "control": 1000.0, "with": 1300.0, "without": reduced}
+    measured = [{name: window(speed) for name, speed in speeds.items()} for _ in range(10)]
+    measured[4]["without"] = window(1200.0)
+    left = [each.name for each in rounds.unsettled(specs, measured, MARGINS)]
+    assert left == (["baseline", "control"] if stops else [each.name for each in specs])
+
+
+def test_a_ratio_is_settled_on_one_side_of_its_margin() -> None:
+    above, below, between = [[1.04, 1.1]], [[0.96, 0.9]], [[0.99, 1.02]]
+    for each in (above, below, between):
+        assert rounds.settled(each * 10, 0.03)
+        assert not rounds.settled(each * 9, 0.03)
+    assert not rounds.settled([*above * 9, [1.04, 1.02]], 0.03)
+    assert rounds.settled([*below, *above * 10], 0.03)
+    assert rounds.settled([[1 / 1.029]] * 10, 0.03)
+    assert not rounds.settled([[1.02], [1.005]] * 5, 0.01)
+
+
 def test_a_hard_limit_is_one() -> None:
     assert (fewest_rounds(Bench()), fewest_rounds(Bench(hard_limit=True))) == (FEWEST_PAIRS, 0)
 
@@ -336,7 +438,18 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_the_terminal_says_once_why_an_arm_was_rejected(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+def test_the_terminal_says_once_why_an_arm_was_rejected(
+    workspace: Path,  # noqa: ARG001
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: dict[str, Any] = {}
+
+    def limited(*arguments: Any, **given: Any) -> rounds.Rounds:
+        limits.update(given)
+        return measure(*arguments, **given)
+
+    monkeypatch.setattr(rounds, "measure", limited)
     bench = PARAMS["bench"] | {"max_input_wait": 0.0, "ablate": []}
     params = PARAMS | {"bench": bench, "variants": {"baseline": {}}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
@@ -345,6 +458,7 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(workspace: Path, capsys:
     assert said[-2:] == [
         f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline, A/A control")
     ]
+    assert limits["margins"] == MARGINS
     rounds.run(parse(params), CPU_ONLY, again=True)
     (added,), first = results.read_sessions(), read_bench()
     assert f"in sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from pipeline.comparison.consistency import ComparisonError, read_all, technique
 from pipeline.comparison.figures import accuracy_difference, time_to_target
 from pipeline.environment import hash_of
 from pipeline.params import Compare
+from pipeline.report import sentences
 from pipeline.results import Bench, HistoryRow, Result
 from tests.factories import (
     ENVIRONMENT,
@@ -678,8 +679,25 @@ def test_a_bench_without_a_variant_or_its_control_is_refused() -> None:
 
 def test_samples_that_do_not_pair_are_refused() -> None:
     bench = make_bench()
-    message = bench_refusal(changed(bench, "ddp", {"samples": bench.arms[1].samples[:-1]}))
-    assert "unequal numbers of samples" in message
+    message = bench_refusal(changed(bench, "baseline", {"samples": bench.arms[0].samples[:-1]}))
+    assert "fewer samples of the baseline than 12 rounds give" in message
+
+
+def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
+    whole = make_bench(rounds=8, refused={})
+    longer = make_bench(rounds=12, refused={})
+    stopped = changed(longer, "ddp", {"samples": longer.arms[1].samples[:8]})
+    early, later = make_comparison(bench=stopped).variants[1:]
+    assert early.throughput
+    assert later.throughput
+    assert (early.throughput.pairs, later.throughput.pairs) == (8, 12)
+    before = make_comparison(bench=whole).variants[1].throughput
+    assert before
+    assert early.throughput.estimate == before.estimate
+    (said,) = [text for text in sentences.basis(make_comparison(bench=stopped)) if "no further" in text]
+    assert said.endswith(": ddp after 8 rounds.")
+    nearly = changed(make_bench(throughput={"ddp": 1.03}, refused={}), "ddp", {"samples": longer.arms[0].samples[:8]})
+    assert "make again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
 
 
 def test_every_problem_of_bench_and_results_is_named_at_once() -> None:

@@ -30,6 +30,9 @@ CALIBRATIONS = 5
 FEWEST_STEPS = 10
 FEWEST_ROUNDS = 6
 """``stats.FEWEST_PAIRS``, which the bench does not import: it need not be measured anew when statistics change."""
+SETTLED_ROUNDS = 10
+"""So many rounds in a row on one side of a margin settle a ratio. With its median on the margin that has a chance of
+2 in 2^10 a look, however rounds scatter; ``benchmarks.simulations`` shows what all looks together cost."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def measure(
     fewest: int = 0,
     leaves_open: Callable[[Rounds], bool] = lambda _: False,
     decided: Callable[[Rounds], bool] = lambda _: False,
+    margins: Mapping[str, float] | None = None,
 ) -> Rounds:
     """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
 
@@ -73,6 +77,9 @@ def measure(
     does not count, and twice as many rounds are enough. Once, when the time is over, the rounds are shown to
     ``leaves_open``: if they do, it goes on for as long again. After ``max_rounds`` all ends, and sooner where
     ``decided``, which is asked after each round from ``FEWEST_ROUNDS`` on, says so.
+
+    ``margins``: of fields of ``Window``. With them a variant whose ratios are all settled (``unsettled``) takes no part
+    in later rounds, so that its samples are of the first ones alone, and all ends with the last variant.
 
     With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
     their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
@@ -83,6 +90,7 @@ def measure(
     facts: dict[str, dict[str, Any]] = {}
     rounds: list[dict[str, Window]] = []
     started, longest, interrupted, limit, extended = time.monotonic(), 0.0, False, seconds, False
+    running = list(arms)
 
     def so_far() -> Rounds:
         return Rounds(
@@ -92,7 +100,7 @@ def measure(
                     role=spec.role,
                     variant=spec.variant,
                     technique=spec.technique,
-                    samples=tuple(complete[spec.name] for complete in rounds),
+                    samples=tuple(complete[spec.name] for complete in rounds if spec.name in complete),
                     **facts[spec.name],
                 )
                 for spec in arms
@@ -117,7 +125,7 @@ def measure(
                     if extended or not leaves_open(so_far()):
                         break
                     limit, extended = 2 * seconds, True
-                order = arms[:: 1 if len(rounds) % 2 == 0 else -1]
+                order = running[:: 1 if len(rounds) % 2 == 0 else -1]
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 for name, answer in answers.items():
                     found = {key: answer[key] for key in Setup.model_fields}
@@ -134,6 +142,11 @@ def measure(
                 longest = max(longest, time.monotonic() - began)
                 if len(rounds) >= FEWEST_ROUNDS and decided(so_far()):
                     break
+                if margins and len(still := unsettled(running, rounds, margins)) < len(running):
+                    longest *= len(still) / len(running)
+                    running = still
+                    if len({spec.variant for spec in running}) == 1:  # the baseline's
+                        break
         except KeyboardInterrupt:
             if not rounds:
                 raise
@@ -142,9 +155,50 @@ def measure(
 
 
 def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
-    known = [name for name in rounds[0] if not all(each[name].refusals for each in rounds)]
-    standing = sum(not any(each[name].refusals for name in known) for each in rounds)
+    spoiled = [{name for name, window in each.items() if window.refusals} for each in rounds]
+    helpless = set.intersection(*spoiled)
+    standing = sum(each <= helpless for each in spoiled)
     return standing >= fewest or len(rounds) >= 2 * fewest
+
+
+def unsettled(
+    arms: Sequence[ArmSpec], rounds: Sequence[Mapping[str, Window]], margins: Mapping[str, float]
+) -> list[ArmSpec]:
+    """Those of ``arms`` that another round is to measure: the baseline and its control, and each variant, with the arms
+    of its ablation, of which a ratio is not ``settled``.
+
+    An arm is held against the baseline and its control alike, so that what equal arms differ by settles nothing; one
+    without a technique, against its variant. A rejected sample settles nothing, a figure that this machine does not
+    tell leaves nothing open.
+    """
+    baseline = next(arm.variant for arm in arms if arm.role == "aa_control")
+    equals = [arm.name for arm in arms if arm.variant == baseline]
+    whole = {arm.variant: arm.name for arm in arms if arm.role == "variant"}
+    recent = rounds[-SETTLED_ROUNDS:]
+
+    def is_settled(arm: ArmSpec) -> bool:
+        references = [whole[arm.variant]] if arm.role == "without" else equals
+        if any(each[name].refusals for each in recent for name in (arm.name, *references)):
+            return False
+        for field, margin in margins.items():
+            told = [
+                [above / below for name in references
+                 if (above := getattr(each[arm.name], field)) and (below := getattr(each[name], field))]
+                for each in recent
+            ]  # fmt: skip
+            if any(told) and not (all(len(each) == len(references) for each in told) and settled(told, margin)):
+                return False
+        return len(recent) == SETTLED_ROUNDS
+
+    open_ = {arm.variant for arm in arms if arm.variant == baseline or not is_settled(arm)}
+    return [arm for arm in arms if arm.variant in open_]
+
+
+def settled(rounds: Sequence[Sequence[float]], margin: float, count: int = SETTLED_ROUNDS) -> bool:
+    """Whether all ratios of the last ``count`` rounds lie above 1 + margin, or below its reciprocal, or between."""
+    bound = 1 + margin
+    sides = {(ratio > bound) - (ratio < 1 / bound) for each in rounds[-count:] for ratio in each}
+    return len(rounds) >= count and len(sides) == 1
 
 
 def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
@@ -257,7 +311,20 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         said = outlook(len(arms), steps, round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
         print(f"bench: {said}", flush=True)
         turns = turns_on(about["device"], settings)
-        rounds = measure(arms, seconds=seconds, max_rounds=max_rounds, steps=steps, turns=turns, fewest=fewest)
+        rounds = measure(
+            arms,
+            seconds=seconds,
+            max_rounds=max_rounds,
+            steps=steps,
+            turns=turns,
+            fewest=fewest,
+            # As max_minutes they change how much is measured, not what; dvc.yaml does not name them, so that a changed
+            # margin is judged on the rounds there are.
+            margins={
+                "samples_per_second": config.compare.margins.throughput,
+                "peak_memory_bytes": config.compare.margins.memory,
+            },
+        )
     session = ended()
     bench = Bench(
         environment=about["environment"],
@@ -278,8 +345,10 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     )
     file = SESSIONS / f"{re.sub('[^0-9T]', '', session.start_utc)[:15]}.json" if again else BENCH_FILE
     files.write_text(file, bench.to_json())
-    print(f"bench: {len(rounds.arms[0].samples)} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
+    print(f"bench: {bench.rounds} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
     for arm in rounds.arms:
+        if arm.role == "variant" and len(arm.samples) < bench.rounds:
+            print(f"bench: {arm.name} was settled after {len(arm.samples)} rounds", flush=True)
         for line in rejections(arm):
             print(f"bench: {arm.name} {line}", flush=True)
     if rounds.interrupted:

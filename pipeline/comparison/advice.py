@@ -13,12 +13,14 @@ MOST_SEEDS = 20
 """To train more of them is no advice."""
 
 
-def reasons(throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench) -> tuple[str, ...]:
-    """Of one variant."""
+def reasons(
+    throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench, *, stopped: bool = False
+) -> tuple[str, ...]:
+    """Of one variant; ``stopped``: ``bench`` measured it in its first rounds alone."""
     cost = planning.cost_of(bench)
     found = [
-        *ratio_reasons(throughput, THROUGHPUT, cost),
-        *ratio_reasons(memory, MEMORY, cost),
+        *ratio_reasons(throughput, THROUGHPUT, cost, stopped=stopped),
+        *ratio_reasons(memory, MEMORY, cost, stopped=stopped),
         *accuracy_reasons(accuracy),
     ]
     if bench.interrupted and {throughput.decision, memory.decision} & {"undecided", "untrusted"}:
@@ -27,10 +29,10 @@ def reasons(throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench) 
 
 
 def interrupted(bench: Bench) -> str:
-    return f"the bench was interrupted after {len(bench.arms[0].samples)} round(s): run `dvc repro bench`"
+    return f"the bench was interrupted after {bench.rounds} round(s): run `dvc repro bench`"
 
 
-def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost) -> list[str]:
+def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped: bool = False) -> list[str]:
     """Why ``ratio`` is untrusted or undecided, and what would decide it; nothing if it is decided.
 
     Where that would take longer than ``LONGEST_MINUTES``: at what margin it could be decided in this time.
@@ -46,6 +48,8 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost) -> list[str
                 f"{over}; how many would decide cannot be foreseen, more rounds in each may help (bench.max_minutes)"
             ]
         return [f"{over}: about {ratio.more_sessions} more would decide (make again, on other days)"]
+    if stopped:
+        return [f"{quantity.noun} is undecided, though its rounds lay on one side of the margin (make again)"]
     measured = ratio.pairs + ratio.refused
     if ratio.low is None or ratio.high is None:
         lost = f", and {ratio.refused} of {measured} rounds had to be rejected" if ratio.refused else ""

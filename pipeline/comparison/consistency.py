@@ -159,9 +159,9 @@ def _bench_problems(
                 f"set {arm.placement}; trained was one with {result.parameter_count:,} and the data set "
                 f"{result.placement}: the model's code has changed, or memory was short (then set train.placement)"
             )
-    counts = {arm.name: len(arm.samples) for arm in bench.arms}
-    if len(set(counts.values())) > 1:
-        problems.append(f"the bench holds unequal numbers of samples, which do not pair: {counts}")
+    counts = {arm.name: len(arm.samples) for arm in bench.arms if arm.variant == bench.baseline}
+    if set(counts.values()) != {bench.rounds}:
+        problems.append(f"the bench holds fewer samples of the baseline than {bench.rounds} rounds give: {counts}")
     return [f"bench.json: {problem}. {again}" for problem in problems]
 
 

@@ -50,7 +50,7 @@ class RoundCost(NamedTuple):
 
 def cost_of(bench: Bench) -> RoundCost:
     """What the bench's rounds took, and what ended them."""
-    rounds, limit = len(bench.arms[0].samples), bench.config["bench"]["max_rounds"]
+    rounds, limit = bench.rounds, bench.config["bench"]["max_rounds"]
     key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
     return RoundCost(key, rounds, bench.seconds)
 

@@ -252,7 +252,7 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
-    rounds = list(zip(arm.samples, reference.samples, strict=True))
+    rounds = list(zip(arm.samples, reference.samples, strict=False))  # one that was decided early has fewer
     figures = [(getattr(sample, quantity.field), getattr(other, quantity.field)) for sample, other in rounds]
     known = [(a, b) for a, b in figures if a and b]
     rejected = len(rounds) - len(known)

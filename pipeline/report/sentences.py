@@ -141,14 +141,17 @@ def share_accuracy(share: Share) -> tuple[str, ...]:
 def basis(comparison: Comparison) -> list[str]:
     """What the verdicts rest on."""
     bench, margins = comparison.bench, comparison.margins
-    rounds = len(bench.arms[0].samples)
+    rounds = bench.rounds
     stopped = ", after which it was interrupted" if bench.interrupted else ""
+    ended = {arm.variant: len(arm.samples) for arm in bench.arms if len(arm.samples) < rounds}
+    early = ", ".join(f"{variant} after {count(each, 'round')}" for variant, each in ended.items())
     turns = "" if bench.turns == 1 else f", in {bench.turns} turns between those of the others"
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
         f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is reversed every other round. A session's "
         "ratio is the median over the rounds, with its 95% interval, widened by how far the baseline may be from "
         "itself.",
+        *([f"Measured no further, as round upon round lay on one side of the margins: {early}."] if early else []),
         f"Accuracy: {count(len(comparison.seeds), 'seed')}, paired, with two one-sided tests.",
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",

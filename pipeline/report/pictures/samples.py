@@ -58,11 +58,12 @@ def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float 
         if value
     ]
     furthest = min(max([*deviations, math.log(1.02)]), math.log(FURTHEST))
+    rounds = max(map(len, values))
     drawn = []
     for arm, each, median in zip(arms, values, medians, strict=True):
         dots = []
         for index, value in enumerate(each):
-            x = round(100 * (index + 0.5) / len(each), 2)
+            x = round(100 * (index + 0.5) / rounds, 2)
             about = f"round {index + 1}: "
             if value and median:
                 y = 50 - 40 * max(-1.0, min(1.0, math.log(value / median) / furthest))
