@@ -29,6 +29,8 @@ INFERENCE = Path("inference")
 REPORTS = Path("reports")
 BENCH_FILE = Path("bench.json")
 SESSIONS = Path("sessions")
+KEPT_BENCHES = Path("checkpoints/bench")
+"""What the stage ``bench`` measured, also when it was interrupted: DVC deletes ``bench.json`` before it runs again."""
 
 
 class ResultError(PipelineError, ValueError):

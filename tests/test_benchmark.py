@@ -285,6 +285,37 @@ def test_a_ratio_is_settled_on_one_side_of_its_margin() -> None:
     assert not rounds.settled([[1.02], [1.005]] * 5, 0.01)
 
 
+def kept(day: int, **changes: Any) -> results.Bench:
+    start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T12:30:00+00:00"})
+    return make_bench(session=start, **changes)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "is_session"),
+    [
+        ({}, True),
+        ({"interrupted": True, "rounds": 6}, True),
+        ({"rounds": 5}, False),  # which bound nothing
+        ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, True),
+        ({"keys": {"baseline": "k", "ddp": "before", "memory": "before"}}, False),
+        ({"keys": {"baseline": "before", "ddp": "k", "memory": "k"}}, False),
+    ],
+)
+def test_an_earlier_bench_of_the_same_becomes_a_session(
+    earlier: dict[str, Any], is_session: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = kept(1, **earlier), kept(2)
+    assert rounds.keep(first) == []
+    file = Path("sessions/20261101T123000.json")
+    assert rounds.keep(second) == ([file] if is_session else [])
+    assert results.read_sessions() == ([first] if is_session else [])
+    assert results.read_sessions(results.KEPT_BENCHES) == ([second] if is_session else [first, second])
+    other_data = kept(3, dataset=second.dataset.model_copy(update={"sha256": "0" * 64}))
+    assert rounds.keep(other_data) == []
+    assert len(rounds.keep(kept(4))) == 1
+
+
 def test_a_hard_limit_is_one() -> None:
     assert (fewest_rounds(Bench()), fewest_rounds(Bench(hard_limit=True))) == (FEWEST_PAIRS, 0)
 
@@ -461,6 +492,7 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
     assert limits["margins"] == MARGINS
     rounds.run(parse(params), CPU_ONLY, again=True)
     (added,), first = results.read_sessions(), read_bench()
+    assert results.read_sessions(results.KEPT_BENCHES) == [first]
     assert f"in sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out
     assert (added.keys, added.session.boot_id) == (first.keys, first.session.boot_id)
     assert added.session.start_utc > first.session.start_utc

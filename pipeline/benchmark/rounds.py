@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
@@ -22,7 +23,21 @@ from pipeline.params import Bench as BenchSettings
 from pipeline.params import Config, Machine, misplaced
 from pipeline.params import techniques as techniques_of
 from pipeline.plans import plan, plans
-from pipeline.results import BENCH_FILE, SESSIONS, Arm, Bench, Dataset, Flops, Ledgers, R, Setup, Window, rejections
+from pipeline.results import (
+    BENCH_FILE,
+    KEPT_BENCHES,
+    SESSIONS,
+    Arm,
+    Bench,
+    Dataset,
+    Flops,
+    Ledgers,
+    R,
+    Setup,
+    Window,
+    read_sessions,
+    rejections,
+)
 
 CALIBRATION_STEPS = 20
 CALIBRATIONS = 5
@@ -343,8 +358,11 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         session=session,
         keys=keys,
     )
-    file = SESSIONS / f"{re.sub('[^0-9T]', '', session.start_utc)[:15]}.json" if again else BENCH_FILE
+    file = SESSIONS / _name(bench) if again else BENCH_FILE
     files.write_text(file, bench.to_json())
+    if not again:
+        for kept in keep(bench):
+            print(f"bench: what was measured before of the same variants counts as a session: {kept}", flush=True)
     print(f"bench: {bench.rounds} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
     for arm in rounds.arms:
         if arm.role == "variant" and len(arm.samples) < bench.rounds:
@@ -353,6 +371,25 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
             print(f"bench: {arm.name} {line}", flush=True)
     if rounds.interrupted:
         raise KeyboardInterrupt
+
+
+def keep(bench: Bench) -> list[Path]:
+    """Keep ``bench`` for later ones, and make sessions of those that were kept and measured the baseline and a variant
+    as it did; their files. What has too few rounds to bound a ratio is left where it is."""
+    found = []
+    for kept in read_sessions(KEPT_BENCHES):
+        same = {name for name, key in bench.keys.items() if kept.keys.get(name) == key}
+        if bench.baseline in same and len(same) > 1 and kept.dataset == bench.dataset and kept.rounds >= FEWEST_ROUNDS:
+            found.append(SESSIONS / _name(kept))
+            files.write_text(found[-1], kept.to_json())
+            (KEPT_BENCHES / _name(kept)).unlink()
+    files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
+    return found
+
+
+def _name(bench: Bench) -> str:
+    """Of its file among others: when it started."""
+    return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
 
 
 def _known(samples: Mapping[str, Calibration], key: str, record: type[R]) -> dict[str, R]:
