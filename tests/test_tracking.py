@@ -949,22 +949,6 @@ def compared(*variants: tuple[str, str | None, float, float]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("variants", "champion"),
-    [
-        ([("fast", "pays", 1.5, 1.0), ("faster", "pays", 1.6, 1.0)], "faster"),
-        ([("fast", "pays", 1.5, 1.0), ("fastest", "trades", 2.0, 1.0)], "fast"),  # it may cost accuracy
-        ([("fast", "pays", 1.02, 0.9), ("small", "pays", 1.01, 0.5)], "small"),  # 1.02 is within the margin
-        ([("fast", "undecided", 1.5, 1.0), ("same", "neutral", 1.0, 1.0)], "baseline"),
-        ([], "baseline"),
-    ],
-)
-def test_the_champion_is_what_pays_most_or_the_baseline(
-    variants: list[tuple[str, str | None, float, float]], champion: str
-) -> None:
-    assert promoting.best(compared(("baseline", None, 1.0, 1.0), *variants)) == champion
-
-
-@pytest.mark.parametrize(
     ("outcome", "judged", "here", "says"),
     [
         ("worse", COMMIT, COMMIT, "the gate did not pass against main: worse. reports/gate.md says why"),
@@ -988,6 +972,20 @@ def test_only_what_passed_the_gate_is_promoted(
     with pytest.raises(tracking.PromotionError, match=re.escape(says)):
         tracking.promote(config_of(), here, root)
     assert client_of(root).search_registered_models() == []
+
+
+@pytest.mark.usefixtures("one_session_is_enough")
+def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_comparison(root)
+    write_gate(root)
+    path = root / "reports/comparison.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["champion"] |= {"among": 2, "ratio": content["champion"]["ratio"] | {"decision": "undecided"}}
+    write_text(path, json.dumps(content))
+    assert tracking.promote(config_of(), COMMIT, root) == promoting.TOO_FEW
+    assert "of 2 variants that pay by throughput, the gain of the best is not decided" in capsys.readouterr().err
 
 
 def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1163,7 +1161,9 @@ def test_a_comparison_names_no_file_to_read(root: Path) -> None:
     forge(file, variants=[compared[0], compared[1] | {"variant": "../x"}])
     assert labels.compared(wanted, root) == {}
     write_gate(root)
-    forge(file, variants=[], baseline="../x")
+    forge(file, variants=[])  # and still names a champion
+    assert tracking.promote(config_of(models=True), COMMIT, root) == promoting.TOO_FEW
+    forge(file, baseline="../x", champion=None)
     with pytest.raises(tracking.PromotionError, match=r"is of '\.\./x', which is not under variants"):
         tracking.promote(config_of(models=True), COMMIT, root)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.comparison import ablation, advice, consistency, figures, pareto, verdicts
+from pipeline.comparison.champion import champion_of
 from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError
 from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, distinct, noises_of, sittings_like, summary
@@ -91,6 +92,10 @@ def compare(
                 time_to_target_ratio=time_ratios.get(each.variant),
             )
             for each in (baseline, *others)
+        ),
+        champion=champion_of(
+            {name: each[:2] for name, each in judgements.items() if each.verdict == "pays"},
+            sittings,
         ),
         sessions=tuple(summary(each, [name for name in names if alike(bench, each.bench, name)]) for each in sittings),
         sessions_set_aside=len(distinct(sessions)) - len(sittings),

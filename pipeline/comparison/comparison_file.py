@@ -139,6 +139,23 @@ class Compared(Record):
     runs: tuple[Run, ...]
 
 
+class Champion(Record):
+    """The best of the variants that pay."""
+
+    variant: VariantName
+    quantity: str | None
+    """By which it was chosen; None: it pays by its accuracy alone, as the next two are then."""
+    among: int
+    """So many pay by it."""
+    ratio: Ratio | None
+    """To the baseline, told by other sessions than those that chose the best, or other rounds of a single one
+    (``champion``). None also where no session has enough rounds of all."""
+    runner_up: VariantName | None
+    """The next best."""
+    head_to_head: Ratio | None
+    """The champion over the runner-up, from the same rounds. None without one, and where no session has both."""
+
+
 class SessionSummary(Session):
     """One session of the bench, in short."""
 
@@ -170,6 +187,8 @@ class Comparison(Document):
     noise_memory: Noise
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
+    champion: Champion | None = None
+    """None: nothing pays."""
     sessions: tuple[SessionSummary, ...] = ()
     """Those that measured the baseline as ``bench`` did, the oldest first. Figures but ratios are of ``bench``."""
     sessions_set_aside: int = 0

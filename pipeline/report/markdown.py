@@ -19,9 +19,10 @@ def markdown(comparison: Comparison) -> str:
     headline, *others = tables(comparison)
     title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(sentences.job(comparison))}; commit {sentences.measured_at(comparison.bench)}.")
-    said = escaped(sentences.sessions(comparison))
+    told = (sentences.sessions(comparison), sentences.champion(comparison))
+    said = [line for text in told if text for line in (escaped(text), "")]
     blocks = [
-        "\n".join([title, "", *_banner(comparison), said, "", *_answers(comparison)]),
+        "\n".join([title, "", *_banner(comparison), *said, *_answers(comparison)]),
         "\n".join(_table(comparison, headline.columns)),
         _folded(
             "What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in sentences.basis(comparison))]

@@ -48,6 +48,7 @@ def html(comparison: Comparison, histories: Histories) -> str:
             for each in others
         ],
         sessions=sentences.sessions(comparison),
+        champion=sentences.champion(comparison),
         session_headings=tables.session_headings(comparison),
         session_rows=tables.session_rows(comparison),
         basis=sentences.basis(comparison),

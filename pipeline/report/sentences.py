@@ -114,6 +114,32 @@ def sessions(comparison: Comparison) -> str:
     )
 
 
+_BETWEEN = {"better": "ahead", "worse": "behind"}
+"""What a decision head to head means; the other decisions are words by themselves."""
+
+
+def champion(comparison: Comparison) -> str:
+    """Which variant is the best of several, by how much, and if it is ahead of the next; empty if fewer pay."""
+    best = comparison.champion
+    if best is None or best.runner_up is None:
+        return ""
+    said = "by how much is unknown, as too few rounds have all of them"
+    if best.ratio:
+        parts = "sessions" if best.ratio.session_count > 1 else "rounds"
+        open_ = "" if best.ratio.decision == "better" else f" {best.ratio.decision},"
+        said = (
+            f"{estimate(best.ratio)} the {best.quantity} ({interval(best.ratio)}),{open_} in other {parts} than those "
+            "that chose it"
+        )
+    found = f"The best of {best.among} that pay by {best.quantity} is {best.variant}: {said}."
+    if pair := best.head_to_head:
+        between = _BETWEEN.get(pair.decision, pair.decision)
+        found += (
+            f" Against {best.runner_up}, the next, in the same rounds: {estimate(pair)} ({interval(pair)}), {between}."
+        )
+    return found
+
+
 def share_notes(comparison: Comparison) -> list[str]:
     """What the numbers of the techniques' shares do not say by themselves."""
     notes = []

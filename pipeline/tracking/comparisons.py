@@ -16,7 +16,7 @@ from pipeline.results import Result, Run
 
 LAYOUT = 2
 """Raise it when runs are to be logged differently: every run is then written again."""
-REPORT_LAYOUT = 3
+REPORT_LAYOUT = 4
 """Raise it when what the report says is to be logged differently: that alone is written again."""
 
 PREPARED = Path("data/prepared")

@@ -79,7 +79,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         found = results.read_values(record, variant)["findings"]
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
     comparison = compared(wanted, root)
-    tags |= {"sessions": str(len(comparison.get("sessions", ())))} if comparison else {}
+    tags |= {"sessions": str(len(comparison.get("sessions", ()))), **champion(comparison)} if comparison else {}
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
         tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # in place of an older report's
@@ -128,6 +128,24 @@ def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
         plain = verdict not in ("undecided", "untrusted") or not reasons
         found[str(each["variant"])] = verdict if plain else _cut(f"{verdict}: {'; '.join(reasons)}")
     return found
+
+
+def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
+    """Which variant is the best, by how much, and what it is beside the next: tags."""
+    best = comparison.get("champion")
+    if not best:
+        return {"champion": comparison["baseline"], "champion.gain": "none", "champion.head_to_head": "none"}
+    gain, pair = best["ratio"], best["head_to_head"]
+    return {
+        "champion": best["variant"],
+        "champion.gain": f"{_ratio(gain)} the {best['quantity']}" if gain else "unknown",
+        "champion.head_to_head": f"{_ratio(pair)} of {best['runner_up']}: {pair['decision']}" if pair else "none",
+    }
+
+
+def _ratio(ratio: Mapping[str, Any]) -> str:
+    ends = (ratio["low"], ratio["high"])
+    return f"{ratio['estimate']:.3f}" + (f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else "")
 
 
 def lock_sha256(lock: Path) -> str:

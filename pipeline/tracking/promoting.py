@@ -37,22 +37,32 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
 
     It is logged anew, from the weights that are here and that the result names by their digest: whatever lies in the
     store, somebody else may have put there. The version carries the evidence: the gate's decision and commits, the
-    verdict, links to its run and to the comparison, which gets the gate's report. Again, it makes another version.
+    verdict, the gain (told by other measurements than those that chose it), links to its run and to the comparison,
+    which gets the gate's report. Again, it makes another version.
     ``commit``: what is checked out, with "+" if files differ from it. Raises PromotionError unless the gate let this
     very commit pass and MLflow holds the comparison, and ResultError for files that are not what they should be.
 
-    Returns 0; or ``TOO_FEW``, having done and said nothing but that, if the gain rests on too few sessions.
+    Returns 0; or ``TOO_FEW``, having done and said nothing but that, if the gain rests on too few sessions, or is not
+    decided where the best is chosen by some and measured by others.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)
     compared = labels.compared(wanted, root) if wanted else {}
     if wanted is None or not compared:
         raise PromotionError("there is no comparison of the results that are here; run `dvc repro`, which makes it.")
-    variant = best(compared)
-    if variant != compared["baseline"] and (count := sessions_of(compared, variant)) < FEWEST_SESSIONS:
+    best = compared["champion"]
+    variant = best["variant"] if best else compared["baseline"]
+    if best and (count := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
             f"not promoted: {variant} pays in {count} session(s) of the bench, and {FEWEST_SESSIONS} are asked for. "
             "Run `make again` on another day.",
+            file=sys.stderr,
+        )
+        return TOO_FEW
+    if best and best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
+        print(
+            f"not promoted: of {best['among']} variants that pay by {best['quantity']}, the gain of the best is not "
+            "decided where some sessions choose and others measure it. Run `make again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW
@@ -73,7 +83,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         with stores.locked(uri):
             store = stores.open_store(uri, root, config.publish.experiment)
             parent, run = _stored(store, wanted, child)
-            tags = _evidence(gate, child, labels.verdicts(compared)[variant], parent, run)
+            verdict = labels.verdicts(compared)[variant]
+            tags = _evidence(gate, child, verdict, parent, run) | labels.champion(compared)
             model = logged_models.log(store, run.run_id, child)
             version = _registered(store, config.publish.registered_model, model, run, tags, gate, parent)
             for file in GATE:
@@ -90,31 +101,14 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     return 0
 
 
-def best(compared: Mapping[str, Any]) -> str:
-    """Of the variants that pay, and so lose no accuracy, the one that gains most speed, then memory; else the baseline.
-
-    ``compared``: the content of ``reports/comparison.json``. Gains that are not decided count for nothing.
-    """
-
-    def gains(each: Mapping[str, Any]) -> tuple[float, float]:
-        speed, memory = (
-            ratio["estimate"] if ratio and ratio["decision"] == "better" else 1.0
-            for ratio in (each["throughput"], each["memory"])
-        )
-        return speed, -memory
-
-    paying = [each for each in compared["variants"] if each["verdict"] == "pays"]
-    return str(max(paying, key=gains)["variant"] if paying else compared["baseline"])
-
-
 def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
     """On how many sessions each of the variant's trusted ratios rests at least."""
-    each = next(each for each in compared["variants"] if each["variant"] == variant)
     return min(
         (
             sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
+            for each in compared["variants"]
             for ratio in (each["throughput"], each["memory"])
-            if ratio and ratio["decision"] != "untrusted"
+            if each["variant"] == variant and ratio and ratio["decision"] != "untrusted"
         ),
         default=0,
     )

@@ -1,0 +1,147 @@
+"""The best of the variants that pay. What is chosen for its figure has a flattered one: of ten variants that all gain
+6%, the best seems to gain about 8%. So its gain is told by other measurements than those that chose it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pipeline.comparison import stats, verdicts
+from pipeline.comparison.comparison_file import Champion
+from pipeline.comparison.sessions import Sitting, arm_of, combined, over_sessions
+from pipeline.comparison.stats import FEWEST_PAIRS, Interval
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
+
+
+def champion_of(paying: Mapping[str, tuple[Ratio, Ratio]], sittings: Sequence[Sitting]) -> Champion | None:
+    """Of the variants that pay, and so lose no accuracy, the one that gains most speed, then memory; None if none pays.
+
+    ``paying``: their ratios of throughput and memory. Gains that are not decided count for nothing.
+    """
+    for index, quantity in enumerate((THROUGHPUT, MEMORY)):
+        ratios = {name: each[index] for name, each in paying.items() if each[index].decision == "better"}
+        if ratios:
+            first, *others = sorted(ratios, key=lambda name: ratios[name].estimate or 1.0, reverse=index == 0)
+            second = others[0] if others else None
+            return Champion(
+                variant=first,
+                quantity=quantity.noun,
+                among=len(ratios),
+                ratio=_gain(first, ratios, sittings, quantity) if second else ratios[first],
+                runner_up=second,
+                head_to_head=_head_to_head(first, second, ratios, sittings, quantity) if second else None,
+            )
+    for first in paying:  # by its accuracy alone
+        return Champion(variant=first, quantity=None, among=len(paying), ratio=None, runner_up=None, head_to_head=None)
+    return None
+
+
+def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.mean) -> list[int]:
+    """For each part of a measurement the best candidate by the ``middle`` of all *other* parts.
+
+    ``gains``: [candidates, parts], at least two parts, more is better. The chosen one's gain in the part left out had
+    no say in the choice, so that luck does not flatter it.
+    """
+    parts = range(gains.shape[1])
+    return [int(middle(np.delete(gains, part, axis=1), axis=1).argmax()) for part in parts]
+
+
+def no_narrower(interval: Interval, own: Interval) -> Interval:
+    """``interval``, on either side at least as wide as ``own``, the best one's: parts that choose for each other are
+    not independent, and agree better than they know."""
+    return replace(
+        interval,
+        low=interval.estimate * min(interval.low / interval.estimate, own.low / own.estimate),
+        high=interval.estimate * max(interval.high / interval.estimate, own.high / own.estimate),
+    )
+
+
+def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], quantity: Quantity) -> Ratio | None:
+    """What to choose the best brings, over the sessions that have all of ``ratios``; of a single one, over its rounds.
+
+    None where there is none, or too few rounds of it have all.
+    """
+    starts = _shared(ratios)
+    margin, sign = next(iter(ratios.values())).margin, 1 if quantity.higher_is_better else -1
+    told: tuple[SessionRatio, ...] = ()
+    if len(starts) > 1:
+        table = [[_in(ratio, start) for start in starts] for ratio in ratios.values()]
+        found = choices(sign * np.log([[each.estimate or 1.0 for each in row] for row in table]))
+        told = tuple(table[chosen][part] for part, chosen in enumerate(found))
+        interval = over_sessions([_interval(one) for one in told])
+    else:
+        sitting = next((each for each in sittings if each.bench.session.start_utc in starts), None)
+        figures = _figures(sitting, list(ratios), quantity) if sitting else np.empty((0, 0))
+        if sitting is None or figures.shape[1] < FEWEST_PAIRS:
+            return None
+        reference, candidates = figures[0], figures[1:]
+        found = choices(sign * np.log(candidates / reference), middle=np.median)
+        above = [candidates[chosen, part] for part, chosen in enumerate(found)]
+        interval = stats.widened(stats.paired_ratio(above, reference), _noise(sitting, quantity).doubt)
+    interval = no_narrower(interval, _interval(ratios[first]))
+    return Ratio(
+        estimate=interval.estimate,
+        low=interval.low,
+        high=interval.high,
+        pairs=interval.count,
+        refused=0,
+        margin=margin,
+        decision=stats.decide(interval, margin, higher_is_better=quantity.higher_is_better),
+        more_pairs=None,
+        why_untrusted=None,
+        sessions=told,
+    )
+
+
+def _head_to_head(
+    first: str, second: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], quantity: Quantity
+) -> Ratio | None:
+    """``first`` over ``second``, from the rounds that have both, over the sessions that have both."""
+    starts = _shared({name: ratios[name] for name in (first, second)})
+    found = [
+        (
+            each.bench.session.start_utc,
+            verdicts.ratio(
+                arm_of(each.bench, "variant", first),
+                arm_of(each.bench, "variant", second),
+                quantity,
+                ratios[first].margin,
+                _noise(each, quantity),
+                doubt=_noise(each, quantity).doubt,
+            ),
+        )
+        for each in sittings
+        if each.bench.session.start_utc in starts
+    ]
+    return combined(found, found[-1][1], quantity) if found else None
+
+
+def _shared(ratios: Mapping[str, Ratio]) -> list[str]:
+    """When the sessions started that count for all."""
+    return sorted(
+        set.intersection(*({one.start_utc for one in each.sessions if one.counts} for each in ratios.values()))
+    )
+
+
+def _interval(ratio: Ratio | SessionRatio) -> Interval:
+    """Of one that is bounded."""
+    return Interval(ratio.estimate or 1.0, ratio.low or 0.0, ratio.high or math.inf, ratio.pairs)
+
+
+def _in(ratio: Ratio, start: str) -> SessionRatio:
+    return next(each for each in ratio.sessions if each.start_utc == start)
+
+
+def _figures(sitting: Sitting, names: Sequence[str], quantity: Quantity) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[1 + names, rounds]: the baseline's and theirs, of the rounds in which all are known."""
+    arms = [arm_of(sitting.bench, "variant", name) for name in (sitting.bench.baseline, *names)]
+    rounds = zip(*([getattr(sample, quantity.field) for sample in arm.samples] for arm in arms), strict=False)
+    return np.array([each for each in rounds if all(each)], dtype=np.float64).reshape(-1, len(arms)).T
+
+
+def _noise(sitting: Sitting, quantity: Quantity) -> Noise:
+    return sitting.throughput if quantity is THROUGHPUT else sitting.memory

@@ -1,0 +1,152 @@
+"""The best of the variants that pay, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.comparison.champion import champion_of, choices, no_narrower
+from pipeline.comparison.compare import compare
+from pipeline.comparison.comparison_file import Champion, Comparison
+from pipeline.comparison.sessions import over_sessions
+from pipeline.comparison.stats import Interval
+from pipeline.comparison.verdicts import Ratio
+from pipeline.params import Compare
+from pipeline.report import html, markdown, sentences
+from pipeline.results import Bench
+from pipeline.tracking import labels
+from tests.factories import ENVIRONMENT, make_bench, make_histories, make_result
+from tests.report.conftest import plain
+from tests.report.reader import Page
+
+NAMES = ("baseline", "one", "two", "three")
+MEASURED = [make_result(name) for name in NAMES]
+
+
+def session(day: int, **changes: Any) -> Bench:
+    start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T12:00:00+00:00"})
+    usual: dict[str, Any] = {"session": start, "keys": dict.fromkeys(NAMES, "k"), "refused": {}, "noise": 0.002}
+    return make_bench(MEASURED, **usual | changes)
+
+
+def over(*sessions: Bench) -> Comparison:
+    return compare(MEASURED, make_histories(MEASURED), sessions, Compare(), ENVIRONMENT)
+
+
+def best(*sessions: Bench) -> Champion:
+    found = over(*sessions).champion
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("throughput", "memory", "champion", "quantity"),
+    [
+        ({"one": 1.5, "two": 1.6}, {}, "two", "throughput"),
+        ({"one": 1.5, "two": 2.0}, {"two": 1.2}, "one", "throughput"),  # two trades
+        ({"one": 1.005}, {"one": 0.9, "two": 0.5}, "two", "peak memory"),  # a gain within the margin is none
+        ({"one": 1.1}, {"two": 0.5}, "one", "throughput"),
+    ],
+)
+def test_it_is_what_pays_most_speed_then_memory(
+    throughput: dict[str, float], memory: dict[str, float], champion: str, quantity: str
+) -> None:
+    found = best(session(1, throughput=throughput, memory=memory))
+    assert (found.variant, found.quantity) == (champion, quantity)
+
+
+def test_of_one_nothing_was_chosen_and_of_none_there_is_no_champion() -> None:
+    comparison = over(session(1, throughput={"one": 1.5}))
+    assert comparison.champion
+    assert (comparison.champion.among, comparison.champion.runner_up) == (1, None)
+    assert comparison.champion.ratio == comparison.variants[1].throughput
+    assert sentences.champion(comparison) == ""
+    nothing = over(session(1))
+    assert (nothing.champion, sentences.champion(nothing)) == (None, "")
+
+
+def test_what_pays_by_its_accuracy_alone_has_no_gain() -> None:
+    same = Ratio(
+        estimate=1.0, low=0.99, high=1.01, pairs=8, refused=0, margin=0.03, decision="same", more_pairs=None,
+        why_untrusted=None,
+    )  # fmt: skip
+    found = champion_of({"one": (same, same)}, [])
+    assert found
+    assert (found.variant, found.quantity, found.ratio) == ("one", None, None)
+
+
+def test_each_part_is_measured_for_what_the_others_choose() -> None:
+    gains = np.array([[3.0, 0.0, 0.0], [1.0, 1.0, 1.5]])
+    assert choices(gains) == [1, 0, 0]  # without its lucky first part, the first is the worse
+    assert choices(gains, middle=np.median) == [1, 0, 0]
+
+
+def test_what_was_chosen_is_no_surer_than_the_best_itself() -> None:
+    narrow, wide = Interval(1.0, 0.9, 1.05, 8), Interval(2.0, 1.9, 2.2, 9)
+    assert no_narrower(narrow, wide) == Interval(1.0, 0.9, 1.1, 8)
+
+
+def test_over_sessions_each_tells_what_the_others_chose() -> None:
+    """By the mean of all three, one is the best; that of a session's own champions would be 1.5 x 1.4 x 1.4."""
+    faster = [{"one": 1.5, "two": 1.3}, {"one": 1.3, "two": 1.4}, {"one": 1.4, "two": 1.35}]
+    comparison = over(*(session(day, throughput=each) for day, each in enumerate(faster, 1)))
+    found = comparison.champion
+    assert found
+    assert (found.variant, found.runner_up, found.among) == ("one", "two", 2)
+    assert found.ratio
+    # Without the first, two is better (1.374 to 1.349), without the second and the third, one is.
+    assert found.ratio.estimate == pytest.approx((1.3 * 1.3 * 1.4) ** (1 / 3), rel=0.005)
+    assert [each.start_utc[8:10] for each in found.ratio.sessions] == ["01", "02", "03"]
+    told = over_sessions(
+        [Interval(each.estimate or 0, each.low or 0, each.high or 0, each.pairs) for each in found.ratio.sessions]
+    )
+    own = comparison.variants[1].throughput
+    assert own
+    expected = no_narrower(told, Interval(own.estimate or 0, own.low or 0, own.high or 0, own.pairs))
+    assert (found.ratio.low, found.ratio.high) == (expected.low, expected.high)
+    assert found.head_to_head
+    assert found.head_to_head.session_count == 3
+    assert found.head_to_head.estimate == pytest.approx((1.5 / 1.3 * 1.3 / 1.4 * 1.4 / 1.35) ** (1 / 3), rel=0.005)
+    assert found.head_to_head.decision == "undecided"
+
+
+def test_within_a_session_its_rounds_choose_for_each_other() -> None:
+    """Of three that are equally fast, the luckiest has no more luck in the rounds that others chose it for."""
+    comparison = over(session(1, throughput=dict.fromkeys(NAMES[1:], 1.3), noise=0.02))
+    found, seen = comparison.champion, [each.throughput for each in comparison.variants[1:] if each.throughput]
+    assert found
+    assert found.ratio
+    assert found.ratio.estimate
+    assert found.ratio.estimate < max(each.estimate or 0 for each in seen)
+    assert (found.ratio.pairs, found.ratio.decision) == (12, "better")
+    assert found.head_to_head
+    assert found.head_to_head.decision in ("same", "undecided")
+
+
+def test_a_session_that_lacks_one_of_them_says_nothing_of_the_choice() -> None:
+    before = dict.fromkeys(NAMES, "k") | {"two": "before"}
+    faster = {"one": 1.3, "two": 1.5}
+    found = best(session(1, throughput=faster, keys=before), session(2, throughput=faster))
+    assert found.ratio
+    assert (found.variant, found.ratio.session_count, found.ratio.pairs) == ("two", 1, 12)
+
+
+def test_the_report_and_mlflow_say_by_how_much_and_if_it_is_ahead() -> None:
+    comparison = over(session(1, throughput={"one": 1.5, "two": 1.3, "three": 1.3}))
+    said = plain(sentences.champion(comparison))
+    assert said.startswith("The best of 3 that pay by throughput is one: 1.500x the throughput (1.4")
+    assert "in other rounds than those that chose it." in said
+    assert said.endswith("ahead.")
+    histories = make_histories(MEASURED)
+    for shown in (markdown(comparison), Page(html(comparison, histories)).heard):
+        assert said in plain(shown)
+    close = plain(sentences.champion(over(session(1, throughput={"one": 1.32, "two": 1.3}, noise=0.02))))
+    assert close.endswith("undecided.")
+    tags = labels.champion(comparison.model_dump(mode="json"))
+    assert tags["champion"] == "one"
+    assert tags["champion.gain"].endswith(" the throughput")
+    assert tags["champion.head_to_head"].endswith(": better")
+    nothing = labels.champion(over(session(1)).model_dump(mode="json"))
+    assert set(nothing.values()) == {"baseline", "none"}
