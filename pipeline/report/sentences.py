@@ -26,6 +26,9 @@ from pipeline.report.formats import (
 )
 from pipeline.results import Bench, rejected, rejections
 
+FEW_TEST_IMAGES = 2_000
+"""Fewer are a small sample themselves, which no interval over seeds knows of."""
+
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
 """Of ``results.Ledger``, in the order in which they are shown."""
 
@@ -166,7 +169,9 @@ def share_accuracy(share: Share) -> tuple[str, ...]:
 
 def basis(comparison: Comparison) -> list[str]:
     """What the verdicts rest on."""
-    bench, margins = comparison.bench, comparison.margins
+    bench, margins, images = comparison.bench, comparison.margins, comparison.dataset.test_count
+    seeds = count(len(comparison.seeds), "seed")
+    few = f", on these {images:,} test images" if images < FEW_TEST_IMAGES else ""
     rounds = bench.rounds
     stopped = ", after which it was interrupted" if bench.interrupted else ""
     ended = {arm.variant: len(arm.samples) for arm in bench.arms if len(arm.samples) < rounds}
@@ -178,7 +183,8 @@ def basis(comparison: Comparison) -> list[str]:
         "ratio is the median over the rounds, with its 95% interval, widened by how far the baseline may be from "
         "itself.",
         *([f"Measured no further, as round upon round lay on one side of the margins: {early}."] if early else []),
-        f"Accuracy: {count(len(comparison.seeds), 'seed')}, paired, with two one-sided tests.",
+        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. What goes wrong in one training of ten, {seeds} "
+        f"miss{'es' if len(comparison.seeds) == 1 else ''} in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",
         f"A/A, {comparison.baseline} against itself: {_calm(comparison.noise_throughput, 'throughput')}, "

@@ -10,9 +10,6 @@ from pipeline.comparison.verdicts import Ratio
 from pipeline.report import formats, sentences
 from pipeline.report.formats import DASH, UNKNOWN
 
-FEW_TEST_IMAGES = 2_000
-"""Fewer are a small sample themselves, which no interval over seeds knows of."""
-
 
 class Cell(NamedTuple):
     value: str
@@ -44,7 +41,7 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
 
 def _headline(comparison: Comparison) -> tuple[Column, ...]:
     target = sentences.target(comparison)
-    few = ", on these test images" if comparison.dataset.test_count < FEW_TEST_IMAGES else ""
+    few = ", on these test images" if comparison.dataset.test_count < sentences.FEW_TEST_IMAGES else ""
 
     def throughput(each: Compared) -> Cell:
         value = formats.number(each.samples_per_second, "samples/s")
