@@ -13,20 +13,9 @@ import yaml
 from pydantic import Field, ValidationError
 
 from pipeline.errors import ConfigError
+from pipeline.params import sections
 from pipeline.params.catalogue import Variant, contradiction, extra_problems, misplaced
-from pipeline.params.sections import (
-    Bench,
-    Compare,
-    Fetch,
-    Gate,
-    Infer,
-    Prepare,
-    Profile,
-    Publish,
-    Section,
-    Train,
-    VariantName,
-)
+from pipeline.params.sections import Section, Train, VariantName
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
@@ -38,15 +27,15 @@ _FUNCTION = r"[^:.][^:]*:[^:]+"
 class Config(Section):
     """params.yaml."""
 
-    fetch: Fetch = Fetch()
-    prepare: Prepare = Prepare()
+    fetch: sections.Fetch = sections.Fetch()
+    prepare: sections.Prepare = sections.Prepare()
     train: Train = Train()
-    bench: Bench = Bench()
-    profile: Profile = Profile()
-    infer: Infer = Infer()
-    compare: Compare = Compare()
-    gate: Gate = Gate()
-    publish: Publish = Publish()
+    bench: sections.Bench = sections.Bench()
+    profile: sections.Profile = sections.Profile()
+    infer: sections.Infer = sections.Infer()
+    compare: sections.Compare = sections.Compare()
+    gate: sections.Gate = sections.Gate()
+    publish: sections.Publish = sections.Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
 
     def with_train(self, **changes: Any) -> Config:
@@ -124,19 +113,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         if unknown:
             continue
         yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
-        if variant.compile != "none" and variant.bucket_mb is not None and variant.bucket_mb < 1:
-            yield (
-                f"variants.{name}.bucket_mb: found {variant.bucket_mb} with compile {variant.compile!r}, whose graphs "
-                "end where buckets end, the first of which has 1 MiB; allowed: 1 or more."
-            )
-        problem = contradiction(variant)
-        if problem:
+        if problem := contradiction(variant):
             yield f"variants.{name}: {problem}"
-        if variant.scaling == "weak" and not config.train.warmup_fraction:
-            yield (
-                f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
-                "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
-            )
 
 
 def _own_code(train: Train) -> Iterator[str]:

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.step import TrainingStep
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Technique
 
 LEAST_BYTES = 2**16
 """Of a tensor, for it to be moved: a smaller copy costs more than the memory is worth."""
@@ -31,15 +30,11 @@ class ActivationOffload(Technique):
     name = "activation_offload"
     estimable = False
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
-        self.model = model
-        return model
-
     def change_step(self, step: TrainingStep) -> None:
         forward, copies = step.forward, torch.cuda.Stream(self.world.device)
 
         def offloaded(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with _offloaded(copies, {_storage(tensor) for tensor in (*self.model.parameters(), images)}):
+            with _offloaded(copies, {_storage(tensor) for tensor in (*step.model.parameters(), images)}):
                 return forward(images, labels)
 
         step.forward = offloaded

@@ -23,60 +23,31 @@ _NO_BROADCAST = (
 )
 
 
-class DDPOption(Technique):
-    """An argument of ``DistributedDataParallel``, which asks for it."""
-
-    def arguments(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class BucketSize(DDPOption):
-    """The size at which a bucket of gradients is reduced."""
-
-    name = "bucket_mb"
-
-    def arguments(self) -> dict[str, Any]:
-        return {"bucket_cap_mb": self.plan.applied.bucket_mb}
-
-
-class GradientsBesideBuckets(DDPOption):
+class GradientsBesideBuckets(Technique):
     """Gradients are no views of the buckets."""
 
     name = "gradients_beside_buckets"
     estimable = False
 
-    def arguments(self) -> dict[str, Any]:
-        return {"gradient_as_bucket_view": False}
-
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
-        self._gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return model
+    def change_step(self, step: TrainingStep) -> None:
+        self._gradients = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
 
     def communication_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._gradients)
 
 
-class StaticGraph(DDPOption):
-    """The promise that every step uses the same parameters alike. One that is never used is then no error."""
-
-    name = "static_graph"
-
-    def arguments(self) -> dict[str, Any]:
-        return {"static_graph": True}
-
-
-OPTIONS = (BucketSize, GradientsBesideBuckets, StaticGraph)
-
-
 def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> DistributedDataParallel:
-    """``model`` in DistributedDataParallel with the plan's ``OPTIONS``; ``options`` are more of its arguments, such as
-    the ``process_group`` of the replicas."""
-    options = {_NO_BROADCAST: False, "gradient_as_bucket_view": True} | options
-    for option in OPTIONS:
-        if option.is_asked(plan):
-            options |= option(plan, world).arguments()
-    device_ids = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids, **options)
+    """``model`` in DistributedDataParallel as the plan says; ``options`` are more of its arguments, such as the
+    ``process_group`` of the replicas."""
+    arguments: dict[str, Any] = {
+        "bucket_cap_mb": plan.applied.bucket_mb,
+        "gradient_as_bucket_view": plan.applied.gradient_as_bucket_view,
+        "static_graph": plan.applied.static_graph,
+        _NO_BROADCAST: False,
+    }
+    return DistributedDataParallel(
+        model, [world.device] if world.device.type == "cuda" else None, **arguments, **options
+    )
 
 
 class Replicated(Technique):

@@ -21,7 +21,7 @@ from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
 from pipeline.techniques.cutting import Cut, best_cut, described, parts
 from pipeline.techniques.model_chain import NotAChain, chain, joined
-from pipeline.techniques.precision import BFloat16
+from pipeline.techniques.precision import DTYPES
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -201,9 +201,8 @@ class Pipeline(Technique):
 
     def _autocast(self) -> AbstractContextManager[object]:
         """The step's precision, which decides the types that pass from stage to stage."""
-        if BFloat16.is_asked(self.plan):
-            return torch.autocast(self.world.device.type, BFloat16.dtype)
-        return nullcontext()
+        dtype = DTYPES.get(self.plan.applied.precision)
+        return torch.autocast(self.world.device.type, dtype) if dtype else nullcontext()
 
     def _split(self, cut: Cut) -> None:
         """Keep this rank's stage; of the rest of the model keep the shapes alone."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeline.distributed import launched_size
-from pipeline.params import Config, Machine, entry
+from pipeline.params import Config, Machine
+from pipeline.params.catalogue import in_order
 from pipeline.plans import plan as plan_of
 from pipeline.techniques import Technique, of_plan
 
@@ -28,12 +29,12 @@ def show(config: Config, name: str, machine: Machine) -> None:
         f"job: {train.model}, {train.optimizer} at a learning rate of {train.learning_rate:g}, "
         f"{train.batch_size} samples a step, {train.epochs} epoch(s), {len(train.seeds)} seed(s)"
     )
-    applied = of_plan(plan)
+    applied, classes = in_order(plan.applied), {each.name: each for each in of_plan(plan)}
     print("applied, in this order:" if applied else "applied: nothing, it is the plain step")
     width = max((len(each.name) for each in applied), default=0)
     for technique in applied:
-        changed = ", ".join(_changes(technique))
-        print(f"  {technique.name:<{width}}  {f'[{changed}] ' if changed else ''}{entry(technique.name).does}.")
+        changed = ", ".join(_changes(classes[technique.name])) if technique.name in classes else ""
+        print(f"  {technique.name:<{width}}  {f'[{changed}] ' if changed else ''}{technique.does}.")
     for skipped, reason in plan.skipped.items():
         print(f"left out: {skipped}: {reason}")
 

@@ -283,9 +283,9 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
 
 def test_it_comes_after_the_parallelism() -> None:
     applied: dict[str, Any] = {"compile": "default", "channels_last": True, "activation_checkpointing": True}
-    plan = make_plan(parallelism="ddp", processes=2, bucket_mb=5.0, precision="bf16", **applied)
+    plan = make_plan(parallelism="ddp", processes=2, communication_hook="fp16", precision="bf16", **applied)
     names = [technique.name for technique in of_plan(plan)]
-    assert names == ["channels_last", "activation_checkpointing", "ddp", "bucket_mb", "compile", "bf16"]
+    assert names == ["channels_last", "activation_checkpointing", "ddp", "fp16_compression", "compile", "bf16"]
 
 
 def test_what_the_machine_lacks_to_build_kernels_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

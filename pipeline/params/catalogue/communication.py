@@ -39,10 +39,13 @@ COMMUNICATION: tuple[Entry, ...] = (
         costs="larger: reductions begin later and overlap less; smaller: more messages",
         source="Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
-        layer="parallelism",
-        hooks="ddp.BucketSize",
         asked=lambda variant: variant.bucket_mb is not None,
         needs=_OVER_DDP,
+        why_not_beside=lambda variant, _: (
+            "compile ends its graphs where buckets end, the first of which has 1 MiB; say 1 or more"
+            if variant.compile != "none" and (variant.bucket_mb or 1) < 1
+            else None
+        ),
     ),
     Entry(
         name="gradients_beside_buckets",
@@ -66,8 +69,6 @@ COMMUNICATION: tuple[Entry, ...] = (
         costs="a first step that reduces only after its backward pass; a model that changes its mind fails",
         source="PyTorch documentation: DistributedDataParallel",
         changes="rounding",
-        layer="parallelism",
-        hooks="ddp.StaticGraph",
         needs=_OVER_DDP,
         excludes=dict.fromkeys(
             ("gradient_accumulation", "auto_micro_batch"),
