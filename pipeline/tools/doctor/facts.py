@@ -25,7 +25,7 @@ from pipeline.errors import ConfigError, PipelineError
 
 CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
-PROBE_SECONDS = 60
+PROBE_SECONDS = 60.0
 """Imports of torch, DVC or MLflow take one to three; from a cold disk, or on a busy machine, much longer."""
 NETWORK_SECONDS = 3
 """After the imports, the longest wait for a DVC remote."""
@@ -110,19 +110,25 @@ def read(path: Path, machine: params.Machine | None) -> Job:
     return job
 
 
-def ask(probe: str) -> Answer:
-    """Run ``PROBES[probe]`` in a process that finds the same modules as this one."""
+def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
+    """Run ``PROBES[probe]`` in a process that finds the same modules as this one, and give it ``seconds``."""
     command, same = [sys.executable, "-m", __name__, probe], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, errors="replace")
+    try:
+        done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        done = subprocess.CompletedProcess(command, -signal.SIGALRM, error.stdout or b"", b"")
+    else:
+        seconds = NETWORK_SECONDS
     found: dict[str, Any] = {}
-    for line in done.stdout.splitlines():
+    for line in done.stdout.decode(errors="replace").splitlines():
         if line.startswith("{"):  # libraries may print what they like
             found |= json.loads(line)
-    failure, seconds = found.pop("failure", ""), found.pop("seconds", 0)
+    failure = found.pop("failure", "")
     if late := done.returncode == -signal.SIGALRM:
-        failure = f"no answer within {seconds} s"
+        failure = f"no answer within {seconds:g} s"
     elif done.returncode:  # it crashed
-        failure = [f"the process ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        failure = [f"the process ended with {done.returncode}", *said][-1]
     return Answer(found, failure, late)
 
 
@@ -138,12 +144,6 @@ def answer(probe: str) -> None:
 
 def _say(**found: Any) -> None:
     print(json.dumps(found), flush=True)
-
-
-def _end_after(seconds: int) -> None:
-    """The system ends this process: nothing else ends a driver that hangs, or a library that tries again and again."""
-    _say(seconds=seconds)
-    signal.alarm(seconds)
 
 
 def _driver() -> None:
@@ -231,7 +231,7 @@ def _dvc() -> None:
         remote = repo.cloud.get_remote()
         system, path = remote.fs, remote.path
         assert system.fs  # imports and opens what speaks to the remote, which it has not done yet
-        _end_after(NETWORK_SECONDS)
+        signal.alarm(NETWORK_SECONDS)  # nothing else ends a library that tries again and again
         if system.protocol == "local":
             there = nearest(Path(path))
             _say(exists=there == Path(path), writable=os.access(there, os.W_OK))
@@ -252,5 +252,4 @@ def nearest(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    _end_after(PROBE_SECONDS)
     answer(sys.argv[1])
