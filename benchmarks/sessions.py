@@ -32,7 +32,7 @@ def coverage(
         interval = over_sessions(
             [
                 paired_ratio(np.exp(random.normal(0, between) + each), np.ones(rounds), resamples=2000)
-                for each in _rounds(random, within, autocorrelation, sessions, rounds)
+                for each in rounds_of(random, within, autocorrelation, sessions, rounds)
             ]
         )
         held += interval.low <= 1 <= interval.high
@@ -40,7 +40,7 @@ def coverage(
     return {"coverage": held / trials, "median_width": float(np.median(widths))}
 
 
-def _rounds(
+def rounds_of(
     random: np.random.Generator, within: float, autocorrelation: float, sessions: int, rounds: int
 ) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
     """[sessions, rounds], of standard deviation ``within``, each round resembling the one before (AR(1))."""

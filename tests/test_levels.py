@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.levels import components
 from benchmarks.sessions import coverage
+from benchmarks.simulations import best_of, equal_arms, looking
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,22 @@ def test_one_session_holds_the_truth_too_seldom_where_sittings_differ_and_three_
     one, three = (coverage(0.1, 0.05, sessions, trials=80)["coverage"] for sessions in (1, 3))
     assert one < 0.6
     assert three > 0.85
+
+
+def test_a_bias_that_a_a_does_not_see_is_in_the_widened_interval() -> None:
+    beside = equal_arms(0.03, 0.05, trials=120)["beside"]
+    assert beside["plain"] > 0.15
+    assert beside["with_offset"] < 0.05
+
+
+def test_the_best_of_ten_is_flattered_but_not_where_others_chose_it() -> None:
+    found = best_of(10, 1.06, trials=120)
+    assert found["seen"] > 1.07
+    assert found["told"] == pytest.approx(1.06, abs=0.005)
+
+
+def test_what_is_settled_stops_early_and_rightly() -> None:
+    whole, stopped = looking(1.1, 0.02, 0.0, (10,), trials=60).values()
+    assert (whole["rounds"], whole["wrong"], stopped["wrong"]) == (30, 0, 0)
+    assert stopped["rounds"] < 15
+    assert stopped["coverage"] > 0.9

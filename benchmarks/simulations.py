@@ -1,0 +1,214 @@
+"""What the rules of bench and comparison cost and bring, by simulation; seeded.
+
+    python -m benchmarks.simulations [NAME ...]
+
+writes ``figures/simulations.json``. Logarithms of speeds are normal; ``within`` is the standard deviation of a round's
+ratio, half of its variance from each arm; ``autocorrelation`` that of one round with the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machines import FIGURES
+from benchmarks.sessions import AUTOCORRELATIONS, rounds_of
+from pipeline import files
+from pipeline.benchmark.rounds import SETTLED_ROUNDS, settled
+from pipeline.comparison.champion import choices, no_narrower
+from pipeline.comparison.sessions import over_sessions
+from pipeline.comparison.stats import Interval, decide, distrust, paired_ratio, widened
+
+FILE = FIGURES / "simulations.json"
+MARGIN = 0.03
+MAX_SPREAD = 0.15
+RESAMPLES = 1000
+COUNTS = (6, 8, SETTLED_ROUNDS, 12)
+SHAPES = ("plain", "half_width", "with_offset", "farther_end")
+
+Logs = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def interval_of(logs: Logs, reference: Logs, confidence: float = 0.95) -> Interval:
+    return paired_ratio(np.exp(logs), np.exp(reference), confidence=confidence, resamples=RESAMPLES)
+
+
+def half_width(aa: Interval) -> float:
+    return math.log(aa.high / aa.low) / 2
+
+
+def doubt_of(aa: Interval) -> float:
+    """As ``verdicts.Noise.doubt``."""
+    return math.hypot(half_width(aa), math.log(aa.estimate))
+
+
+def farther_end(aa: Interval) -> float:
+    return max(-math.log(aa.low), math.log(aa.high))
+
+
+def shapes(plain: Interval, aa: Interval) -> dict[str, Interval]:
+    """An interval as it is, and widened in quadrature, by less and by more of what the baseline against itself gave."""
+    doubts = {"half_width": half_width(aa), "with_offset": doubt_of(aa), "farther_end": farther_end(aa)}
+    return {"plain": plain, **{name: widened(plain, each) for name, each in doubts.items()}}
+
+
+def looking(
+    truth: float, within: float, autocorrelation: float, counts: Sequence[int] = COUNTS, *, rounds: int = 30,
+    trials: int = 600,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """A variant of the ratio ``truth``, measured in all ``rounds``, or until it is settled in so many of them.
+
+    Of the trials: how often the interval holds the truth, how often it decides, and what is not so; where ``truth`` is
+    the margin itself, where one of two decisions must be wrong, the more frequent one.
+    """
+    random = np.random.default_rng(0)
+    found: dict[str, list[tuple[bool, str, int]]] = {}
+    for _ in range(trials):
+        base, control, variant = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
+        logs = variant + math.log(truth)
+        ratios = np.exp(np.stack([logs - base, logs - control], axis=1)).tolist()
+        stops = {f"all {rounds} rounds": rounds}
+        for count in counts:
+            looks = (number for number in range(count, rounds) if settled(ratios[:number], MARGIN, count))
+            stops[f"settled in {count}"] = next(looks, rounds)
+        told = {}
+        for number in set(stops.values()):
+            doubt = doubt_of(interval_of(control[:number], base[:number]))
+            interval = widened(interval_of(logs[:number], base[:number]), doubt)
+            told[number] = interval.low <= truth <= interval.high, decide(interval, MARGIN), number
+        for name, number in stops.items():
+            found.setdefault(name, []).append(told[number])
+    return {
+        name: {
+            "coverage": sum(one[0] for one in each) / trials,
+            "wrong": max([one[1] for one in each].count(wrong) / trials for wrong in _wrong(truth)),
+            "decided": sum(one[1] != "undecided" for one in each) / trials,
+            "rounds": float(np.mean([one[2] for one in each])),
+        }
+        for name, each in found.items()
+    }
+
+
+def _wrong(truth: float) -> list[str]:
+    """Decisions on throughput that are wrong, of which one at a time can be made at the margin."""
+    if math.isclose(truth, 1 + MARGIN):
+        return ["better", "same"]
+    return ["same"] if truth > 1 + MARGIN else ["better", "worse"]
+
+
+def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
+    """The control and a variant equal to the baseline, whose place makes both of them faster by ``bias``.
+
+    In how many trials the control is trusted (``unseen``); and of all, in how many it is and the variant's interval
+    lies beside the truth, by ``shapes``.
+    """
+    random = np.random.default_rng(0)
+    unseen, beside = 0, dict.fromkeys(SHAPES, 0)
+    for _ in range(trials):
+        base, control, variant = rounds_of(random, within / math.sqrt(2), 0.0, 3, rounds)
+        aa, wide = (interval_of(control + bias, base, confidence) for confidence in (0.95, 0.99))
+        if distrust(aa, wide, MAX_SPREAD) is None:
+            unseen += 1
+            for name, each in shapes(interval_of(variant + bias, base), aa).items():
+                beside[name] += not each.low <= 1 <= each.high
+    return {"unseen": unseen / trials, "beside": {name: number / trials for name, number in beside.items()}}
+
+
+def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
+    """How often a variant of the ratio ``truth`` is decided where nothing is biased, by ``shapes``."""
+    random = np.random.default_rng(0)
+    found = dict.fromkeys(SHAPES, 0)
+    for _ in range(trials):
+        base, control, variant = rounds_of(random, within / math.sqrt(2), 0.0, 3, rounds)
+        plain, aa = interval_of(variant + math.log(truth), base), interval_of(control, base)
+        for name, each in shapes(plain, aa).items():
+            found[name] += decide(each, MARGIN) != "undecided"
+    return {name: number / trials for name, number in found.items()}
+
+
+def best_of(
+    variants: int, truth: float, *, within: float = 0.04, rounds: int = 12, sessions: int = 1, between: float = 0.0,
+    trials: int = 1000,
+) -> dict[str, float]:  # fmt: skip
+    """``variants`` that all have the ratio ``truth``: what the best one's figure is, and what it is where some parts of
+    the measurement choose and others measure: rounds of one session, or sessions that differ by ``between``.
+
+    And how often the best is said to be ahead of the next by more than the margin, which none is.
+    """
+    random, one, reference = np.random.default_rng(0), within / math.sqrt(2), np.zeros(rounds)
+    seen, told, held, ahead = [], [], 0, 0
+    for _ in range(trials):
+        base, control = random.normal(0, one, (2, sessions, rounds))
+        sittings = random.normal(0, between, (variants, sessions, 1))
+        logs = math.log(truth) + sittings + random.normal(0, one, (variants, sessions, rounds)) - base
+        doubts = [doubt_of(interval_of(control[part], base[part])) for part in range(sessions)]
+        medians = np.median(logs, axis=2)
+        first, second = np.argsort(medians.mean(axis=1))[:-3:-1]
+
+        def over(ratios: Sequence[Logs], doubts: Sequence[float] = doubts) -> Interval:
+            known = [interval_of(each, reference) for each in ratios]
+            return over_sessions([widened(each, doubt) for each, doubt in zip(known, doubts, strict=True)])
+
+        if sessions == 1:
+            chosen = over([logs[choices(logs[:, 0], middle=np.median), 0, range(rounds)]])
+        else:
+            chosen = over([logs[best, part] for part, best in enumerate(choices(medians))])
+        interval = no_narrower(chosen, over(list(logs[first])))
+        seen.append(medians[first].mean())
+        told.append(math.log(interval.estimate))
+        held += interval.low <= truth <= interval.high
+        ahead += decide(over(list(logs[first] - logs[second])), MARGIN) == "better"
+    return {
+        "truth": truth,
+        "seen": math.exp(float(np.mean(seen))),
+        "told": math.exp(float(np.mean(told))),
+        "coverage": held / trials,
+        "ahead": ahead / trials,
+    }
+
+
+SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "looking": lambda: {
+        f"ratio {truth:g}, noise {within:g}, autocorrelation {each}": looking(truth, within, each)
+        for truth in (1 + MARGIN, 1.0, 1.1)
+        for within in (0.02, 0.05)
+        for each in AUTOCORRELATIONS
+    },
+    "equal_arms": lambda: {
+        f"bias {bias:g}, noise {within:g}": equal_arms(bias, within)
+        for bias in (0.0, 0.01, 0.02, 0.03)
+        for within in (0.02, 0.05, 0.08)
+    },
+    "decided": lambda: {
+        f"ratio {truth:g}, noise {within:g}": decided(truth, within)
+        for truth in (1.0, 1.05, 1.1, 1.36)
+        for within in (0.01, 0.02, 0.05)
+    },
+    "best_of": lambda: {
+        "one session": best_of(10, 1.06),
+        "three sessions": best_of(10, 1.06, sessions=3, between=0.03),
+        "five sessions": best_of(10, 1.06, sessions=5, between=0.03),
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulations", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SIMULATIONS)}; none: all")
+    names = parser.parse_args().names or list(SIMULATIONS)
+    if unknown := set(names) - set(SIMULATIONS):
+        parser.error(f"no such simulation: {', '.join(sorted(unknown))}")
+    figures = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    for name in names:
+        figures[name] = SIMULATIONS[name]()
+        files.write_text(FILE, json.dumps(figures, indent=1) + "\n")
+        print(json.dumps(figures[name], indent=1))
+
+
+if __name__ == "__main__":
+    main()
