@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import io
 import itertools
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 from hypothesis import settings
 
 from pipeline import environment
-from pipeline.data.prepared import Dataset
+from pipeline.interpreter import importing
 from pipeline.params import parse
+
+if TYPE_CHECKING:  # torch is not for the process that hands out the tests
+    from pipeline.data.prepared import Dataset
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,6 +64,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if of_gpus and environment.machine().gpus == 0:
         for item in of_gpus:
             item.add_marker(pytest.mark.rehearsal)
+
+
+COLLECTION = ExitStack()
+COLLECTION.enter_context(importing())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:  # noqa: ARG001
+    """Start what ranks are forked from: a test that did so first would be in a directory of its own, where nothing of
+    ours is found, and each rank would import it anew."""
+    COLLECTION.close()
+    if "tests.ranks" in sys.modules:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(ROOT))
+            forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
@@ -150,11 +171,12 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clone:
-    """A git repository with the working tree's files, uncommitted ones included, and DVC's caches to itself."""
+    """A git repository with the working tree's files, uncommitted ones included, or with those under ``only``; and
+    DVC's caches to itself."""
 
-    def __init__(self, path: Path, params: dict[str, Any]) -> None:
+    def __init__(self, path: Path, params: dict[str, Any], only: str = ".") -> None:
         self.path = path
-        source = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        source = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z", only]
         listed = subprocess.run(source, check=True, capture_output=True, text=True).stdout.split("\0")
         for name in filter(None, listed):
             if (ROOT / name).is_file():  # and not deleted since
@@ -200,7 +222,7 @@ class Clone:
         return done.stdout
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """For a command there: git and DVC see none of this machine's settings."""
+        """For a command there: git and DVC see none of this machine's settings, and Python keeps what it compiled."""
         private = self.path.parent / f"{self.path.name}.private"
         isolated = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -216,7 +238,8 @@ class Clone:
             "DVC_SYSTEM_CONFIG_DIR": str(private),
             "DVC_SITE_CACHE_DIR": str(private),
         }
-        outside = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "DVC_"))}
+        ours = ("GIT_", "DVC_", "PYTHONDONTWRITEBYTECODE")
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return outside | isolated | dict(variables)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "pipeline"
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module's dotted name and file; a package's file is its __init__.py."""
     found = {}
@@ -18,6 +20,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def tree(module: str) -> ast.Module:
     return ast.parse(modules()[module].read_text(encoding="utf-8"))
 

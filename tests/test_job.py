@@ -30,6 +30,7 @@ from pipeline.plans import plan
 from pipeline.results import Result
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file, state_sha256
+from tests.commands import Command
 from tests.conftest import Terminal
 from tests.workspaces import PREPARED, furnish
 
@@ -74,15 +75,13 @@ def train(variant: str, **changes: Any) -> Result:
     return results.read(results.result_file(variant), config)
 
 
-def command(variant: str, *, start_new_session: bool = False) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "train", variant],
-        start_new_session=start_new_session,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def variables() -> dict[str, str]:
+    """The environment of a command that finds modules in the current directory."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
+
+
+def command(variant: str) -> Command:
+    return Command("train", variant, variables=variables())
 
 
 def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # noqa: ARG001
@@ -142,7 +141,7 @@ def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -
 @pytest.mark.slow
 def test_a_pipeline_trains_what_the_baseline_trains_in_two_stages(workspace: Path) -> None:  # noqa: ARG001
     baseline = train("baseline", seeds=[3])
-    output, _ = command("pipeline").communicate(timeout=300)
+    output = command("pipeline").communicate(timeout=300)
     staged = results.read(results.result_file("pipeline"), load())
     assert (staged.backend, staged.world_size, staged.applied["gradient_accumulation"]) == ("gloo", 2, 8)
     assert staged.parameter_count == baseline.parameter_count
@@ -192,7 +191,7 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
         pytest.skip("the job was done before it could be killed")
 
     resumed = command(variant)
-    output, _ = resumed.communicate(timeout=300)
+    output = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
     assert f"{variant} seed 0: complete in" in output
     result = results.read(results.result_file(variant), load())
@@ -207,8 +206,9 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
 @pytest.mark.parametrize(
     ("variant", "asks", "code"),
     [
-        ("baseline", lambda job: job.terminate(), 143),
-        pytest.param("ddp", lambda job: job.terminate(), 143, marks=pytest.mark.slow),  # the launcher passes it on
+        ("baseline", lambda job: os.kill(job.pid, signal.SIGTERM), 143),
+        # The launcher passes it on.
+        pytest.param("ddp", lambda job: os.kill(job.pid, signal.SIGTERM), 143, marks=pytest.mark.slow),
         # A terminal and a container's init tell all.
         pytest.param("ddp", lambda job: os.killpg(job.pid, signal.SIGINT), 130, marks=pytest.mark.slow),
     ],
@@ -216,20 +216,20 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
 def test_a_job_that_is_asked_to_end_saves_where_it_is(
     workspace: Path,  # noqa: ARG001
     variant: str,
-    asks: Callable[[subprocess.Popen[str]], None],
+    asks: Callable[[Command], None],
     code: int,
 ) -> None:
     long: dict[str, Any] = {"seeds": [0], "epochs": 1, "batch_size": 8, "history_every_steps": 1}
     whole = train(variant, **long)
     results.result_file(variant).unlink()
 
-    asked = command(variant, start_new_session=True)
+    asked = command(variant)
     history = results.history_file(variant)
     history.unlink()
     while not (history.exists() and history.read_text().count("\n") > 2) and asked.poll() is None:
         time.sleep(0.002)
     asks(asked)
-    output, _ = asked.communicate(timeout=300)
+    output = asked.communicate(timeout=300)
     assert asked.returncode == code, output
     assert "Traceback" not in output, output
     said = re.search(rf"{variant} seed 0: interrupted after step (\d+); goes on from (\S+)", output)
@@ -238,7 +238,7 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
     assert not results.result_file(variant).exists()
 
     resumed = command(variant)
-    output, _ = resumed.communicate(timeout=300)
+    output = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
     assert f"{variant} seed 0: resuming after step {said[1]} " in output
     [run], [expected] = results.read(results.result_file(variant), load()).runs, whole.runs
@@ -251,7 +251,7 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
 def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: str) -> None:  # noqa: ARG001
     configure(learning_rate=1e30, seeds=[0])
     diverging = command(variant)
-    output, _ = diverging.communicate(timeout=300)
+    output = diverging.communicate(timeout=300)
     assert diverging.returncode == 2
     assert f"variant {variant}, seed 0, epoch 1, step " in output
     assert "Lower train.learning_rate" in output
@@ -305,9 +305,9 @@ def test_one_process_follows_a_job_and_hears_whether_it_finished(
 ) -> None:
     (workspace / "sitecustomize.py").write_text(FOLLOWER)
     configure(live=True, learning_rate=rate)
-    followed = command(variant)
-    output, _ = followed.communicate(timeout=300)
-    assert followed.returncode == code, output
+    command = [sys.executable, "-m", "pipeline", "train", variant]
+    followed = subprocess.run(command, env=variables(), capture_output=True, text=True)
+    assert followed.returncode == code, followed.stderr
     assert (workspace / "followed").read_text() == f"{variant} '{heard}'\n"
 
 
@@ -354,12 +354,12 @@ def test_a_checkpoint_from_before_a_change_of_the_users_model_is_not_used(worksp
     first_seed = checkpoint_file("baseline", 0)
     while not first_seed.exists() and killed.poll() is None:
         time.sleep(0.002)
-    killed.kill()
+    os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
     write(17)
     configure(model="own_model:net", epochs=1)
     again = command("baseline")
-    output, _ = again.communicate(timeout=300)
+    output = again.communicate(timeout=300)
     assert again.returncode == 0, output
     assert "resuming" not in output
     assert results.read(results.result_file("baseline"), load()).parameter_count == 64 * 17 + 17 + 17 * 10 + 10

@@ -10,33 +10,32 @@ import torch
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.techniques import allocators
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from tests.nets import ALONE, make_plan
+from tests.ranks import run_ranks
 from tests.test_training import make_training, weights
 
 MIB = 2**20
 
 
+def _given_back(joined: World) -> tuple[list[int], dict[str, Any]]:
+    keep_freed_memory()
+    blocks = [torch.ones(MIB // 4) for _ in range(64)]
+    del blocks[::2]
+    technique = ReleaseCache(make_plan(release_cache=True), joined)
+    technique.between_phases()
+    technique.between_phases()
+    return technique.given_back, technique.findings()
+
+
 def test_memory_that_no_tensor_uses_goes_back_to_the_system() -> None:
     """In a process of its own: free pages between live ones, which free() alone does not give back."""
-    program = f"""
-import torch
-from pipeline.measurement.malloc import keep_freed_memory
-from pipeline.techniques.allocators import ReleaseCache
-from tests.nets import ALONE, make_plan
-keep_freed_memory()
-blocks = [torch.ones({MIB} // 4) for _ in range(64)]
-del blocks[::2]
-technique = ReleaseCache(make_plan(release_cache=True), ALONE)
-technique.between_phases()
-technique.between_phases()
-first, second = technique.given_back
-assert first > 24 * {MIB}, first
-assert second < 8 * {MIB}, second
-assert technique.findings()["release_cache_most_bytes"] == first
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    [((first, second), findings)] = run_ranks(_given_back, size=1)
+    assert first > 24 * MIB
+    assert second < 8 * MIB
+    assert findings["release_cache_most_bytes"] == first
 
 
 def test_it_happens_between_phases_is_told_and_changes_no_bit(digits: Dataset) -> None:
@@ -77,8 +76,11 @@ def test_what_the_user_told_the_allocator_stays(
 
 def test_the_allocator_takes_the_setting() -> None:
     """Also where there is no GPU to use it on; in a process of its own, because it stays."""
-    program = "from pipeline.techniques.allocators import ExpandableSegments as E; E.prepare_process()"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    run_ranks(_prepare_process, size=1)
+
+
+def _prepare_process(_: World) -> None:
+    ExpandableSegments.prepare_process()
 
 
 @pytest.mark.gpu("its allocator")

@@ -68,7 +68,8 @@ def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], step
 
 def test_the_weights_are_the_same_to_the_last_bit(digits: Dataset) -> None:
     assert len(set(trained(ALONE, digits, CHOICES, 50))) == 1  # 44 steps an epoch
-    applied = [CHOICES[index] | {"gradient_accumulation": 2} for index in (0, 2)]
+    # Workers of a rank would import torch anew; the job of a whole variant below has some.
+    applied = [CHOICES[index] | {"gradient_accumulation": 2} for index in (0, 3)]
     first, second = run_ranks(trained, digits, applied, 50)
     assert len({*first, *second}) == 1
 
@@ -123,13 +124,13 @@ def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> N
         "compare": {"baseline": "loader"},
     }
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    training = test_job.command("loader", start_new_session=True)
+    training = test_job.command("loader")
     history = workspace / "results" / "loader" / "history.csv"
     end = time.monotonic() + 60
     while not (history.exists() and len(history.read_text().splitlines()) > 2) and time.monotonic() < end:
         time.sleep(0.05)
     os.killpg(training.pid, signal.SIGINT)  # as a terminal does it: the workers hear it too
-    output, _ = training.communicate(timeout=60)
+    output = training.communicate(timeout=60)
     assert training.returncode == 130, output
     assert "interrupted after step" in output
     assert "DataLoader" not in output
