@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline.data.prepared import Split
 from pipeline.distributed import ALONE as ALONE
 from pipeline.params import Train, Variant
 from pipeline.plans import Plan
@@ -73,6 +74,10 @@ def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Random images float32 [size, 1, 8, 8] and labels int64 [size]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+def first(split: Split, count: int) -> Split:
+    return Split(split.images[:count], split.labels[:count])
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from pipeline.plans import plan
 from pipeline.techniques.sharded_state import Layout
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
+from tests.nets import first
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 TRAIN = Train(epochs=1, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=4)
-STEPS = 16
-"""Of a run; it is stopped once, in the middle, and goes on from there in another process's place."""
+STEPS = 12
+"""Of a run, an epoch long; it is stopped once, in the middle, and goes on from there in another process's place."""
 
 
 @dataclass
@@ -56,8 +57,9 @@ def make_training(
         applied |= {"processes": joined.size}
     machine = CPU if joined.device.type == "cpu" else CPU.model_copy(update={"gpus": joined.size})
     made = plan(Config(train=train, variants={"tried": Variant(**applied)}), "tried", machine)
+    few = replace(dataset, train=first(dataset.train, STEPS * train.batch_size))
     batches = TrainBatches(
-        dataset,
+        few,
         batch_size=train.batch_size,
         micro_batches=made.micro_batches,
         rank=joined.rank // made.model_processes,
@@ -67,7 +69,7 @@ def make_training(
         placement="resident",
         device=joined.device,
     )
-    return Training(made, net(), dataset, batches, joined, 0)
+    return Training(made, net(), few, batches, joined, 0)
 
 
 def observe(

@@ -538,16 +538,6 @@ def test_a_server_that_dies_is_an_error_not_a_wait(tmp_path: Path, monkeypatch: 
         server.describe()
 
 
-def test_a_window_is_what_the_server_says(workspace: Path) -> None:  # noqa: ARG001
-    with Server() as server:
-        about = server.describe()
-        answer = server.measure("anything", Variant(gradient_accumulation=4).model_dump(mode="json"), 8)
-    assert about["dataset"]["name"] == "digits"
-    assert about["variants"]["stack"]["gradient_accumulation"] == 2
-    window = Window.model_validate(answer["window"])
-    assert (window.measured_steps, answer["applied"]["gradient_accumulation"]) == (8, 4)
-
-
 @pytest.mark.slow
 def test_every_sample_is_of_a_fresh_process(workspace: Path) -> None:
     (workspace / "noted.py").write_text(
@@ -582,17 +572,17 @@ def doubled(values):
 class Net(nn.Module):
     def __init__(self, features, classes):
         super().__init__()
-        self.layer, self.calls = nn.Linear(features, classes), 0
+        self.layer, self.calls = nn.Linear(features, classes), 1
 
     def forward(self, images):
-        self.calls += 1
+        self.calls += len(images) > 32
         return self.layer(images.flatten(1)) + 0 * doubled(torch.ones(self.calls))
 
 
 def net(*, channels, height, width, classes):
     return Net(channels * height * width, classes)
 """
-"""A model whose every step compiles something new."""
+"""A model whose every step compiles something new, unless its micro-batches are small."""
 
 
 @pytest.mark.parametrize(
@@ -617,13 +607,21 @@ def test_input_that_belongs_to_what_is_compared_may_take_its_time(
     )
 
 
-def test_what_happens_in_an_arm_is_seen_and_rejected(workspace: Path) -> None:
+def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rejected(workspace: Path) -> None:
     (workspace / "restless.py").write_text(RESTLESS, encoding="utf-8")
     train, bench = PARAMS["train"] | {"model": "restless:net"}, PARAMS["bench"] | {"max_input_wait": 0.0}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"train": train, "bench": bench}), encoding="utf-8")
+    calm = Variant(gradient_accumulation=4, data_loading="streamed")  # whose input is what is compared
     with Server() as server:
-        answer = server.measure("restless", Variant().model_dump(mode="json"), 8)
+        about = server.describe()
+        answer = server.measure("calm", calm.model_dump(mode="json"), 8)
+        restless = server.measure("restless", Variant().model_dump(mode="json"), 8)
+    assert about["dataset"]["name"] == "digits"
+    assert about["variants"]["stack"]["gradient_accumulation"] == 2
     window = Window.model_validate(answer["window"])
+    assert (window.measured_steps, window.refusals, answer["applied"]["gradient_accumulation"]) == (8, (), 4)
+    assert window.samples_per_second
+    window = Window.model_validate(restless["window"])
     said = "\n".join(window.refusals)
     assert "torch.compile compiled for" in said
     assert "the steps waited for input" in said

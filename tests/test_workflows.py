@@ -283,8 +283,8 @@ def test_what_is_tried_runs_in_a_container_alone_that_may_do_nothing_to_the_mach
     assert mounted == ["$RUNNER_TEMP/copy:/workspace"]
 
 
-def test_the_checkout_is_a_new_one_and_what_is_mounted_its_copy(clone: Callable[..., Clone], tmp_path: Path) -> None:
-    checkout, outside = clone(), tmp_path / "kept"
+def test_the_checkout_is_a_new_one_and_what_is_mounted_its_copy(tmp_path: Path) -> None:
+    checkout, outside = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "kept"
     outside.touch()
     (checkout.path / "link").symlink_to(outside)
     texts = [step.get("run") or step["uses"].partition("@")[0] for step in steps("gpu", "gpu")]
@@ -330,10 +330,10 @@ def test_what_is_uploaded_follows_no_link_to_the_machines_files(tmp_path: Path) 
 
 
 @pytest.fixture
-def machine(clone: Callable[..., Clone], tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
-    """Run .ci/gpu in a clone, with stand-ins that say what they are asked: REMOTE is what dvc knows, GATE how the gate
-    ends. Returns the exit code, the calls, and what was said."""
-    checkout, tools = clone(), tmp_path / "tools"
+def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
+    """Run .ci/gpu in a clone of its own, with stand-ins that say what they are asked: REMOTE is what dvc knows, GATE
+    how the gate ends. Returns the exit code, the calls, and what was said."""
+    checkout, tools = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "tools"
     log = recorder(tools, "dvc", 'if [ "$1" = config ]; then echo "${REMOTE-}"; fi')
     gate = f'echo "python $* as ${{AWS_ACCESS_KEY_ID-nobody}}" >> "{log}"; exit "${{GATE:-0}}"'
     executable(tools, "python", f"#!/usr/bin/env bash\n{gate}\n")

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pipeline.techniques.communication import LOCAL_STEPS, RANK
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, conv_net, first, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights
 
@@ -134,7 +135,9 @@ def test_post_local_sgd_evaluates_and_saves_the_average_of_the_ranks_weights(dig
 
 def _resume(joined: World, dataset: Dataset, hook: str, stops: list[int], applied: dict[str, Any]) -> list[list[str]]:
     """Every rank's weights at the end of a run in one go, and of runs that were interrupted after so many steps."""
-    options: dict[str, Any] = {"train": HOOKED, "communication_hook": hook} | applied
+    dataset = replace(dataset, train=first(dataset.train, 16 * HOOKED.batch_size))
+    train = HOOKED.model_copy(update={"warmup_fraction": WARMUP / 16})
+    options: dict[str, Any] = {"train": train, "communication_hook": hook} | applied
     whole = make_training(dataset, joined, **options)
     list(whole.run())
     ends = [joined.gather(weights(whole))]
@@ -176,7 +179,7 @@ def test_powersgd_keeps_an_error_and_factors_of_every_parameter(digits: Dataset)
 
 
 def _final(joined: World, dataset: Dataset, hook: str, applied: dict[str, Any]) -> float:
-    training = make_training(dataset, joined, communication_hook=hook, **applied)
+    training = make_training(dataset, joined, train=HOOKED, communication_hook=hook, **applied)
     list(training.run())
     assert training.score is not None
     return training.score.accuracy
@@ -186,7 +189,7 @@ def _final(joined: World, dataset: Dataset, hook: str, applied: dict[str, Any]) 
 def test_training_learns_and_goes_with_accumulation_and_checkpointing(digits: Dataset, hook: str) -> None:
     applied = {"gradient_accumulation": 2, "activation_checkpointing": True, "gradient_as_bucket_view": False}
     for accuracy in run_ranks(_final, digits, hook, applied):
-        assert accuracy > 0.8
+        assert accuracy > 0.6
 
 
 def _beside_a_gpu(joined: World, dataset: Dataset) -> bool:

@@ -45,6 +45,8 @@ def test_the_model_runs_as_one_generated_graph_and_learns_the_same(digits: Datas
     losses = [[row.train_loss for row in rows_of(each.run())] for each in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert counters["stats"]["unique_graphs"] == 1  # training's; the evaluations ran the bare model
+    made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
+    assert made == 2, "one for the forward and one for the backward pass"
     assert not counters["graph_break"]
     assert list(compiled.model_state.read()) == list(plain.model_state.read())
 
@@ -120,15 +122,6 @@ def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == [(False, True, True), (True, True, False)]
-
-
-@builds
-def test_the_gradient_comes_from_generated_code() -> None:
-    technique = Compile(make_plan(compile="default"), ALONE)
-    model = conv_net()
-    wrapped = technique.change_model(model, INPUTS)
-    assert "CompiledFunction" in type(wrapped(batch()[0]).grad_fn).__name__
-    assert "CompiledFunction" not in type(model(batch()[0]).grad_fn).__name__
 
 
 @pytest.mark.slow
@@ -264,7 +257,8 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
         "from tests.nets import ALONE, INPUTS, make_plan\n"
         "Compile.prepare_process()\n"
         "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())\n"
-        "Compile(make_plan(compile='default'), ALONE).change_model(net, INPUTS)(torch.ones(4, 8)).sum().backward()\n"
+        "with torch.no_grad():\n"  # or there would be a second graph to build
+        "    Compile(make_plan(compile='default'), ALONE).change_model(net, INPUTS)(torch.ones(4, 8))\n"
         "print(json.dumps(torch._dynamo.utils.counters['inductor']))\n"
     )
     places = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
@@ -275,8 +269,7 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
         done = subprocess.run(command, cwd=tmp_path, env=clean, check=True, capture_output=True, text=True)
         counts.append(json.loads(done.stdout.splitlines()[-1]))
     assert "fxgraph_cache_hit" not in counts[0]
-    assert counts[0]["fxgraph_cache_miss"] == 2  # forward and backward
-    assert counts[1]["fxgraph_cache_hit"] == 2
+    assert counts[0]["fxgraph_cache_miss"] == counts[1]["fxgraph_cache_hit"] == 1
     assert "fxgraph_cache_miss" not in counts[1]
     assert (tmp_path / ".cache" / "inductor" / "fxgraph").is_dir()
 

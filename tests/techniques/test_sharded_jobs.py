@@ -24,7 +24,8 @@ VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "variants" / "shard
 
 
 def train(name: str) -> Result:
-    config = parse(PARAMS | {"train": PARAMS["train"] | {"seeds": [3]}, "variants": {"baseline": {}} | VARIANTS})
+    short = PARAMS["train"] | {"seeds": [3], "epochs": 1}
+    config = parse(PARAMS | {"train": short, "variants": {"baseline": {}} | VARIANTS})
     job.run(config, name, CPU, PREPARED)
     return results.read(results.result_file(name), config)
 
