@@ -536,13 +536,31 @@ def refusal(*measured: Result, **changes: Any) -> str:
     return str(raised.value)
 
 
-def test_another_environment_is_refused() -> None:
-    message = refusal(BASELINE, make_result("ddp", environment="a" * 64))
-    assert "'ddp'" in message
-    assert "'baseline'" not in message
-    assert "aaaaaaaaaaaa" in message
-    assert "eeeeeeeeeeee" in message
-    assert "dvc repro" in message
+def trained_with(config: Mapping[str, Any], **train: Any) -> dict[str, Any]:
+    return {**config, "train": {**config["train"], **train}}
+
+
+OTHER_DATA = BASELINE.dataset.model_copy(update={"sha256": "c" * 64})
+
+
+@pytest.mark.parametrize(
+    ("other", "named", "not_named"),
+    [
+        (make_result("ddp", environment="a" * 64), ["'ddp'", "a" * 12, "e" * 12, "dvc repro"], ["'baseline'"]),
+        (make_result("ddp", [make_run(0), make_run(1)]), ["'ddp'", "seeds [0, 1],", "[0, 1, 2]"], []),
+        (make_result("ddp", dataset=OTHER_DATA), ["'ddp'", "c" * 12, "d" * 12], []),
+        (
+            make_result("ddp", config=trained_with(BASELINE.config, epochs=9, checkpoint_every_steps=7)),
+            ["'ddp'", "train.epochs 9", f"with {BASELINE.config['train']['epochs']}"],
+            ["checkpoint_every_steps"],
+        ),
+    ],
+    ids=["environment", "seeds", "data", "job"],
+)
+def test_a_result_that_is_not_comparable_is_refused(other: Result, named: list[str], not_named: list[str]) -> None:
+    message = refusal(BASELINE, other)
+    assert [each for each in named if each not in message] == []
+    assert [each for each in not_named if each in message] == []
 
 
 def test_a_baseline_of_another_environment_is_refused_too() -> None:
@@ -569,26 +587,6 @@ def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_i
         compare([BASELINE], make_histories([BASELINE]), [bench], Compare(), gone)
 
 
-def test_other_seeds_are_refused() -> None:
-    message = refusal(BASELINE, make_result("ddp", [make_run(0), make_run(1)]))
-    assert "'ddp' ran seeds [0, 1], the baseline 'baseline' [0, 1, 2]" in message
-
-
-def test_other_data_is_refused() -> None:
-    data = BASELINE.dataset.model_copy(update={"sha256": "c" * 64})
-    message = refusal(BASELINE, make_result("ddp", dataset=data))
-    assert "cccccccccccc" in message
-    assert "dddddddddddd" in message
-
-
-def test_another_job_is_refused_with_the_key_that_differs() -> None:
-    epochs = BASELINE.config["train"]["epochs"]
-    config = {**BASELINE.config, "train": {**BASELINE.config["train"], "epochs": 9, "checkpoint_every_steps": 7}}
-    message = refusal(BASELINE, make_result("ddp", config=config))
-    assert f"'ddp' trained with train.epochs 9, the baseline 'baseline' with {epochs}" in message
-    assert "checkpoint_every_steps" not in message
-
-
 def test_a_history_without_a_seed_is_refused_rather_than_read_as_not_reached() -> None:
     assert "no evaluation of seed 2" in refusal(BASELINE, histories={"baseline": make_history((0, 1))})
 
@@ -605,88 +603,65 @@ def test_a_missing_baseline_is_named_with_what_there_is() -> None:
     assert "ddp, memory" in message
 
 
-def bench_refusal(bench: Bench) -> str:
+BENCH = make_bench()
+OF_NO_BENCH = {"seeds": [7], "history_every_steps": 7, "checkpoint_every_steps": 7}
+"""Settings of which a change is measured no other way."""
+
+
+def with_arm(variant: str, bench: Bench = BENCH, **changes: Any) -> Bench:
+    arms = (
+        each.model_copy(update=changes) if (each.role, each.variant) == ("variant", variant) else each
+        for each in bench.arms
+    )
+    return bench.model_copy(update={"arms": tuple(arms)})
+
+
+@pytest.mark.parametrize(
+    ("bench", "named", "not_named"),
+    [
+        (make_bench(environment="a" * 64), ["bench.json", "a" * 12, "e" * 12, "dvc repro bench"], []),
+        (
+            BENCH.model_copy(update={"config": trained_with(BENCH.config, batch_size=512, **OF_NO_BENCH)}),
+            ["train.batch_size 512", "with 256"],
+            [*OF_NO_BENCH],
+        ),
+        (make_bench(dataset=OTHER_DATA), ["fashion_mnist", "c" * 12], []),
+        (
+            with_arm("memory", applied=BENCH.arms[2].applied | {"gradient_accumulation": 8}),
+            ["'memory'", "gradient_accumulation=8 in 1 process(es)", "gradient_accumulation=4"],
+            [],
+        ),
+        (with_arm("ddp", world_size=4), ["'ddp'", "in 4 process(es)", "in 2 process(es)"], ["'memory'"]),
+        (make_bench(baseline="ddp"), ["is 'ddp'", "compare.baseline 'baseline'"], []),
+        (
+            BENCH.model_copy(update={"arms": tuple(arm for arm in BENCH.arms if arm.variant != "ddp")}),
+            ["did not measure variant 'ddp'"],
+            [],
+        ),
+        (BENCH.model_copy(update={"arms": BENCH.arms[:-1]}), ["the baseline 'baseline' against itself"], []),
+        (with_arm("baseline", samples=BENCH.arms[0].samples[:-1]), ["of the baseline than 12 rounds give"], []),
+    ],
+    ids=["environment", "job", "data", "techniques", "processes", "baseline", "no variant", "no control", "pairs"],
+)
+def test_a_bench_that_does_not_belong_to_the_results_is_refused(
+    bench: Bench, named: list[str], not_named: list[str]
+) -> None:
     with pytest.raises(ComparisonError) as raised:
         make_comparison(make_results(), bench)
-    return str(raised.value)
-
-
-def test_a_bench_of_another_environment_is_refused() -> None:
-    message = bench_refusal(make_bench(environment="a" * 64))
-    assert "bench.json: the bench was measured in environment aaaaaaaaaaaa, but environment.json is eeee" in message
-    assert "dvc repro bench" in message
-
-
-def test_a_bench_of_another_job_is_refused_with_the_key_that_differs() -> None:
-    bench = make_bench()
-    # Nothing is benched again for the others.
-    others: dict[str, Any] = {"seeds": [7], "history_every_steps": 7, "checkpoint_every_steps": 7}
-    train = bench.config["train"] | {"batch_size": 512} | others
-    message = bench_refusal(bench.model_copy(update={"config": bench.config | {"train": train}}))
-    assert "the bench trained with train.batch_size 512, the variants with 256" in message
-    assert not [key for key in others if key in message]
-
-
-def test_a_bench_of_other_data_is_refused() -> None:
-    other = BASELINE.dataset.model_copy(update={"sha256": "c" * 64})
-    assert "the bench trained on fashion_mnist (60000 + 10000 samples, SHA-256 cccccccccccc)" in bench_refusal(
-        make_bench(dataset=other)
-    )
-
-
-def changed(bench: Bench, variant: str, changes: Mapping[str, Any]) -> Bench:
-    return bench.model_copy(
-        update={
-            "arms": tuple(
-                arm.model_copy(update=changes) if (arm.role, arm.variant) == ("variant", variant) else arm
-                for arm in bench.arms
-            )
-        }
-    )
-
-
-def test_a_bench_of_another_configuration_of_a_variant_is_refused() -> None:
-    bench = make_bench()
-    applied = bench.arms[2].applied | {"gradient_accumulation": 8}
-    message = bench_refusal(changed(bench, "memory", {"applied": applied}))
-    assert "the bench measured variant 'memory' with channels_last, activation_checkpointing, " in message
-    assert "gradient_accumulation=8 in 1 process(es), but channels_last" in message
-    message = bench_refusal(changed(bench, "ddp", {"world_size": 4}))
-    assert "'ddp' with ddp in 4 process(es), but ddp in 2 process(es) was trained" in message
-    assert "'memory'" not in message
+    message = str(raised.value)
+    assert [each for each in named if each not in message] == []
+    assert [each for each in not_named if each in message] == []
 
 
 def test_a_bench_is_not_refused_because_it_knows_of_fewer_techniques() -> None:
-    applied = {key: value for key, value in make_bench().arms[1].applied.items() if key != "cudnn_benchmark"}
-    assert make_comparison(make_results(), changed(make_bench(), "ddp", {"applied": applied}))
-
-
-def test_a_bench_of_another_baseline_is_refused() -> None:
-    assert "the bench's baseline is 'ddp', that of compare.baseline 'baseline'" in bench_refusal(
-        make_bench(baseline="ddp")
-    )
-
-
-def test_a_bench_without_a_variant_or_its_control_is_refused() -> None:
-    bench = make_bench()
-    assert "the bench did not measure variant 'ddp'" in bench_refusal(
-        bench.model_copy(update={"arms": tuple(arm for arm in bench.arms if arm.variant != "ddp")})
-    )
-    assert "did not measure the baseline 'baseline' against itself" in bench_refusal(
-        bench.model_copy(update={"arms": bench.arms[:-1]})
-    )
-
-
-def test_samples_that_do_not_pair_are_refused() -> None:
-    bench = make_bench()
-    message = bench_refusal(changed(bench, "baseline", {"samples": bench.arms[0].samples[:-1]}))
-    assert "fewer samples of the baseline than 12 rounds give" in message
+    applied = {key: value for key, value in BENCH.arms[1].applied.items() if key != "cudnn_benchmark"}
+    assert make_comparison(make_results(), with_arm("ddp", applied=applied))
 
 
 def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     whole = make_bench(rounds=8, refused={})
     longer = make_bench(rounds=12, refused={})
-    stopped = changed(longer, "ddp", {"samples": longer.arms[1].samples[:8]})
+    stopped = with_arm("ddp", longer, samples=longer.arms[1].samples[:8])
     early, later = make_comparison(bench=stopped).variants[1:]
     assert early.throughput
     assert later.throughput
@@ -696,7 +671,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     assert early.throughput.estimate == before.estimate
     (said,) = [text for text in sentences.basis(make_comparison(bench=stopped)) if "no further" in text]
     assert said.endswith(": ddp after 8 rounds.")
-    nearly = changed(make_bench(throughput={"ddp": 1.03}, refused={}), "ddp", {"samples": longer.arms[0].samples[:8]})
+    nearly = with_arm("ddp", make_bench(throughput={"ddp": 1.03}, refused={}), samples=longer.arms[0].samples[:8])
     assert "make again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
 
 
