@@ -510,6 +510,7 @@ def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
     tags = labels.parent_tags(config_of(), wanted_of(root), root)
     assert tags["verdict.ddp"].startswith("untrusted: throughput: ")
     assert tags["verdict.baseline"] == "baseline"
+    assert (tags["champion"], tags["champion.gain"]) == ("baseline", "none")
     assert tags["refusals.baseline"] == "none"
     assert tags["refusals.ddp"].splitlines()[7] == "round 8: other processes took 31% of the CPU's time"
     assert len(tags["refusals.ddp"].splitlines()) == 8
@@ -1044,6 +1045,7 @@ def test_the_champion_carries_its_evidence(
     assert version.tags["gate.against"] == "main"
     assert version.tags["gate.base_commit"] == "b" * 40
     assert version.tags["verdict"] == "pays"
+    assert version.tags["champion.gain"].endswith(" the throughput")
     for each in (run, parent):
         assert f"/runs/{each.info.run_id})" in str(version.description)
     assert {file.path for file in client.list_artifacts(parent.info.run_id, "gate")} == {

@@ -154,6 +154,15 @@ def test_a_thin_line_a_seed_and_a_thick_one_at_the_median_time(usual: Made) -> N
     assert loss.target is None
 
 
+def test_a_variant_that_was_settled_early_ends_early_on_its_strip(usual: Made) -> None:
+    bench = usual.comparison.bench
+    first, second, *others = bench.arms
+    arms = (first, second.model_copy(update={"samples": second.samples[:6]}), *others)
+    settled = usual.comparison.model_copy(update={"bench": bench.model_copy(update={"arms": arms})})
+    whole, early = pictures.strips(settled)[0].strips[:2]
+    assert [dot.x for dot in early.dots] == [dot.x for dot in whole.dots][:6]
+
+
 def test_every_sample_is_a_dot_or_a_cross(usual: Made) -> None:
     throughput, memory = pictures.strips(usual.comparison)
     assert all(0 < dot.x < 100 and 0 <= dot.y <= 100 for strip in throughput.strips for dot in strip.dots)
