@@ -21,7 +21,17 @@ import yaml
 from pipeline import environment, results
 from pipeline.benchmark import rounds
 from pipeline.benchmark.arm import _allowed_wait
-from pipeline.benchmark.rounds import ArmSpec, Rounds, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.benchmark.rounds import (
+    CALIBRATION_STEPS,
+    FEWEST_STEPS,
+    ArmSpec,
+    Rounds,
+    fewest_rounds,
+    measure,
+    outlook,
+    steps_of,
+    turns_on,
+)
 from pipeline.benchmark.server import BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.environment import stages
@@ -322,8 +332,8 @@ def test_a_hard_limit_is_one() -> None:
 
 def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
     sample = steps_of(arms(slow, "a")[0], 1.5)[1]
-    assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / 20)
-    assert sample.seconds(200) == 20
+    assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / CALIBRATION_STEPS)
+    assert sample.seconds(200) == 10 + 200 / CALIBRATION_STEPS
 
 
 @pytest.mark.parametrize(
@@ -370,7 +380,7 @@ def test_an_interruption_keeps_the_complete_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("found", "steps", "samples"),
-    [([20.0], 75, 1), ([900.0], 10, 1), ([None, None, 30.0], 50, 3), ([None] * 5, 20, 5)],
+    [([20.0], 75, 1), ([900.0], FEWEST_STEPS, 1), ([None, None, 30.0], 50, 3), ([None] * 5, CALIBRATION_STEPS, 5)],
 )
 def test_steps_fill_the_window(found: list[float | None], steps: int, samples: int) -> None:
     server = FakeServer()

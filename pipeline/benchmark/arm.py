@@ -32,8 +32,10 @@ from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
 from pipeline.training.measured import dataset_of, device_name_of, setup_of, window_of
 
-MEMORY_STEPS = (3, 7)
-"""On a CPU: steps of warm-up, and measured ones, of the memory's own window."""
+MEMORY_STEPS = (2, 4)
+"""On a CPU: steps of warm-up, and measured ones, of the memory's own window. They count as warm-up of the speed's."""
+FEWEST_WARMUP_STEPS = 3
+"""After the allocator was told to keep what is freed: one takes the pages, the others find them."""
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
 """What every arm imports; torch imports the second with the first optimizer."""
 
@@ -111,7 +113,10 @@ def _measure_in_turns(
         return_freed_memory()
     with assembled(plan, prepared) as assembly:
         world, warmup = assembly.world, plan.train.warmup_steps
-        wanted = [sum(MEMORY_STEPS), warmup + steps] if on_cpu else [warmup + steps]
+        wanted = [warmup + steps]
+        if on_cpu:
+            warmup = max(FEWEST_WARMUP_STEPS, warmup - sum(MEMORY_STEPS))
+            wanted = [sum(MEMORY_STEPS), warmup + steps]
         epochs = -(-sum(wanted) // max(1, len(assembly.dataset.train) // plan.train.batch_size))
         plan = plan.with_train(epochs=max(epochs, plan.train.epochs))
         seed = plan.train.seeds[0]

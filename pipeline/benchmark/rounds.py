@@ -39,10 +39,10 @@ from pipeline.results import (
     rejections,
 )
 
-CALIBRATION_STEPS = 20
+CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
 """As often is the short sample taken that says how many steps to measure, while other load spoils it."""
-FEWEST_STEPS = 10
+FEWEST_STEPS = 5
 FEWEST_ROUNDS = 6
 """``stats.FEWEST_PAIRS``, which the bench does not import: it need not be measured anew when statistics change."""
 SETTLED_ROUNDS = 10
