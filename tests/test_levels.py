@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.gate import bounds
 from benchmarks.levels import components
 from benchmarks.sessions import coverage
 from benchmarks.simulations import best_of, equal_arms, looking
@@ -47,3 +48,23 @@ def test_what_is_settled_stops_early_and_rightly() -> None:
     assert (whole["rounds"], whole["wrong"], stopped["wrong"]) == (30, 0, 0)
     assert stopped["rounds"] < 15
     assert stopped["coverage"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [  # 1 - 0.05 ** (1 / n) where none of n is wrong
+        (
+            {"equal": ["passed"] * 11, "slower": ["worse: throughput"] * 60},
+            ("0 of 11 gates, so by them in at most 24%", "5%"),
+        ),
+        (
+            {"equal": ["worse: memory"], "slower": ["undecided", "passed"]},
+            ("1 of 1 gates, so by them in at most 100%", "97%"),
+        ),
+    ],
+)
+def test_what_complete_gates_support(outcomes: dict[str, list[str]], said: tuple[str, str]) -> None:
+    trials = [{"head": head, "outcome": outcome} for head, each in outcomes.items() for outcome in each]
+    equal, slower = bounds(trials)
+    assert equal.endswith(said[0])
+    assert slower.endswith(f"at most {said[1]}")
