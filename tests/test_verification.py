@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline import cli
+from pipeline import cli, params
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, read
 from pipeline.distributed import World
-from pipeline.params import Config, Machine, Variant, outside, parse
+from pipeline.params import Config, Machine, Train, Variant, outside, parse
 from pipeline.plans import plan as plan_of
 from pipeline.tools import verification
 from pipeline.tools.verification import words
@@ -36,7 +36,7 @@ from pipeline.tools.verification.claims import (
     tensor_difference,
 )
 from pipeline.tools.verification.natures import Nature, keep_still, nature, statistics
-from pipeline.tools.verification.observing import Observed, Task, miniature, observe
+from pipeline.tools.verification.observing import PLAIN_SGD, Observed, Task, miniature, observe
 from pipeline.training import evaluation
 from pipeline.training.assembly import Assembly
 from tests.nets import batch, conv_net
@@ -552,9 +552,15 @@ def test_what_a_technique_leaves_behind_goes_with_it(digits: Dataset, digits_fol
     config = job({"ddp": {"parallelism": "ddp", "processes": 2}})
     verifier = Verifier(config, MACHINE, digits_folder, digits, tmp_path)
     plan = plan_of(config, "ddp", MACHINE)
-    reduced = verifier._reduced(plan, plan.applied.model_copy(update={"parallelism": "none"}), keep_options=False)
+    reduced = verifier._without_these(plan, [params.entry("ddp")])
     assert reduced.plan is not None
     assert reduced.plan.applied == Variant()
+
+
+def test_a_step_of_plain_sgd_shows_the_gradients_beside_all_but_other_optimizers() -> None:
+    plain = Train().model_copy(update=PLAIN_SGD)
+    refused = {each.name for each in params.CATALOGUE if each.why_not_with(plain)}
+    assert refused == {"low_bit_optimizer", "factored_optimizer"}
 
 
 def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(

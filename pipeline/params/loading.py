@@ -115,6 +115,12 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
         if problem := contradiction(variant):
             yield f"variants.{name}: {problem}"
+        if variant.scaling == "weak" and not config.train.warmup_fraction:
+            # Not in its entry: of a step that ``verify`` takes without a warm-up it is not so.
+            yield (
+                f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
+                "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
+            )
 
 
 def _own_code(train: Train) -> Iterator[str]:

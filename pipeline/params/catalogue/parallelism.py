@@ -241,9 +241,6 @@ PARALLELISM: tuple[Entry, ...] = (
         costs="fewer, larger steps: accuracy, beyond some batch; another job than the baseline's",
         source="Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017",
         changes="statistics",
-        why_not_with=lambda train: (
-            None if train.warmup_fraction else "a rate that is multiplied must be warmed up: train.warmup_fraction is 0"
-        ),
         needs=_SHARE_OUT_BATCHES,
     ),
 )

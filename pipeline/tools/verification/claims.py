@@ -231,7 +231,7 @@ class Verifier:
             f"{what}: a single device's"
             for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
         )
-        expected = self._single(plan, close)
+        expected = self._without_these(plan, close)
         if expected.plan is None:
             yield Claim(plan.name, gradients, note=expected.why_not, undecided=UNTRIED)
             return
@@ -311,7 +311,7 @@ class Verifier:
         if not exact:
             return
         claim = f"weights after {self.steps} steps: those without {', '.join(each.name for each in exact)}"
-        reduced = self._reduced(plan, params.without(plan.applied, exact), keep_options=True)
+        reduced = self._without_these(plan, exact)
         if reduced.plan is None:
             yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
             return
@@ -333,29 +333,13 @@ class Verifier:
             return Claim(plan.name, claim, difference, unit="values", note=note, undecided=UNPROMISED)
         return Claim(plan.name, claim, difference, 0, difference == 0, "values")
 
-    def _single(self, plan: Plan, close: Sequence[Entry]) -> _Expected:
-        return self._reduced(plan, params.without(plan.applied, close), keep_options=False)
-
-    def _reduced(self, plan: Plan, variant: Variant, *, keep_options: bool) -> _Expected:
-        """The plan of a variant of which techniques were taken out.
-
-        A key that only said how such a technique works must go with it. ``keep_options``: but no other.
-        """
-        used = {each.key for each in params.asked(variant)}
-        plain = Variant()
-        options = [key for key, value in variant if key not in used and value != getattr(plain, key)]
-        every = variant.model_copy(update={key: getattr(plain, key) for key in options})
-        tried = [every]
-        if keep_options:
-            single = [variant.model_copy(update={key: getattr(plain, key)}) for key in options]
-            tried = [variant, *single, every]
-        problem = ""
-        for each in tried:
-            try:
-                return _Expected(self._planned(plan.name, each))
-            except ConfigError as error:
-                problem = problem or str(error).removeprefix(f"{params.PARAMS_FILE}: ")
-        return _Expected(None, f"nothing to hold it against, as the rest cannot be by itself: {problem}")
+    def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> _Expected:
+        """The plan of the same variant, with these taken out."""
+        try:
+            return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{params.PARAMS_FILE}: ")
+            return _Expected(None, f"nothing to hold it against, as the rest cannot be by itself: {problem}")
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
