@@ -135,6 +135,8 @@ def entry(name, changes="nothing", setting=None):
 one = entry("one")
 unclear = entry("one", changes="roundings")
 elsewhere = entry("one", setting="one: true")
+nowhere = replace(one, layer="nowhere")
+early = replace(entry("early"), layer="model")
 shared = replace(entry("shared"), needs=("ddp",))
 ddp = entry("ddp")
 text = "no entry"
@@ -152,6 +154,7 @@ class One(Technique):
         ({"catalogue": {"one": "broken_package:text"}}, "one", "is 'no entry', not its Entry"),
         ({"catalogue": {"one": "broken_package:ddp"}}, "one", "not its Entry"),
         ({"catalogue": {"one": "broken_package:unclear"}}, "one", "found changes 'roundings'; expected"),
+        ({"catalogue": {"one": "broken_package:nowhere"}}, "one", "found layer 'nowhere'; expected one of model,"),
         ({"catalogue": {"one": "broken_package:elsewhere"}}, "one", "found setting 'one: true'; expected"),
         ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', which is the name of a built-in one"),
         ({"techniques": {"one": "broken_package:One"}}, "one", "brings 'one', but no entry point"),
@@ -190,7 +193,7 @@ def test_a_class_of_another_name_and_two_packages_of_one_name(tmp_path: Path, mo
 def test_one_that_goes_with_a_parallelism_is_left_out_with_it_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = {"one": "broken_package:one", "shared": "broken_package:shared"}
+    points = {name: f"broken_package:{name}" for name in ("one", "shared", "early")}
     write_metadata(tmp_path, "broken-package", "1.0", {outside.CATALOGUE: points})
     (tmp_path / "broken_package.py").write_text(BROKEN)
     monkeypatch.delitem(sys.modules, "broken_package", raising=False)
@@ -198,8 +201,11 @@ def test_one_that_goes_with_a_parallelism_is_left_out_with_it_and_no_other(
         put_on_path(patch, tmp_path)
         asked = of(parallelism="ddp", processes=1, extra={"one": {}, "shared": {}})
         made = plans.plan(asked, "tried", PLAIN_CPU)
-    assert list(made.skipped) == ["ddp", "shared"]
-    assert made.applied.extra == {"one": {}}
+        assert list(made.skipped) == ["ddp", "shared"]
+        assert made.applied.extra == {"one": {}}
+        mixed = Variant(channels_last=True, precision="bf16", extra={"one": {}, "early": {}})
+        names = [each.name for each in params.catalogue.in_order(mixed)]
+    assert names == ["channels_last", "early", "bf16", "one"], "each at its layer"
     forget()
 
 
