@@ -11,3 +11,5 @@ with importing():
         import_module(_name)
     for _name in ("tests.as_if_cuda", "tests.parallel", "tests.test_job"):
         import_module(_name)
+
+import_module("tqdm").tqdm.get_lock()  # else each has a semaphore of its own, which one that is killed leaves behind
