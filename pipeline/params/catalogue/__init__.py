@@ -117,7 +117,7 @@ def misplaced(variant: Variant) -> dict[str, str]:
     """Key -> what is wrong with it, for what goes with another technique or parallelism than the variant's."""
     applied, plain = asked(variant), Variant()
     needed = {
-        each.key: [f"parallelism: {name}" for name in each.needs]
+        each.key: ("parallelism", list(each.needs))
         for each in applied
         if each.needs and variant.parallelism not in each.needs
     }
@@ -125,11 +125,11 @@ def misplaced(variant: Variant) -> dict[str, str]:
     for each in CATALOGUE:
         for key in each.details:
             if key not in used and getattr(variant, key) != getattr(plain, key):
-                needed.setdefault(key, []).append(each.setting)
+                needed.setdefault(key, (each.key, []))[1].append(each.setting.partition(": ")[2])
     return {
-        key: f"found {getattr(variant, key)!r}; it needs {' or '.join(map('`{}`'.format, settings))}: set that, or "
-        f"take {key} out."
-        for key, settings in needed.items()
+        key: f"found {getattr(variant, key)!r}; it needs {other} {' or '.join(map(repr, values))}: set that, or take "
+        f"{key} out."
+        for key, (other, values) in needed.items()
     }
 
 
