@@ -2,6 +2,7 @@
 
     python -m benchmarks.levels NAME
     setarch --addr-no-randomize python -m benchmarks.levels NAME    # or PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS
+    python -m benchmarks.levels NAME --keep    # the same processes rest instead of being opened anew
 
 Arms of a bench are forked from one server, so they share what is drawn with it: where things lie in memory, the hash
 seed. Nested: each server opens fresh processes a few times, and these take turns. The components of variance are
@@ -48,8 +49,12 @@ def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> 
     return {level: float(max(0.0, each)) ** 0.5 for level, each in zip(LEVELS, variances, strict=True)}
 
 
-def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dict[str, Any]:
-    """Every variant of the default job, and the baseline once more, measured at all levels."""
+def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, keep: bool = False) -> dict[str, Any]:
+    """Every variant of the default job, and the baseline once more, measured at all levels.
+
+    ``keep``: the processes of a server stay the same, and rest for as long as others would take to open. What then
+    lies between "processes" is the time that passed.
+    """
     config = params.load(ROOT / params.PARAMS_FILE)
     baseline, took = config.compare.baseline, dict.fromkeys(LEVELS, 0.0)
     seconds: dict[str, list[list[list[float]]]] = {}
@@ -71,8 +76,12 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dic
                 timed("servers", began)
                 for again in range(processes):
                     began = time.perf_counter()
-                    for name, values in arms.items():
-                        server.open(name, values, STEPS * (turns + rehearsals))
+                    if not keep or again == 0:
+                        for name, values in arms.items():
+                            server.open(name, values, STEPS * (turns + rehearsals) * (processes if keep else 1))
+                        opening = time.perf_counter() - began
+                    else:
+                        time.sleep(opening)
                     timed("processes", began)
                     for turn in range(-rehearsals, turns):
                         names = list(arms)[turn % len(arms) :] + list(arms)[: turn % len(arms)]
@@ -87,8 +96,9 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dic
                                     at[index].append([])
                                 at[index][again].append(timed("turns", began))
                     began = time.perf_counter()
-                    for name in arms:
-                        server.close(name)
+                    if not keep or again == processes - 1:
+                        for name in arms:
+                            server.close(name)
                     timed("processes", began)
     reference = np.log(np.array(seconds[baseline]))
     logs = {name: reference - np.log(np.array(each)) for name, each in seconds.items() if name != baseline}
@@ -113,8 +123,9 @@ def main() -> None:
     for level, default in zip(LEVELS, (6, 4, 6), strict=True):
         parser.add_argument(f"--{level}", type=int, default=default)
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
+    parser.add_argument("--keep", action="store_true", help="processes rest instead of being opened anew")
     asked = parser.parse_args()
-    figure = nested(asked.servers, asked.processes, asked.turns)
+    figure = nested(asked.servers, asked.processes, asked.turns, keep=asked.keep)
     path, _ = machines.keep(asked.figures, "levels-", "levels", asked.name, figure)
     for name, each in figure["ratios"].items():
         shown = ", ".join(f"{level} {deviation:.1%}" for level, deviation in each["deviations"].items())
