@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import environment, results
+from pipeline import environment, files, results
 from pipeline.benchmark import rounds
 from pipeline.benchmark.arm import _allowed_wait
 from pipeline.benchmark.rounds import (
@@ -311,19 +311,17 @@ def kept(day: int, **changes: Any) -> results.Bench:
         ({"keys": {"baseline": "before", "ddp": "k", "memory": "k"}}, False),
     ],
 )
-def test_an_earlier_bench_of_the_same_becomes_a_session(
+def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
     earlier: dict[str, Any], is_session: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = kept(1, **earlier), kept(2)
-    assert rounds.keep(first) == []
-    file = Path("sessions/20261101T123000.json")
-    assert rounds.keep(second) == ([file] if is_session else [])
-    assert results.read_sessions() == ([first] if is_session else [])
-    assert results.read_sessions(results.KEPT_BENCHES) == ([second] if is_session else [first, second])
+    first, second, file = kept(1, **earlier), kept(2), Path("sessions/20261101T123000.json")
+    files.write_text(results.KEPT_BENCHES / file.name, first.to_json())
     other_data = kept(3, dataset=second.dataset.model_copy(update={"sha256": "0" * 64}))
-    assert rounds.keep(other_data) == []
-    assert len(rounds.keep(kept(4))) == 1
+    assert rounds.recalled(other_data) == []
+    assert rounds.recalled(second) == ([file] if is_session else [])
+    assert results.read_sessions() == ([first] if is_session else [])
+    assert results.read_sessions(results.KEPT_BENCHES) == ([] if is_session else [first])
 
 
 def test_a_hard_limit_is_one() -> None:

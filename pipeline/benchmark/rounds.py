@@ -360,9 +360,11 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     )
     file = SESSIONS / _name(bench) if again else BENCH_FILE
     files.write_text(file, bench.to_json())
-    if not again:
-        for kept in keep(bench):
-            print(f"bench: what was measured before of the same variants counts as a session: {kept}", flush=True)
+    if again:
+        for earlier in recalled(bench):
+            print(f"bench: an earlier bench of the same counts as a session too: {earlier}", flush=True)
+    else:  # unasked it makes no session: two of them, with an interval over both, can leave open what one decides
+        files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
     print(f"bench: {bench.rounds} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
     for arm in rounds.arms:
         if arm.role == "variant" and len(arm.samples) < bench.rounds:
@@ -373,9 +375,9 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         raise KeyboardInterrupt
 
 
-def keep(bench: Bench) -> list[Path]:
-    """Keep ``bench`` for later ones, and make sessions of those that were kept and measured the baseline and a variant
-    as it did; their files. What has too few rounds to bound a ratio is left where it is."""
+def recalled(bench: Bench) -> list[Path]:
+    """Make sessions of the kept benches that measured the baseline and a variant as ``bench`` did; their files. What
+    has too few rounds to bound a ratio is left where it is."""
     found = []
     for kept in read_sessions(KEPT_BENCHES):
         same = {name for name, key in bench.keys.items() if kept.keys.get(name) == key}
@@ -383,7 +385,6 @@ def keep(bench: Bench) -> list[Path]:
             found.append(SESSIONS / _name(kept))
             files.write_text(found[-1], kept.to_json())
             (KEPT_BENCHES / _name(kept)).unlink()
-    files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
     return found
 
 
