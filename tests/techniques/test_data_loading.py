@@ -97,7 +97,7 @@ def test_a_choice_goes_before_train_placement_and_is_what_the_result_says(worksp
             "variants": {
                 "baseline": {},
                 "streamed": {"data_loading": "streamed"},
-                "loader": {"data_loading": "dataloader", "parallelism": "ddp"},
+                "loader": {"data_loading": "dataloader", "loader_workers": 1, "parallelism": "ddp"},
                 "ddp": {"parallelism": "ddp"},
             }
         }

