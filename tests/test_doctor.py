@@ -581,7 +581,7 @@ def test_a_remote_that_hangs(repository: Path) -> None:
     ("program", "answer"),
     [
         (
-            "sleep 9 & echo words; echo '{\"gpus\": 2}'; exec sleep 300",
+            "sleep 9 & echo words; echo \"{'layers': 3}\"; echo '{\"gpus\": 2}'; exec sleep 300",
             Answer({"gpus": 2}, "no answer within 2 s", late=True),
         ),
         ("echo the reason >&2; exit 3", Answer({}, "the reason")),

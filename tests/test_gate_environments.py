@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,20 @@ def test_another_version_than_is_here_is_not_here(sides: tuple[Path, Path]) -> N
         environments.pythons(*sides)
 
 
+def test_a_side_does_not_run_with_what_only_the_others_lock_file_names(sides: tuple[Path, Path]) -> None:
+    """A head that drops a package it still needs would pass."""
+    write_lock(sides[0], INSTALLED)
+    write_lock(sides[1], numbers("1.0"))
+    base, head = environments.pythons(*sides)
+    assert (base, head != base) == (Path(sys.executable), True)
+    import_pytest = subprocess.run([head, "-c", "import pytest"], capture_output=True)
+    assert import_pytest.returncode == 1
+    write_lock(sides[1], f"pluggy=={metadata.version('pluggy')}\n")  # which is here too, and the base does not name it
+    with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
+        environments.pythons(*sides)
+    assert len(list(environments.CACHE.iterdir())) == 1, "of the one that failed nothing is left"
+
+
 def test_those_used_last_are_kept(sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "KEPT", 1)
     write_lock(sides[1], INSTALLED)
@@ -91,7 +106,7 @@ def test_what_differs_is_named(sides: tuple[Path, Path]) -> None:
     for root, text in zip(sides, ("a==1\nb==1\nc==1 ; sys_platform == 'nowhere'\n", "b==2\nd==1\n"), strict=True):
         write_lock(root, text)
         (root / "Dockerfile").write_text(f"FROM {text}", encoding="utf-8")
-    packages, image = environments.differences(*sides)
+    (packages,), (system,) = environments.packages(*sides), environments.systems(*sides)
     assert packages.endswith(": a ==1 -> none, b ==1 -> ==2, d none -> ==1.")
-    assert image.startswith("The Dockerfiles differ")
-    assert environments.differences(sides[0], sides[0]) == []
+    assert system.startswith("The Dockerfiles differ")
+    assert environments.packages(sides[0], sides[0]) == environments.systems(sides[0], sides[0]) == []

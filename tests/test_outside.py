@@ -136,6 +136,7 @@ one = entry("one")
 unclear = entry("one", changes="roundings")
 elsewhere = entry("one", setting="one: true")
 nowhere = replace(one, layer="nowhere")
+hooked = replace(one, hooks="broken_package.One")
 early = replace(entry("early"), layer="model")
 shared = replace(entry("shared"), needs=("ddp",))
 ddp = entry("ddp")
@@ -155,6 +156,7 @@ class One(Technique):
         ({"catalogue": {"one": "broken_package:ddp"}}, "one", "not its Entry"),
         ({"catalogue": {"one": "broken_package:unclear"}}, "one", "found changes 'roundings'; expected"),
         ({"catalogue": {"one": "broken_package:nowhere"}}, "one", "found layer 'nowhere'; expected one of model,"),
+        ({"catalogue": {"one": "broken_package:hooked"}}, "one", "found hooks 'broken_package.One'; its class"),
         ({"catalogue": {"one": "broken_package:elsewhere"}}, "one", "found setting 'one: true'; expected"),
         ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', which is the name of a built-in one"),
         ({"techniques": {"one": "broken_package:One"}}, "one", "brings 'one', but no entry point"),

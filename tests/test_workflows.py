@@ -332,9 +332,10 @@ def test_what_is_uploaded_follows_no_link_to_the_machines_files(tmp_path: Path) 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
     """Run .ci/gpu in a clone of its own, with stand-ins that say what they are asked: REMOTE is what dvc knows, GATE
-    how the gate ends. Returns the exit code, the calls, and what was said."""
+    how the gate ends, MEASURES that there is no bench yet. Returns the exit code, the calls, and what was said."""
     checkout, tools = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "tools"
-    log = recorder(tools, "dvc", 'if [ "$1" = config ]; then echo "${REMOTE-}"; fi')
+    measuring = 'if [ -n "${MEASURES-}" ]; then mkdir -p checkpoints/bench && touch checkpoints/bench/now.json; fi'
+    log = recorder(tools, "dvc", f'if [ "$1" = config ]; then echo "${{REMOTE-}}"; fi; {measuring}')
     gate = f'echo "python $* as ${{AWS_ACCESS_KEY_ID-nobody}}" >> "{log}"; exit "${{GATE:-0}}"'
     executable(tools, "python", f"#!/usr/bin/env bash\n{gate}\n")
 
@@ -392,6 +393,13 @@ def test_only_what_passes_and_is_wanted_becomes_the_champion(
     assert ("python -m pipeline promote as nobody" in calls) == promoted
 
 
+def test_a_bench_that_was_measured_just_now_is_this_weeks_session(
+    machine: Callable[..., tuple[int, list[str], str]],
+) -> None:
+    calls = machine("main", SESSION="yes", MEASURES="yes")[1]
+    assert calls == ["dvc repro", "python -m pipeline gate --against main as nobody"]
+
+
 def test_the_weekly_run_measures_one_session_more(machine: Callable[..., tuple[int, list[str], str]]) -> None:
     calls = machine("main", SESSION="yes")[1]
     assert calls[:3] == ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro"]
@@ -407,7 +415,7 @@ def test_a_new_session_becomes_a_pull_request(clone: Callable[..., Clone], tmp_p
     if new:
         (tmp_path / "left" / "20260108T000000.json").write_text("{}", encoding="utf-8")
     checkout.run("git", "init", "--quiet", "--bare", str(remote))
-    log = recorder(tools, "gh")
+    log = recorder(tools, "gh", '[ "$2" != view ]')  # there is no such pull request yet
     address = f"url.{tmp_path}/.insteadOf=https://x-access-token:token@github.example/"
     done = shell(
         f'git() {{ command git -c "{address}" "$@"; }}; export -f git; .github/session "{tmp_path}/left"',
@@ -425,7 +433,7 @@ def test_a_new_session_becomes_a_pull_request(clone: Callable[..., Clone], tmp_p
     changed = checkout.run("git", "-C", str(remote), "show", "--stat=200", "session-42")
     assert "20260108T000000.json" in changed
     assert "1 file changed" in changed
-    assert log.read_text(encoding="utf-8").startswith("gh pr create --head session-42 ")
+    assert "\ngh pr create --head session-42 " in log.read_text(encoding="utf-8")
 
 
 def test_a_run_that_is_tried_again_replaces_its_files() -> None:

@@ -284,8 +284,8 @@ def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
     ]
 
 
-def unexplained(held: Iterable[Held], base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """Asks about a variant that got better or worse although nothing that it runs has changed.
+def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
+    """Asks about a variant, or all together, that got better or worse although nothing that runs has changed.
 
     ``base``, ``head``: what is in the ``environment.json`` of each, with the digests of code, plans and settings.
     """
@@ -294,11 +294,17 @@ def unexplained(held: Iterable[Held], base: Mapping[str, Any], head: Mapping[str
         stages = [fingerprint["stages"][stage] for stage in ("train", "bench")]
         return [environment.hash_of(fingerprint, "variants", name), fingerprint["variants"].get(name), *stages]
 
+    if not all("stages" in each for each in (base, head)):
+        return []
+    rows = [([row.variant], row) for row in judged.variants]
+    if judged.together:
+        rows.append(([row.variant for row in judged.variants], judged.together))
     asked = []
-    for row in held if all("stages" in each for each in (base, head)) else ():
+    for names, row in rows:
         columns = (("throughput", row.throughput), ("peak memory", row.memory), ("accuracy", row.accuracy))
         moved = [f"{noun} {each.decision}" for noun, each in columns if each and each.decision in ("better", "worse")]
-        if moved and ran(base, row.variant) == ran(head, row.variant):
+        asked_already = bool(asked) and row is judged.together  # of a variant, which is nearer to the cause
+        if moved and not asked_already and all(ran(base, name) == ran(head, name) for name in names):
             asked.append(
                 f"{row.variant}: {', '.join(moved)}, yet by their digests the code, the settings and the packages that "
                 "it runs are the same on both sides. Ask why before you believe it: gate again, and look at what no "

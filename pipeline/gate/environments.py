@@ -32,27 +32,31 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
     here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
     if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():
         return here, here
-    of_base, of_head = (here if _installed(lock) else _made(lock) for lock in locks)
+    of_base, of_head = (here if _installed(lock, other) else _made(lock) for lock, other in (locks, reversed(locks)))
     return of_base, of_head
 
 
-def differences(base: Path, head: Path) -> list[str]:
-    """What both sides' packages and image differ in, in words."""
-    found = []
-    if all((root / LOCK).is_file() for root in (base, head)):
-        there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))
-        changed = [name for name in dict.fromkeys([*there, *here]) if there.get(name) != here.get(name)]
-        if changed:
-            named = [f"{name} {there.get(name, 'none')} -> {here.get(name, 'none')}" for name in changed[:NAMED]]
-            more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
-            found.append(f"Each side ran with the packages of its own {LOCK}: {', '.join(named)}{more}.")
+def packages(base: Path, head: Path) -> list[str]:
+    """What the two lock files differ in, in words."""
+    if not all((root / LOCK).is_file() for root in (base, head)):
+        return []
+    there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))
+    changed = [name for name in dict.fromkeys([*there, *here]) if there.get(name) != here.get(name)]
+    if not changed:
+        return []
+    named = [f"{name} {there.get(name, 'none')} -> {here.get(name, 'none')}" for name in changed[:NAMED]]
+    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+    return [f"Each side ran with the packages of its own {LOCK}: {', '.join(named)}{more}."]
+
+
+def systems(base: Path, head: Path) -> list[str]:
+    """Whether the images of the two differ, in words."""
     images = [(root / "Dockerfile").read_bytes() for root in (base, head) if (root / "Dockerfile").is_file()]
-    if len(set(images)) > 1:
-        found.append(
-            "The Dockerfiles differ, and what they change beside the packages was not held: both sides ran on "
-            "one system."
-        )
-    return found
+    if len(set(images)) < 2:
+        return []
+    return [
+        "The Dockerfiles differ, and what they change beside the packages was not held: both sides ran on one system."
+    ]
 
 
 def pins(lock: Path) -> list[Requirement]:
@@ -65,18 +69,27 @@ def pins(lock: Path) -> list[Requirement]:
     return [each for each in found if each.marker is None or each.marker.evaluate()]
 
 
-def _installed(lock: Path) -> bool:
-    """Whether this Python has what the lock file asks for."""
+def _installed(lock: Path, other: Path) -> bool:
+    """Whether this Python has what ``lock`` asks for, and nothing that ``other`` alone does."""
+    asked = {each.name: each.specifier for each in pins(lock)}
+    strange = [each.name for each in pins(other) if each.name not in asked]
+    return all(
+        version is not None and specifier.contains(version, prereleases=True)
+        for version, specifier in ((_version(name), each) for name, each in asked.items())
+    ) and not any(map(_version, strange))
+
+
+def _version(name: str) -> str | None:
     try:
-        return all(each.specifier.contains(metadata.version(each.name), prereleases=True) for each in pins(lock))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return False
+        return None
 
 
 def _made(lock: Path) -> Path:
     """A Python with the packages of ``lock``, which is made the first time. The stamp is written last, so that an
     interrupted installation is begun again."""
-    content = lock.read_bytes() + sys.version.encode()
+    content = lock.read_bytes() + f"{sys.version} {sys.base_prefix}".encode()
     folder = (CACHE / hashlib.sha256(content).hexdigest()[:16]).absolute()
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists():
@@ -85,6 +98,7 @@ def _made(lock: Path) -> Path:
         making = [sys.executable, "-m", "venv", "--clear", str(folder)]
         for command in (making, [*pip, "install", "--require-hashes", "--requirement", str(lock)]):
             if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
+                shutil.rmtree(folder, ignore_errors=True)
                 raise GateError(f"{lock} cannot be installed; what pip wrote stands above.")
     stamp.touch()
     for each in sorted(CACHE.glob("*/installed"), key=os.path.getmtime, reverse=True)[KEPT:]:

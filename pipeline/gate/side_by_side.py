@@ -62,7 +62,8 @@ def measured(config: Config, revision: str) -> Gated:
     with copies(commit) as sides, ExitStack() as servers:
         roots = tuple(side.root for side in sides)
         check_arms(sides[0], f"{revision} ({commit[:12]})")
-        rulers, packages = _other_rulers(*roots), environments.differences(*roots)
+        packages = environments.packages(*roots)
+        said = [*_other_rulers(*roots), *packages, *environments.systems(*roots)]
         dvc(sides[0], "repro", "environment", "prepare")
         base = servers.enter_context(Server(*sides[0]))
         there = _described(base, revision)
@@ -118,9 +119,8 @@ def measured(config: Config, revision: str) -> Gated:
         ),
         remarks=(
             *([f"Interrupted after {count} rounds."] if rounds.interrupted else []),
-            *([] if packages else unexplained(found.variants, *fingerprints)),
-            *rulers,
-            *packages,
+            *([] if packages else unexplained(found, *fingerprints)),
+            *said,
             *unshared(there["variants"], config.variants),
             *differing(there["train"], here["train"], "train"),
             *differences(there, config.model_dump(mode="json")),

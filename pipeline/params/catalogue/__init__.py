@@ -193,6 +193,10 @@ def _from_outside(name: str) -> Entry:
     for name_of, value, allowed in (("changes", found.changes, Changes), ("layer", found.layer, Layer)):
         if value not in get_args(allowed):
             raise ConfigError(f"{where}: found {name_of} {value!r}; expected one of {', '.join(get_args(allowed))}.")
+    if found.hooks:
+        raise ConfigError(
+            f"{where}: found hooks {found.hooks!r}; its class is named by the group {outside.TECHNIQUES}."
+        )
     if found.key != "extra":
         raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
     if name in _BY_NAME:

@@ -121,8 +121,9 @@ def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
         seconds = NETWORK_SECONDS
     found: dict[str, Any] = {}
     for line in done.stdout.decode(errors="replace").splitlines():
-        if line.startswith("{"):  # libraries may print what they like
-            found |= json.loads(line)
+        if line.startswith("{"):
+            with suppress(ValueError):  # libraries may print what they like
+                found |= json.loads(line)
     failure = found.pop("failure", "")
     if late := done.returncode == -signal.SIGALRM:
         failure = f"no answer within {seconds:g} s"
