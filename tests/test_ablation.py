@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.comparison.ablation import Share, shares
-from pipeline.comparison.verdicts import Accuracy, Noise, accuracy
+from pipeline.comparison.verdicts import MEMORY, Accuracy, Noise, accuracy
 from pipeline.params import Margins
 from pipeline.results import Bench
 from tests.factories import make_arm, make_bench, make_result, make_results
@@ -16,7 +16,7 @@ STACK: dict[str, Any] = {"channels_last": True, "gradient_accumulation": 4}
 
 
 def found(bench: Bench, accuracies: dict[str, Accuracy] | None = None, noise: Noise = CALM) -> dict[str, Share]:
-    return {share.technique: share for share in shares(bench, accuracies or {}, Margins(), (noise, noise))}
+    return {share.technique: share for share in shares(bench, accuracies or {}, Margins(), lambda *_: noise)}
 
 
 def bench_of(
@@ -126,7 +126,9 @@ def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -
         )
         for arm in told.arms
     )
-    (share,) = shares(told.model_copy(update={"arms": blind}), {}, Margins(), (CALM, NOISY))
+    (share,) = shares(
+        told.model_copy(update={"arms": blind}), {}, Margins(), lambda each, _: NOISY if each is MEMORY else CALM
+    )
     assert share.added_memory
     assert (share.verdict, share.added_memory.decision) == ("pays", "untrusted")
 
@@ -198,7 +200,7 @@ def test_two_stacks_have_shares_of_their_own() -> None:
         make_arm("other", "with", "channels_last", throughput=1.3),
         make_arm("other", "without", "channels_last", throughput=0.5),
     ]
-    both = shares(bench_of(arms=tuple(arms)), {}, Margins(), (CALM, CALM))
+    both = shares(bench_of(arms=tuple(arms)), {}, Margins(), lambda *_: CALM)
     assert [(share.variant, share.technique) for share in both] == [
         ("stack", "channels_last"),
         ("other", "channels_last"),

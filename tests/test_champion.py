@@ -125,6 +125,22 @@ def test_within_a_session_its_rounds_choose_for_each_other() -> None:
     assert found.head_to_head.decision in ("same", "undecided")
 
 
+def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_then() -> None:
+    """In later rounds the control scatters: that says nothing of theirs."""
+
+    def told(control: list[float]) -> Champion:
+        bench = session(1, throughput={"one": 1.5, "two": 1.3}, rounds=30)
+        *others, last = bench.arms
+        arms = [arm.model_copy(update={"samples": arm.samples[:10]}) if arm.variant != "baseline" else arm
+                for arm in others]  # fmt: skip
+        samples = [each.model_copy(update={"samples_per_second": (each.samples_per_second or 0) * factor})
+                   for each, factor in zip(last.samples, control, strict=True)]  # fmt: skip
+        arms.append(last.model_copy(update={"samples": tuple(samples)}))
+        return best(bench.model_copy(update={"arms": tuple(arms)}))
+
+    assert told([1.0] * 10 + [0.9, 1.1] * 10) == told([1.0] * 30)
+
+
 def test_a_session_that_lacks_one_of_them_says_nothing_of_the_choice() -> None:
     before = dict.fromkeys(NAMES, "k") | {"two": "before"}
     faster = {"one": 1.3, "two": 1.5}

@@ -675,6 +675,24 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     assert "make again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
 
 
+def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -> None:
+    """In the first ten rounds the baseline's place was slow by 7%, in the other twenty it was not."""
+    throughput = {"ddp": 1.06, "memory": 1.06}
+    usual = make_bench(rounds=30, refused={}, throughput=throughput, memory={}, ablate=True)
+    arms = []
+    for arm in usual.arms:
+        slow = 1.07 if (arm.role, arm.variant) == ("variant", "baseline") else 1.0
+        speeds = [(arm.samples[index].samples_per_second or 0) / (slow if index < 10 else 1) for index in range(30)]
+        samples = [each.model_copy(update={"samples_per_second": speed})
+                   for each, speed in zip(arm.samples, speeds, strict=True)]  # fmt: skip
+        arms.append(arm.model_copy(update={"samples": tuple(samples[: 30 if arm.variant == "baseline" else 10])}))
+    found = make_comparison(bench=usual.model_copy(update={"arms": tuple(arms)}))
+    assert not found.noise_throughput.why_untrusted
+    assert "excludes 1" in str(found.variants[1].reasons)
+    judged = [ratio for each in found.shares for ratio in (each.added_throughput, each.stacked_throughput) if ratio]
+    assert {each.decision for each in judged} == {"untrusted"}
+
+
 def test_every_problem_of_bench_and_results_is_named_at_once() -> None:
     measured = [BASELINE, make_result("ddp", environment="a" * 64)]
     with pytest.raises(ComparisonError) as raised:

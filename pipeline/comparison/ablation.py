@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.comparison import verdicts
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Ratio, Verdict
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio, Verdict
 from pipeline.params import Margins
 from pipeline.results import Arm, Bench, Record
 
@@ -36,11 +36,12 @@ class Share(Record):
 
 
 def shares(
-    bench: Bench, accuracies: Mapping[str, Accuracy], margins: Margins, noises: tuple[Noise, Noise]
+    bench: Bench, accuracies: Mapping[str, Accuracy], margins: Margins, noise: Callable[[Quantity, int], Noise]
 ) -> tuple[Share, ...]:
     """Every technique's share in every ablated variant, in the bench's order.
 
-    ``accuracies``: of the trained variants against the baseline, by name. ``noises``: A/A, of throughput and memory.
+    ``accuracies``: of the trained variants against the baseline, by name. ``noise``: A/A of a quantity in so many
+    of the first rounds.
     """
     pairs = [(arm.variant, arm.technique or "") for arm in bench.arms if arm.role in ("with", "without")]
     pairs += [(variant, technique) for variant, reasons in bench.not_ablated.items() for technique in reasons]
@@ -52,7 +53,7 @@ def shares(
             continue
         alone, base = bench.arm("with", variant, technique), bench.arm("variant", bench.baseline)
         whole, reduced = bench.arm("variant", variant), bench.arm("without", variant, technique)
-        added, stacked = _ratios(alone, base, margins, *noises), _ratios(whole, reduced, margins, *noises)
+        added, stacked = _ratios(alone, base, margins, noise), _ratios(whole, reduced, margins, noise)
         trained = _trained(bench, alone, accuracies) if alone else None
         accuracy = accuracies[trained] if trained else None
         unmeasurable = verdicts.unmeasurable([arm for arm in (alone, base) if arm], MEMORY)
@@ -75,10 +76,11 @@ def shares(
 
 
 def _ratios(
-    arm: Arm | None, reference: Arm | None, margins: Margins, throughput: Noise, memory: Noise
+    arm: Arm | None, reference: Arm | None, margins: Margins, noise: Callable[[Quantity, int], Noise]
 ) -> tuple[Ratio | None, Ratio | None]:
     if not (arm and reference):
         return None, None
+    throughput, memory = (noise(quantity, len(arm.samples)) for quantity in (THROUGHPUT, MEMORY))
     return (
         verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, throughput, doubt=throughput.doubt),
         verdicts.ratio(arm, reference, MEMORY, margins.memory, memory, doubt=memory.doubt),

@@ -14,7 +14,7 @@ from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
 from pipeline.comparison.sessions import Sitting, arm_of, combined, over_sessions
 from pipeline.comparison.stats import FEWEST_PAIRS, Interval
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Quantity, Ratio, SessionRatio
 
 
 def champion_of(paying: Mapping[str, tuple[Ratio, Ratio]], sittings: Sequence[Sitting]) -> Champion | None:
@@ -81,7 +81,8 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
         reference, candidates = figures[0], figures[1:]
         found = choices(sign * np.log(candidates / reference), middle=np.median)
         above = [candidates[chosen, part] for part, chosen in enumerate(found)]
-        interval = stats.widened(stats.paired_ratio(above, reference), _noise(sitting, quantity).doubt)
+        doubt = sitting.noise(quantity, _rounds(sitting, list(ratios))).doubt
+        interval = stats.widened(stats.paired_ratio(above, reference), doubt)
     interval = no_narrower(interval, _interval(ratios[first]))
     return Ratio(
         estimate=interval.estimate,
@@ -102,21 +103,14 @@ def _head_to_head(
 ) -> Ratio | None:
     """``first`` over ``second``, from the rounds that have both, over the sessions that have both."""
     starts = _shared({name: ratios[name] for name in (first, second)})
-    found = [
-        (
-            each.bench.session.start_utc,
-            verdicts.ratio(
-                arm_of(each.bench, "variant", first),
-                arm_of(each.bench, "variant", second),
-                quantity,
-                ratios[first].margin,
-                _noise(each, quantity),
-                doubt=_noise(each, quantity).doubt,
-            ),
-        )
-        for each in sittings
-        if each.bench.session.start_utc in starts
-    ]
+
+    def of(sitting: Sitting) -> Ratio:
+        above, below = (arm_of(sitting.bench, "variant", name) for name in (first, second))
+        noise = sitting.noise(quantity, _rounds(sitting, [first, second]))
+        return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, doubt=noise.doubt)
+
+    starting = [(each.bench.session.start_utc, each) for each in sittings]
+    found = [(start, of(each)) for start, each in starting if start in starts]
     return combined(found, found[-1][1], quantity) if found else None
 
 
@@ -143,5 +137,6 @@ def _figures(sitting: Sitting, names: Sequence[str], quantity: Quantity) -> np.n
     return np.array([each for each in rounds if all(each)], dtype=np.float64).reshape(-1, len(arms)).T
 
 
-def _noise(sitting: Sitting, quantity: Quantity) -> Noise:
-    return sitting.throughput if quantity is THROUGHPUT else sitting.memory
+def _rounds(sitting: Sitting, names: Sequence[str]) -> int:
+    """In which all took part."""
+    return min(len(arm_of(sitting.bench, "variant", name).samples) for name in names)

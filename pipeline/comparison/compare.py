@@ -13,7 +13,7 @@ from pipeline.comparison import ablation, advice, consistency, figures, pareto, 
 from pipeline.comparison.champion import champion_of
 from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError
-from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, distinct, noises_of, sittings_like, summary
+from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, distinct, sitting_of, sittings_like, summary
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
 from pipeline.environment import without_stages
 from pipeline.params import Compare, Margins
@@ -47,7 +47,7 @@ def compare(
     consistency.check(measured, baseline, histories, bench, environment)
 
     sittings = sittings_like(bench, sessions, settings.max_spread)
-    own = Sitting(bench, *noises_of(bench, settings.max_spread))
+    own = sitting_of(bench, settings.max_spread)
     others = [result for result in measured if result is not baseline]
     judgements = {
         each.variant: _judge(
@@ -103,7 +103,7 @@ def compare(
             bench,
             {name: each.accuracy for name, each in judgements.items()},
             settings.margins,
-            own[1:],
+            own.noise,
         ),
         bench=bench,
     )
@@ -134,7 +134,7 @@ def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: S
 
     def of(sitting: Sitting, quantity: Quantity, margin: float) -> Ratio:
         arm, reference = (arm_of(sitting.bench, "variant", each.variant) for each in (result, baseline))
-        noise = sitting.memory if quantity is MEMORY else sitting.throughput
+        noise = sitting.noise(quantity, len(arm.samples))
         return verdicts.ratio(arm, reference, quantity, margin, noise, doubt=noise.doubt)
 
     def over(quantity: Quantity, margin: float) -> Ratio:

@@ -127,12 +127,21 @@ class Sitting(NamedTuple):
     throughput: Noise
     memory: Noise
 
+    def noise(self, quantity: Quantity, rounds: int) -> Noise:
+        """Of the first ``rounds`` alone, for arms that took part in no more."""
+        whole = self.memory if quantity is MEMORY else self.throughput
+        return whole if rounds == self.bench.rounds else _noise(self.bench, quantity, whole.max_spread, rounds)
 
-def noises_of(bench: Bench, max_spread: float) -> tuple[Noise, Noise]:
-    """Of throughput and of memory."""
-    arms = arm_of(bench, "variant", bench.baseline), arm_of(bench, "aa_control", bench.baseline)
-    cost = planning.cost_of(bench)
-    return verdicts.noise(*arms, THROUGHPUT, max_spread, cost), verdicts.noise(*arms, MEMORY, max_spread, cost)
+
+def sitting_of(bench: Bench, max_spread: float) -> Sitting:
+    throughput, memory = (_noise(bench, each, max_spread, bench.rounds) for each in (THROUGHPUT, MEMORY))
+    return Sitting(bench, throughput, memory)
+
+
+def _noise(bench: Bench, quantity: Quantity, max_spread: float, rounds: int) -> Noise:
+    arms = (arm_of(bench, role, bench.baseline) for role in ("variant", "aa_control"))
+    baseline, control = (arm.model_copy(update={"samples": arm.samples[:rounds]}) for arm in arms)
+    return verdicts.noise(baseline, control, quantity, max_spread, planning.cost_of(bench))
 
 
 def summary(sitting: Sitting, variants: Sequence[str]) -> SessionSummary:
@@ -153,7 +162,7 @@ def summary(sitting: Sitting, variants: Sequence[str]) -> SessionSummary:
 def sittings_like(bench: Bench, sessions: Sequence[Bench], max_spread: float) -> list[Sitting]:
     """The ``sessions`` that measured the baseline as ``bench`` did, each once, the oldest first."""
     found = (each for each in distinct(sessions) if alike(bench, each, bench.baseline))
-    return [Sitting(each, *noises_of(each, max_spread)) for each in found]
+    return [sitting_of(each, max_spread) for each in found]
 
 
 def arm_of(bench: Bench, role: str, variant: str) -> Arm:
