@@ -299,7 +299,7 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
     rows = [([row.variant], row) for row in judged.variants]
     if judged.together:
         rows.append(([row.variant for row in judged.variants], judged.together))
-    asked = []
+    asked: list[str] = []
     for names, row in rows:
         columns = (("throughput", row.throughput), ("peak memory", row.memory), ("accuracy", row.accuracy))
         moved = [f"{noun} {each.decision}" for noun, each in columns if each and each.decision in ("better", "worse")]
