@@ -94,8 +94,8 @@ def _made(lock: Path) -> Path:
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists():
         print(f"gate: installing {lock} into {folder}; the first time takes some minutes", file=sys.stderr, flush=True)
-        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        making = [sys.executable, "-m", "venv", "--clear", str(folder)]
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+        making = [sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)]
         for command in (making, [*pip, "install", "--require-hashes", "--requirement", str(lock)]):
             if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
                 shutil.rmtree(folder, ignore_errors=True)
