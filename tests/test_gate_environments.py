@@ -103,10 +103,11 @@ def test_a_lock_file_that_cannot_be_read_is_named(sides: tuple[Path, Path]) -> N
 
 
 def test_what_differs_is_named(sides: tuple[Path, Path]) -> None:
-    for root, text in zip(sides, ("a==1\nb==1\nc==1 ; sys_platform == 'nowhere'\n", "b==2\nd==1\n"), strict=True):
+    there, here = "a==1\nb==1\nc==1 ; sys_platform == 'nowhere'\ntorch==1\n", "b==2\nd==1\ntorch==2\n"
+    for root, text in zip(sides, (there, here), strict=True):
         write_lock(root, text)
         (root / "Dockerfile").write_text(f"FROM {text}", encoding="utf-8")
     (packages,), (system,) = environments.packages(*sides), environments.systems(*sides)
-    assert packages.endswith(": a ==1 -> none, b ==1 -> ==2, d none -> ==1.")
+    assert packages.endswith(": torch ==1 -> ==2, a ==1 -> none, b ==1 -> ==2, d none -> ==1.")
     assert system.startswith("The Dockerfiles differ")
     assert environments.packages(sides[0], sides[0]) == environments.systems(sides[0], sides[0]) == []

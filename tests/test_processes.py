@@ -118,6 +118,7 @@ def _joined_with(variables: dict[str, str]) -> Generator[Any, Any, None]:
     with world("cpu") as joined:
         inside = _interfaces()
         assert joined.size == 2
+        joined.barrier()  # or one could be gone while the other still connects
     yield inside, _interfaces()
 
 

@@ -41,12 +41,16 @@ def packages(base: Path, head: Path) -> list[str]:
     if not all((root / LOCK).is_file() for root in (base, head)):
         return []
     there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))
-    changed = [name for name in dict.fromkeys([*there, *here]) if there.get(name) != here.get(name)]
+    changed = [name for name in sorted({*there, *here}, key=_torch_first) if there.get(name) != here.get(name)]
     if not changed:
         return []
     named = [f"{name} {there.get(name, 'none')} -> {here.get(name, 'none')}" for name in changed[:NAMED]]
     more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
     return [f"Each side ran with the packages of its own {LOCK}: {', '.join(named)}{more}."]
+
+
+def _torch_first(name: str) -> tuple[bool, str]:
+    return name not in ("torch", "torchvision"), name
 
 
 def systems(base: Path, head: Path) -> list[str]:
