@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from benchmarks.machines import FIGURES
 from benchmarks.sessions import AUTOCORRELATIONS, rounds_of
 from pipeline import files
-from pipeline.benchmark.rounds import SETTLED_ROUNDS, settled
+from pipeline.benchmark.rounds import NEGLIGIBLE, SETTLED_ROUNDS, equal, settled
 from pipeline.comparison.champion import choices, no_narrower
 from pipeline.comparison.sessions import over_sessions
 from pipeline.comparison.stats import Interval, decide, distrust, paired_ratio, widened
@@ -61,10 +62,12 @@ def looking(
     truth: float, within: float, autocorrelation: float, counts: Sequence[int] = COUNTS, *, rounds: int = 30,
     trials: int = 600,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """A variant of the ratio ``truth``, measured in all ``rounds``, or until it is settled in so many of them.
+    """A variant of the ratio ``truth``, measured in all ``rounds``, or until it is settled in so many of them, and the
+    control looks equal to the baseline in the same ones.
 
-    Of the trials: how often the interval holds the truth, how often it decides, and what is not so; where ``truth`` is
-    the margin itself, where one of two decisions must be wrong, the more frequent one.
+    Of the trials: how often the interval holds the truth, how often the machine is not trusted, how often the interval
+    decides where it is, and what is not so; where ``truth`` is the margin itself, where one of two decisions must be
+    wrong, the more frequent one.
     """
     random = np.random.default_rng(0)
     found: dict[str, list[tuple[bool, str, int]]] = {}
@@ -72,22 +75,29 @@ def looking(
         base, control, variant = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
         logs = variant + math.log(truth)
         ratios = np.exp(np.stack([logs - base, logs - control], axis=1)).tolist()
+        against_itself = np.exp(control - base).tolist()
+
+        def ends(number: int, count: int, ratios: Any = ratios, against_itself: Any = against_itself) -> bool:
+            calm = equal(against_itself[:number], NEGLIGIBLE, MAX_SPREAD, count)
+            return calm and settled(ratios[:number], MARGIN, count)
+
         stops = {f"all {rounds} rounds": rounds}
         for count in counts:
-            looks = (number for number in range(count, rounds) if settled(ratios[:number], MARGIN, count))
-            stops[f"settled in {count}"] = next(looks, rounds)
+            stops[f"settled in {count}"] = next((each for each in range(count, rounds) if ends(each, count)), rounds)
         told = {}
         for number in set(stops.values()):
-            doubt = doubt_of(interval_of(control[:number], base[:number]))
-            interval = widened(interval_of(logs[:number], base[:number]), doubt)
-            told[number] = interval.low <= truth <= interval.high, decide(interval, MARGIN), number
+            aa, wide = (interval_of(control[:number], base[:number], confidence) for confidence in (0.95, 0.99))
+            interval = widened(interval_of(logs[:number], base[:number]), doubt_of(aa))
+            decision = "untrusted" if distrust(aa, wide, MAX_SPREAD) else decide(interval, MARGIN)
+            told[number] = interval.low <= truth <= interval.high, decision, number
         for name, number in stops.items():
             found.setdefault(name, []).append(told[number])
     return {
         name: {
             "coverage": sum(one[0] for one in each) / trials,
             "wrong": max([one[1] for one in each].count(wrong) / trials for wrong in _wrong(truth)),
-            "decided": sum(one[1] != "undecided" for one in each) / trials,
+            "decided": sum(one[1] not in ("undecided", "untrusted") for one in each) / trials,
+            "untrusted": sum(one[1] == "untrusted" for one in each) / trials,
             "rounds": float(np.mean([one[2] for one in each])),
         }
         for name, each in found.items()
@@ -175,8 +185,7 @@ def best_of(
 SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "looking": lambda: {
         f"ratio {truth:g}, noise {within:g}, autocorrelation {each}": looking(truth, within, each)
-        for truth in (1 + MARGIN, 1.0, 1.1)
-        for within in (0.02, 0.05)
+        for truth, within in (*product((1 + MARGIN, 1.0, 1.1), (0.02, 0.05)), (1.6, 0.08))
         for each in AUTOCORRELATIONS
     },
     "equal_arms": lambda: {

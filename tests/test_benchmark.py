@@ -264,6 +264,37 @@ def test_ten_rounds_on_one_side_of_each_margin_decide(tenth: dict[str, Window], 
     assert [each.name for each in left] == (["baseline", "control"] if stops else [each.name for each in specs])
 
 
+@pytest.mark.parametrize(
+    ("control", "ends"),
+    [
+        ({"samples_per_second": [1000.0] * 10}, True),
+        ({"samples_per_second": [1150.0, 850.0] * 5}, False),  # scatters by more than max_spread
+        ({"samples_per_second": [1150.0, 850.0, *[1000.0] * 8]}, True),  # one on either side is no scatter
+        ({"samples_per_second": [1020.0] * 9 + [999.0]}, False),  # a bias that hides in the margin
+        ({"samples_per_second": [1020.0] * 8 + [999.0] * 2}, True),
+        ({"samples_per_second": [1000.5] * 10}, True),
+        ({"peak_memory_bytes": [201 * 2**20] * 10}, True),  # heaps differ so
+        ({"peak_memory_bytes": [220 * 2**20] * 10}, False),
+    ],
+)
+def test_nothing_is_settled_where_equal_arms_differ(control: dict[str, list[Any]], ends: bool) -> None:
+    measured = []
+    for index in range(10):
+        changes = {field: values[index] for field, values in control.items()}
+        usual = {"baseline": window(), "fast": window(2000.0, peak_memory_bytes=2**20)}
+        measured.append(usual | {"control": make_window(**{"samples_per_second": 1000.0} | changes)})
+    specs = with_control(FakeServer(), "baseline", "fast")
+    left = rounds.unsettled(specs, measured, MARGINS, 0.15)
+    assert [each.name for each in left] == (["baseline", "control"] if ends else [each.name for each in specs])
+
+
+def test_it_goes_on_while_equal_arms_scatter_and_ends_once_they_do_not() -> None:
+    server = paced(FakeServer(), {"fast": [2000.0], "control": [1150.0, 850.0] * 5 + [1000.0] * 20})
+    limits: dict[str, Any] = {"seconds": 60, "max_rounds": 30, "steps": 1, "turns": 1, "margins": MARGINS}
+    found = measure(with_control(server, "baseline", "fast"), **limits, max_spread=0.15)
+    assert set(counts(found).values()) == {18}  # of the last ten, one on either side
+
+
 def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
     untold = [{name: window(speed, peak_memory_bytes=2**20).model_copy(update={"peak_memory_bytes": None})
                for name, speed in (("baseline", 1000.0), ("fast", 1500.0), ("control", 1000.0))}] * 10  # fmt: skip

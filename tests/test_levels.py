@@ -48,6 +48,9 @@ def test_what_is_settled_stops_early_and_rightly() -> None:
     assert (whole["rounds"], whole["wrong"], stopped["wrong"]) == (30, 0, 0)
     assert stopped["rounds"] < 15
     assert stopped["coverage"] > 0.9
+    _, noisy = looking(1.6, 0.08, 0.0, (10,), trials=60).values()
+    assert noisy["rounds"] < 25
+    assert noisy["untrusted"] < 0.1  # 0.42, did it not wait until equal arms look equal
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ arm, which the server forks (``arm._measure_in_turns``), train and measure.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,9 @@ FEWEST_ROUNDS = 6
 SETTLED_ROUNDS = 10
 """So many rounds in a row on one side of a margin settle a ratio. With its median on the margin that has a chance of
 2 in 2^10 a look, however rounds scatter; ``benchmarks.simulations`` shows what all looks together cost."""
+NEGLIGIBLE = 0.001
+"""``stats.NEGLIGIBLE``, likewise: up to here a bias of equal arms' speeds disturbs nothing. Their peaks may differ by
+the margin, for heaps do."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def measure(
     leaves_open: Callable[[Rounds], bool] = lambda _: False,
     decided: Callable[[Rounds], bool] = lambda _: False,
     margins: Mapping[str, float] | None = None,
+    max_spread: float = math.inf,
 ) -> Rounds:
     """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
 
@@ -94,7 +99,8 @@ def measure(
     ``decided``, which is asked after each round from ``FEWEST_ROUNDS`` on, says so.
 
     ``margins``: of fields of ``Window``. With them a variant whose ratios are all settled (``unsettled``) takes no part
-    in later rounds, so that its samples are of the first ones alone, and all ends with the last variant.
+    in later rounds, so that its samples are of the first ones alone, and all ends with the last variant. None is where
+    the control itself strays, or its ratios lie further apart than ``max_spread`` (``equal``).
 
     With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
     their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
@@ -157,7 +163,7 @@ def measure(
                 longest = max(longest, time.monotonic() - began)
                 if len(rounds) >= FEWEST_ROUNDS and decided(so_far()):
                     break
-                if margins and len(still := unsettled(running, rounds, margins)) < len(running):
+                if margins and len(still := unsettled(running, rounds, margins, max_spread)) < len(running):
                     longest *= len(still) / len(running)
                     running = still
                     if len({spec.variant for spec in running}) == 1:  # the baseline's
@@ -177,19 +183,27 @@ def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
 
 
 def unsettled(
-    arms: Sequence[ArmSpec], rounds: Sequence[Mapping[str, Window]], margins: Mapping[str, float]
+    arms: Sequence[ArmSpec],
+    rounds: Sequence[Mapping[str, Window]],
+    margins: Mapping[str, float],
+    max_spread: float = math.inf,
 ) -> list[ArmSpec]:
     """Those of ``arms`` that another round is to measure: the baseline and its control, and each variant, with the arms
-    of its ablation, of which a ratio is not ``settled``.
+    of its ablation, of which a ratio is not ``settled``; all, unless baseline and control are ``equal``.
 
     An arm is held against the baseline and its control alike, so that what equal arms differ by settles nothing; one
     without a technique, against its variant. A rejected sample settles nothing, a figure that this machine does not
     tell leaves nothing open.
     """
-    baseline = next(arm.variant for arm in arms if arm.role == "aa_control")
+    baseline, control = next((arm.variant, arm.name) for arm in arms if arm.role == "aa_control")
     equals = [arm.name for arm in arms if arm.variant == baseline]
     whole = {arm.variant: arm.name for arm in arms if arm.role == "variant"}
     recent = rounds[-SETTLED_ROUNDS:]
+    for field, margin in margins.items():
+        pairs = [(getattr(each[control], field), getattr(each[whole[baseline]], field)) for each in recent]
+        found = [one / other for one, other in pairs if one and other]
+        if found and not equal(found, margin if field == "peak_memory_bytes" else NEGLIGIBLE, max_spread):
+            return list(arms)
 
     def is_settled(arm: ArmSpec) -> bool:
         references = [whole[arm.variant]] if arm.role == "without" else equals
@@ -214,6 +228,19 @@ def settled(rounds: Sequence[Sequence[float]], margin: float, count: int = SETTL
     bound = 1 + margin
     sides = {(ratio > bound) - (ratio < 1 / bound) for each in rounds[-count:] for ratio in each}
     return len(rounds) >= count and len(sides) == 1
+
+
+def equal(ratios: Sequence[float], tolerance: float, max_spread: float, count: int = SETTLED_ROUNDS) -> bool:
+    """Whether the last ``count`` ratios look like those of equal arms: the second and the last but one by size, of ten
+    an interval of the median with 97.9%, hold 1 or a value within ``tolerance`` of it, and lie no further apart than
+    ``max_spread``, a relative width.
+
+    Source of the interval: two binomial tails of at most one in ten, 1 - 2 * 11 / 2^10 (the sign test's).
+    """
+    if len(ratios) < count:
+        return False
+    _, low, *_, high, _ = sorted(ratios[-count:])
+    return low <= 1 + tolerance and high >= 1 / (1 + tolerance) and high / low - 1 <= max_spread
 
 
 def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
@@ -339,6 +366,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
                 "samples_per_second": config.compare.margins.throughput,
                 "peak_memory_bytes": config.compare.margins.memory,
             },
+            max_spread=config.compare.max_spread,
         )
     session = ended()
     bench = Bench(
