@@ -154,10 +154,12 @@ def error_rates(
     }
 
 
-def power(recorded: Mapping[str, Any], picture: Path, trials: int = 300) -> dict[str, Any]:
-    """What becomes of losses of 0 to 12%, by ``error_rates``; drawn into ``picture``, an SVG."""
+def power(
+    recorded: Mapping[str, Any], picture: Path, trials: int = 300, minutes: float | None = None
+) -> dict[str, Any]:
+    """What becomes of losses of 3 to 12%, by ``error_rates``; drawn into ``picture``, an SVG."""
     losses = [percent / 100 for percent in range(3, 13)]
-    found = error_rates(recorded, trials, losses=losses)
+    found = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
     for words, color in (("worse", "#b3261e"), ("undecided", "#8a8a8a"), ("passed", "#1b7f4b")):
         shares = [
@@ -366,11 +368,12 @@ def main() -> None:
     recording.add_argument("--variants", nargs="*", default=[], help="none: all of params.yaml")
     rating = commands.add_parser("rates", help="error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
-    rating.add_argument("--trials", type=int, default=1000)
-    rating.add_argument("--minutes", type=float, help="the budget of a gate; default: that of params.yaml")
     drawing = commands.add_parser("power", help="what becomes of losses of 3 to 12%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
+    for command, trials in ((rating, 1000), (drawing, 300)):
+        command.add_argument("--trials", type=int, default=trials)
+        command.add_argument("--minutes", type=float, help="the budget of a gate; default: that of params.yaml")
     whole = commands.add_parser("trial", help="complete gates, one at least")
     whole.add_argument("--file", type=Path, default=machines.FIGURES / "gate-trials.json")
     whole.add_argument("--minutes", type=float, default=40.0, help="no gate begins later")
@@ -384,7 +387,7 @@ def main() -> None:
         print(json.dumps(error_rates(recorded, arguments.trials, arguments.minutes), indent=1))
     elif arguments.command == "power":
         recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
-        print(json.dumps(power(recorded, arguments.picture), indent=1))
+        print(json.dumps(power(recorded, arguments.picture, arguments.trials, arguments.minutes), indent=1))
     else:
         trial(arguments.file, arguments.minutes)
 
