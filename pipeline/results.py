@@ -259,6 +259,8 @@ class Arm(Setup):
     """The one that is added or taken away."""
     samples: tuple[Window, ...]
     """One a round, or one each of the first rounds; those of one index were measured side by side."""
+    settled: bool = False
+    """Its ratios were, so that no more rounds were measured of it."""
 
 
 class Session(Record):

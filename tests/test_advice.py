@@ -61,6 +61,13 @@ def test_more_than_an_hour_is_no_advice() -> None:
     assert reason(unforeseen, RoundCost("bench.max_minutes", 6, None)).endswith("would decide can be foreseen")
 
 
+def test_minutes_that_were_not_used_up_are_not_advised() -> None:
+    undecided = ratio([10.3, 10.7, 10.4, 10.6, 10.2, 10.8], [10.0] * 6)
+    allowed = TEN_IN_TEN_MINUTES._replace(seconds=100.0)
+    assert "set bench.max_minutes: 2.5" in reason(undecided, allowed)
+    assert "(make again)" in reason(undecided, allowed._replace(minutes=2.5))
+
+
 def test_an_untrusted_ratio_says_why() -> None:
     assert reason(ratio(["it throttled"] * 6, [9.0] * 6)) == (
         "throughput: 6 of 6 rounds had to be rejected, most often because it throttled"

@@ -227,12 +227,14 @@ def test_a_variant_that_is_decided_stops_and_its_minutes_go_to_the_others(slow: 
     found = measure(with_control(slow, *names), **limits, margins=MARGINS)
     # Ten rounds of five arms, and in the time of five more, eight of three.
     assert counts(found) == {"baseline": 18, "fast": 10, "same": 10, "open": 18, "control": 18}
+    assert {arm.name for arm in found.arms if arm.settled} == {"fast", "same"}
 
 
 def test_where_all_are_decided_it_ends_and_a_baseline_alone_goes_on() -> None:
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 15, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(paced(FakeServer(), {"fast": [1500.0]}), "baseline", "fast"), **limits)
     assert set(counts(found).values()) == {rounds.SETTLED_ROUNDS}
+    assert [arm.settled for arm in found.arms] == [False, True, False]  # also the last one, which has all rounds
     assert counts(measure(with_control(paced(FakeServer(), {}), "baseline"), **limits)) == {
         "baseline": 15,
         "control": 15,

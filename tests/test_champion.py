@@ -17,6 +17,7 @@ from pipeline.params import Compare
 from pipeline.report import html, markdown, sentences
 from pipeline.results import Bench
 from pipeline.tracking import labels
+from pipeline.tracking.promoting import sessions_of
 from tests.factories import ENVIRONMENT, make_bench, make_histories, make_result
 from tests.report.conftest import plain
 from tests.report.reader import Page
@@ -139,6 +140,23 @@ def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_
         return best(bench.model_copy(update={"arms": tuple(arms)}))
 
     assert told([1.0] * 10 + [0.9, 1.1] * 10) == told([1.0] * 30)
+
+
+def test_what_no_round_tells_is_unknown_to_the_tags_too() -> None:
+    gone = {"one": dict.fromkeys(range(6), "x"), "two": dict.fromkeys(range(6, 12), "x")}
+    comparison = over(session(1, throughput={"one": 1.5, "two": 1.3}, refused=gone))
+    assert labels.champion(comparison.model_dump(mode="json"))["champion.head_to_head"].startswith("unknown")
+
+
+def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alone() -> None:
+    """Of five sessions in which it pays, four lack the other: the gain was told in one."""
+    before = dict.fromkeys(NAMES, "k") | {"two": "before"}
+    faster = {"one": 1.5, "two": 1.3}
+    sessions = [session(5, throughput=faster)]
+    sessions += [session(day, throughput={"one": 1.5 + day / 100, "two": 1.3}, keys=before) for day in (1, 2, 3, 4)]
+    compared = over(*sessions).model_dump(mode="json")
+    assert len(compared["variants"][1]["throughput"]["sessions"]) == 5
+    assert sessions_of(compared, "one") == 1
 
 
 def test_a_session_that_lacks_one_of_them_says_nothing_of_the_choice() -> None:

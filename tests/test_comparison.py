@@ -671,7 +671,9 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     assert early.throughput.estimate == before.estimate
     (said,) = [text for text in sentences.basis(make_comparison(bench=stopped)) if "no further" in text]
     assert said.endswith(": ddp after 8 rounds.")
-    nearly = with_arm("ddp", make_bench(throughput={"ddp": 1.03}, refused={}), samples=longer.arms[0].samples[:8])
+    nearly = with_arm(
+        "ddp", make_bench(throughput={"ddp": 1.03}, refused={}), samples=longer.arms[0].samples[:8], settled=True
+    )
     assert "make again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
 
 

@@ -122,6 +122,7 @@ def measure(
                     variant=spec.variant,
                     technique=spec.technique,
                     samples=tuple(complete[spec.name] for complete in rounds if spec.name in complete),
+                    settled=spec not in running,
                     **facts[spec.name],
                 )
                 for spec in arms
@@ -395,7 +396,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
     print(f"bench: {bench.rounds} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
     for arm in rounds.arms:
-        if arm.role == "variant" and len(arm.samples) < bench.rounds:
+        if arm.role == "variant" and arm.settled:
             print(f"bench: {arm.name} was settled after {len(arm.samples)} rounds", flush=True)
         for line in rejections(arm):
             print(f"bench: {arm.name} {line}", flush=True)

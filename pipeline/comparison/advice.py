@@ -16,7 +16,7 @@ MOST_SEEDS = 20
 def reasons(
     throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench, *, stopped: bool = False
 ) -> tuple[str, ...]:
-    """Of one variant; ``stopped``: ``bench`` measured it in its first rounds alone."""
+    """Of one variant; ``stopped``: ``bench`` took it for settled."""
     cost = planning.cost_of(bench)
     found = [
         *ratio_reasons(throughput, THROUGHPUT, cost, stopped=stopped),

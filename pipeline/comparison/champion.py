@@ -74,6 +74,7 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
         told = tuple(table[chosen][part] for part, chosen in enumerate(found))
         interval = over_sessions([_interval(one) for one in told])
     else:
+        told = tuple(_in(ratios[first], start) for start in starts)
         sitting = next((each for each in sittings if each.bench.session.start_utc in starts), None)
         figures = _figures(sitting, list(ratios), quantity) if sitting else np.empty((0, 0))
         if sitting is None or figures.shape[1] < FEWEST_PAIRS:

@@ -153,8 +153,7 @@ def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: S
     known = [throughput.decision, accuracy.decision]
     arms = [arm_of(own.bench, "variant", each.variant) for each in (result, baseline)]
     known += [] if verdicts.unmeasurable(arms, MEMORY) else [memory.decision]
-    stopped = len(arms[0].samples) < own.bench.rounds
-    reasons = advice.reasons(throughput, memory, accuracy, own.bench, stopped=stopped)
+    reasons = advice.reasons(throughput, memory, accuracy, own.bench, stopped=arms[0].settled)
     return Judgement(throughput, memory, accuracy, difference, verdicts.verdict(known), reasons)
 
 

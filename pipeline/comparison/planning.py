@@ -26,6 +26,8 @@ class RoundCost(NamedTuple):
     rounds: int
     seconds: float | None
     """Of all rounds; None: not known."""
+    minutes: float = 0.0
+    """That were allowed: where they would do already, they were not what ended the rounds."""
 
     def affordable(self) -> float:
         """So many rounds in all are no more than ``LONGEST_MINUTES``; infinite where that is not known.
@@ -45,6 +47,8 @@ class RoundCost(NamedTuple):
                 "bench.window_seconds make them cheaper"
             )
         value = rounds if self.key.endswith("rounds") else math.ceil(2 * minutes) / 2
+        if self.key.endswith("minutes") and value <= self.minutes:
+            return "make again"
         return f"set {self.key}: {value:g}"
 
 
@@ -52,7 +56,7 @@ def cost_of(bench: Bench) -> RoundCost:
     """What the bench's rounds took, and what ended them."""
     rounds, limit = bench.rounds, bench.config["bench"]["max_rounds"]
     key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
-    return RoundCost(key, rounds, bench.seconds)
+    return RoundCost(key, rounds, bench.seconds, bench.config["bench"]["max_minutes"])
 
 
 def rounds_for(wanted: int, pairs: int, rejected: int) -> int:

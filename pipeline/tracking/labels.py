@@ -144,6 +144,8 @@ def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _ratio(ratio: Mapping[str, Any]) -> str:
+    if ratio["estimate"] is None:  # no round has both
+        return "unknown"
     ends = (ratio["low"], ratio["high"])
     return f"{ratio['estimate']:.3f}" + (f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else "")
 

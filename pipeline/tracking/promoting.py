@@ -54,8 +54,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     variant = best["variant"] if best else compared["baseline"]
     if best and (count := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
-            f"not promoted: {variant} pays in {count} session(s) of the bench, and {FEWEST_SESSIONS} are asked for. "
-            "Run `make again` on another day.",
+            f"not promoted: {variant} pays in {count} session(s) of the bench, and {FEWEST_SESSIONS} are asked for, "
+            f"each with all {best['among']} that pay. Run `make again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW
@@ -102,12 +102,12 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
 
 
 def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
-    """On how many sessions each of the variant's trusted ratios rests at least."""
+    """On how many sessions each of the variant's trusted ratios rests at least, the best one's gain among them."""
     return min(
         (
             sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
             for each in compared["variants"]
-            for ratio in (each["throughput"], each["memory"])
+            for ratio in (each["throughput"], each["memory"], (compared.get("champion") or {}).get("ratio"))
             if each["variant"] == variant and ratio and ratio["decision"] != "untrusted"
         ),
         default=0,
