@@ -695,6 +695,19 @@ def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -
     assert {each.decision for each in judged} == {"untrusted"}
 
 
+def test_a_variant_that_was_settled_early_is_shown_at_the_pace_of_all_rounds() -> None:
+    usual = make_bench(rounds=30, refused={}, noise=0.0, throughput={"ddp": 1.5})
+    arms = []
+    for arm in usual.arms:
+        samples = [make_window(samples_per_second=speed) for speed in
+                   [(each.samples_per_second or 0) * (1 if index < 10 else 0.5)
+                    for index, each in enumerate(arm.samples)]]  # fmt: skip
+        arms.append(arm.model_copy(update={"samples": tuple(samples[: 10 if arm.variant == "ddp" else 30])}))
+    baseline, ddp, _ = make_comparison(bench=usual.model_copy(update={"arms": tuple(arms)})).variants
+    assert baseline.samples_per_second
+    assert ddp.samples_per_second == pytest.approx(1.5 * baseline.samples_per_second)
+
+
 def test_every_problem_of_bench_and_results_is_named_at_once() -> None:
     measured = [BASELINE, make_result("ddp", environment="a" * 64)]
     with pytest.raises(ComparisonError) as raised:

@@ -19,11 +19,21 @@ from pipeline.results import Arm, Bench, HistoryRow, Result
 
 
 def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool) -> dict[str, Any]:
-    """The fields of Compared that the bench measured; ``speeds``, ``memory``: whether these are trusted."""
+    """The fields of Compared that the bench measured; ``speeds``, ``memory``: whether these are trusted.
+
+    Of an arm with fewer rounds than the baseline: times what the baseline's median of all rounds is over that of the
+    same ones, so that figures beside each other are of the same machine. A fraction stays as it is.
+    """
+    base = bench.arm("variant", bench.baseline)
+    same = base.model_copy(update={"samples": base.samples[: len(arm.samples)]}) if base else None
     ledgers, flops = bench.ledgers.get(arm.variant), bench.flops.get(arm.variant)
 
     def median(field: str, trusted: bool) -> float | None:
-        return median_of(arm, field) if trusted else None
+        value = median_of(arm, field) if trusted else None
+        if value is None or base is None or same is None or field.endswith("fraction"):
+            return value
+        whole, part = median_of(base, field), median_of(same, field)
+        return value * (whole / part) if whole and part else value
 
     def median_bytes(field: str) -> int | None:
         value = median(field, memory)
