@@ -906,6 +906,15 @@ def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pr
     assert len("\n".join(lines)) < 2000, "it goes into a pull request"
 
 
+@pytest.mark.parametrize(("baseline", "advised"), [(1.0, True), (0.8, False)])
+def test_where_something_is_worse_no_more_minutes_are_advised(
+    pretended: Pretended, baseline: float, advised: bool
+) -> None:
+    pretended.speeds = {"head baseline": baseline, "head ddp": 0.97}
+    gate.run(configured(), "main")
+    assert ("gate.max_minutes" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")) is advised
+
+
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(
     ("peak_mib", "told"), [(200, "3% of memory, 1"), (10, "3% of memory (but at least 1 MiB a process), 1")]

@@ -86,13 +86,14 @@ def _decided(rows: Sequence[Held], decision: str) -> str:
 
 
 def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
-    """Why something is undecided or untrusted."""
+    """Why something is untrusted or undecided; where something is worse, no minutes more are advised for the rest."""
     cost = RoundCost(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
     everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
+    told = ("untrusted",) if gated.outcome == "worse" else ("untrusted", "undecided")
     for row in rows:
+        ratios = [(row.throughput, THROUGHPUT), *([(row.memory, MEMORY)] if row.memory else [])]
         reasons = [
-            *advice.ratio_reasons(row.throughput, THROUGHPUT, cost),
-            *(advice.ratio_reasons(row.memory, MEMORY, cost) if row.memory else []),
+            *(why for each, of in ratios if each.decision in told for why in advice.ratio_reasons(each, of, cost)),
             *(advice.accuracy_reasons(row.accuracy) if row.accuracy else []),
         ]
         for reason in reasons:
