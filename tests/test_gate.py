@@ -446,6 +446,7 @@ def test_code_and_settings_must_be_what_was_measured(
     changed = {"remark": "# A remark.\nslow = False\n", "own code": "slow = True\n"}
     net.write_text(changed.get(change, "slow = False\n"), encoding="utf-8")
     code._source.cache_clear()
+    code._located.cache_clear()
     if change == "settings":
         config = config.with_train(batch_size=128)
     if change == "new":

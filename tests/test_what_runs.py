@@ -192,6 +192,7 @@ def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch
 
     def depends_on(**train: object) -> object:
         code._source.cache_clear()
+        code._located.cache_clear()
         config = parse({"train": {"model": "net:net", **train}, "variants": {"baseline": {}}})
         return stages.training(plan(config, "baseline", CPU))
 
@@ -216,6 +217,7 @@ def test_what_lies_beside_a_module_is_no_code_and_what_is_no_python_is_named(
     assert "pipeline/report/page.html" in code.of_stage("compare")
     Path("layers.py").write_text("VALUE =\n")
     code._source.cache_clear()
+    code._located.cache_clear()
     with pytest.raises(ConfigError, match=r"layers\.py, which a stage would run, is no Python: .*line 1"):
         code.of_variant(plan(config, "baseline", CPU))
 
@@ -259,6 +261,7 @@ def test_what_was_read_before_is_not_read_again_and_what_lies_there_broken_is(
 
     def digests() -> dict[str, str]:
         code._source.cache_clear()
+        code._located.cache_clear()
         code._memo.cache_clear()
         code._used.clear()
         read.clear()

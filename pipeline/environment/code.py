@@ -65,7 +65,7 @@ def _digests(modules: Iterable[str]) -> dict[str, str]:
         waiting |= {module[:end] for end, letter in enumerate(module) if letter == "."} - seen
         if any(f"{module}.".startswith(f"{name}.") for name in FOUND_AS_VALUES):
             continue
-        roots = [Path.cwd(), PACKAGE.parent, *(map(Path, sys.path) if module.partition(".")[0] in named else ())]
+        roots = (Path.cwd(), PACKAGE.parent, *(map(Path, sys.path) if module.partition(".")[0] in named else ()))
         if (located := _located(module, roots)) is None:
             continue
         root, path = located
@@ -78,7 +78,8 @@ def _digests(modules: Iterable[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _located(module: str, roots: Iterable[Path]) -> tuple[Path, Path] | None:
+@functools.cache  # stages share most modules
+def _located(module: str, roots: tuple[Path, ...]) -> tuple[Path, Path] | None:
     """The first root that has the module, and its file there."""
     for root in roots:
         stem = root.joinpath(*module.split("."))
