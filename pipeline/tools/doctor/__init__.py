@@ -6,34 +6,28 @@ function of the ``Facts`` that gives one finding, or several; it stands in ``CHE
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from pipeline.errors import redacted
-from pipeline.tools.doctor import findings, gpus, machine
-from pipeline.tools.doctor.facts import Facts, look
-from pipeline.tools.doctor.findings import Finding
+from pipeline.tools.doctor import checks, findings
+from pipeline.tools.doctor.facts import LATE, Facts, Unanswered, look
+from pipeline.tools.doctor.findings import Finding, problem, warning
 
 CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
-    "params.yaml": machine.params_file,
-    "variants": machine.variants,
-    "torch": gpus.torch,
-    "model": machine.names,
-    "NVIDIA driver": gpus.driver,
-    "GPUs": gpus.gpus,
-    "NCCL": gpus.nccl,
-    "CPU": machine.cpu,
-    "memory": machine.memory,
-    "shared memory": machine.shared_memory,
-    "work tree": machine.work_tree,
-    "git": machine.git,
-    "DVC cache": machine.cache,
-    "DVC remote": machine.remote,
-    "disk": machine.disk,
-    "tracking": machine.tracking,
+    "params.yaml": checks.params_file,
+    "torch": checks.torch,
+    "NVIDIA driver": checks.driver,
+    "GPUs": checks.gpus,
+    "CPU": checks.cpu,
+    "memory": checks.memory,
+    "shared memory": checks.shared_memory,
+    "work tree": checks.work_tree,
+    "git": checks.git,
+    "DVC cache": checks.cache,
+    "DVC remote": checks.remote,
+    "disk": checks.disk,
+    "tracking": checks.tracking,
 }
 """In the order in which a person would put things right."""
 
@@ -41,9 +35,7 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
 def run(*, as_json: bool) -> int:
     """Print what was found; return 1 if there is a problem, else 0."""
     found = list(examine(look(Path())))
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = shutil.get_terminal_size().columns
-    print(findings.as_json(found) if as_json else findings.as_text(found, width, colour=colour))
+    print(findings.as_json(found) if as_json else findings.as_text(found, shutil.get_terminal_size().columns))
     return int(any(finding.status == "problem" for finding in found))
 
 
@@ -52,8 +44,10 @@ def examine(facts: Facts) -> Iterator[Finding]:
     for check, judge in CHECKS.items():
         try:
             found = judge(facts)
-            for each in [found] if isinstance(found, Finding) else found:
-                yield Finding(each.check or check, each.status, redacted(each.found), redacted(each.remedy))
+            judged = [found] if isinstance(found, Finding) else [*found]
+        except Unanswered as error:
+            judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # it may yet answer
         except Exception as error:
-            reason = redacted(f"could not be looked at: {type(error).__name__}: {error}")
-            yield Finding(check, "warning", reason, "look yourself, and report this: it is a fault of doctor")
+            reason = f"could not be looked at: {type(error).__name__}: {error}"
+            judged = [warning(reason, "look yourself, and report this: it is a fault of doctor")]
+        yield from (each.of(check) for each in judged)

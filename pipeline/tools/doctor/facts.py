@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,26 +16,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import psutil
-
 from pipeline import environment, params, plans
 from pipeline.environment.gpus import instances
-from pipeline.errors import ConfigError, PipelineError
-
-CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+from pipeline.errors import ConfigError
 
 PROBE_SECONDS = 60.0
 """Imports of torch, DVC or MLflow take one to three; from a cold disk, or on a busy machine, much longer."""
-NETWORK_SECONDS = 3
-"""After the imports, the longest wait for a DVC remote."""
+LATE = "no answer within"
+
+
+class Unanswered(Exception):
+    """A probe does not tell what a check asks for; its failure."""
 
 
 class Answer(NamedTuple):
     found: dict[str, Any]
     failure: str = ""
     """Why it is not complete."""
-    late: bool = False
-    """It was cut off."""
+
+    def told(self, name: str) -> Any:
+        """Raises Unanswered."""
+        if name not in self.found:
+            raise Unanswered(self.failure)
+        return self.found[name]
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,8 @@ class Facts:
     job: Job
     planned_gpus: int
     """How many the plans count on (``environment.machine``)."""
-    container: bool
-    """This is one."""
     driver: Answer
     torch: Answer
-    names: Answer
     git: Answer
     dvc: Answer
     store: Answer
@@ -83,26 +82,24 @@ class Facts:
 
 def look(root: Path) -> Facts:
     """What there is in the checkout at ``root``, the current directory, and around it."""
-    driver, machine = ask("driver"), None  # before anything of ours computes on a GPU: it lists who does
+    machine = None
     with ThreadPoolExecutor() as pool:
-        asked = {probe: pool.submit(ask, probe) for probe in PROBES if probe != "driver"}
+        answers = pool.map(ask, PROBES)
         with suppress(Exception):  # the checks that miss it say so
             machine = environment.machine()
         job = read(root / params.PARAMS_FILE, machine)
-    container = any(mark.exists() for mark in CONTAINER_MARKS) or "KUBERNETES_SERVICE_HOST" in os.environ
-    answers = {probe: answer.result() for probe, answer in asked.items()}
-    return Facts(root, job, machine.gpus if machine else 0, container, driver, **answers)
+        return Facts(root, job, machine.gpus if machine else 0, **dict(zip(PROBES, answers, strict=True)))
 
 
 def read(path: Path, machine: params.Machine | None) -> Job:
     """The job of ``path``, planned for ``machine`` unless that is unknown."""
     try:
-        config = params.load(path)
+        job = Job(config := params.load(path))
     except ConfigError as error:
         return Job(mistakes=str(error))
-    job = Job(config)
-    for name in config.variants if machine else ():
-        assert machine
+    if machine is None:
+        return job
+    for name in config.variants:
         try:
             job.plans[name] = plans.plan(config, name, machine)
         except ConfigError as error:
@@ -116,21 +113,18 @@ def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
     try:
         done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        done = subprocess.CompletedProcess(command, -signal.SIGALRM, error.stdout or b"", b"")
-    else:
-        seconds = NETWORK_SECONDS
+        late = f"{LATE} {seconds:g} s".encode()
+        done = subprocess.CompletedProcess(command, 1, error.stdout or b"", late)
     found: dict[str, Any] = {}
     for line in done.stdout.decode(errors="replace").splitlines():
         if line.startswith("{"):
             with suppress(ValueError):  # libraries may print what they like
                 found |= json.loads(line)
     failure = found.pop("failure", "")
-    if late := done.returncode == -signal.SIGALRM:
-        failure = f"no answer within {seconds:g} s"
-    elif done.returncode:  # it crashed
+    if done.returncode:  # it hung or crashed
         said = done.stderr.decode(errors="replace").strip().splitlines()
         failure = [f"the process ended with {done.returncode}", *said][-1]
-    return Answer(found, failure, late)
+    return Answer(found, failure)
 
 
 def answer(probe: str) -> None:
@@ -138,9 +132,8 @@ def answer(probe: str) -> None:
     try:
         PROBES[probe]()
     except Exception as error:
-        kind = [] if isinstance(error, PipelineError) else [f"{type(error).__name__}:"]
         missing = getattr(error, "missing_deps", ())  # as DVC names what it needs
-        _say(failure=" ".join([*kind, *str(error).split(), *missing]))
+        _say(failure=" ".join([f"{type(error).__name__}:", *str(error).split(), *missing]))
 
 
 def _say(**found: Any) -> None:
@@ -148,36 +141,22 @@ def _say(**found: Any) -> None:
 
 
 def _driver() -> None:
-    """What the driver's library (NVML) knows: version, cuda (the newest, major and minor) and gpus: uuid, instances
-    (UUIDs; None: it is not split, MIG), pids (of processes that compute on it, as the host counts them)."""
+    """What the driver's library (NVML) knows: version, cuda (the newest, major and minor) and gpus, of each the UUIDs
+    of its instances (MIG), or None if it is not split."""
     import pynvml as nvml
 
     nvml.nvmlInit()
-    gpus = []
-    for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
-        made, pids = instances(handle), []
-        with suppress(nvml.NVMLError):  # a virtual GPU may not tell
-            pids = [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if not _is_mps(each.pid)]
-        uuids = None if made is None else [*map(nvml.nvmlDeviceGetUUID, made)]
-        gpus.append({"uuid": nvml.nvmlDeviceGetUUID(handle), "instances": uuids, "pids": pids})
+    split = [instances(nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(nvml.nvmlDeviceGetCount())]
+    gpus = [made if made is None else [*map(nvml.nvmlDeviceGetUUID, made)] for made in split]
     cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
     _say(version=nvml.nvmlSystemGetDriverVersion(), cuda=[cuda // 1000, cuda % 1000 // 10], gpus=gpus)
 
 
-def _is_mps(pid: int) -> bool:
-    """Whether this is MPS's server, which computes for its clients alone. Unknown where its name cannot be read."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).name().startswith("nvidia-cuda-mps")
-    return False
-
-
 def _torch() -> None:
-    """version, cuda (None in a CPU build), nccl (None without), gpus (how many) and their names; it fails where they do
-    not compute."""
+    """version, cuda (None in a CPU build), gpus (how many) and their names; it fails where they do not compute."""
     import torch
 
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else None
-    _say(version=torch.__version__, cuda=torch.version.cuda, nccl=nccl)
+    _say(version=torch.__version__, cuda=torch.version.cuda)
     if torch.version.cuda:
         gpus = range(torch.cuda.device_count())
         _say(gpus=len(gpus))
@@ -187,21 +166,11 @@ def _torch() -> None:
         _say(names=[*map(torch.cuda.get_device_name, gpus)])
 
 
-def _names() -> None:
-    """It fails where the model, the loss or the metric of params.yaml cannot be found."""
-    from pipeline import models
-    from pipeline.models import loss_and_metric
-
-    train = params.load().train
-    models.load(train.model)
-    loss_and_metric.load(train)
-
-
 def _git() -> None:
     """commit; it fails where git does."""
     command, plain = ["git", "rev-parse", "--verify", "--short", "HEAD"], os.environ | {"LC_ALL": "C"}
     done = subprocess.run(command, env=plain, capture_output=True, text=True, errors="replace")
-    _say(commit=done.stdout.strip(), failure=" ".join(done.stderr.split()))
+    _say(**{"failure": " ".join(done.stderr.split())} if done.returncode else {"commit": done.stdout.strip()})
 
 
 def _store() -> None:
@@ -215,28 +184,18 @@ def _store() -> None:
 
 
 def _dvc() -> None:
-    """cache, how it links files, and the default remote, as DVC itself reads its settings; whether that exists."""
+    """cache, and the default remote, as DVC itself reads its settings; whether that exists."""
     from dvc.repo import Repo
-    from dvc_objects.fs import generic
 
     with Repo() as repo:
-        odb = repo.cache.local
-        _say(cache=odb.path)
-        if Path(odb.path).is_dir():
-            beside = repo.fs.join(repo.root_dir, "x")
-            _say(link=generic.test_links([*odb.cache_types, "copy"], odb.fs, odb.path, repo.fs, beside)[0])
+        _say(cache=repo.cache.local.path)
         name, remotes = repo.config["core"].get("remote"), repo.config["remote"]
-        _say(remote=name, remotes=sorted(remotes), url=remotes.get(name, {}).get("url", ""))
+        _say(remote=name, url=remotes.get(name, {}).get("url", ""))
         if not name:
             return
         remote = repo.cloud.get_remote()
         system, path = remote.fs, remote.path
-        assert system.fs  # imports and opens what speaks to the remote, which it has not done yet
-        signal.alarm(NETWORK_SECONDS)  # nothing else ends a library that tries again and again
-        if system.protocol == "local":
-            there = nearest(Path(path))
-            _say(exists=there == Path(path), writable=os.access(there, os.W_OK))
-        elif system.protocol in ("http", "https"):
+        if system.protocol in ("http", "https"):
             _say(exists=system.fs.exists(path, strict=True))  # else it takes any failure for absence
         else:
             if bucket := path.split("/")[0]:
@@ -244,7 +203,7 @@ def _dvc() -> None:
             _say(exists=system.exists(path))
 
 
-PROBES = {"driver": _driver, "torch": _torch, "names": _names, "git": _git, "dvc": _dvc, "store": _store}
+PROBES = {"driver": _driver, "torch": _torch, "git": _git, "dvc": _dvc, "store": _store}
 
 
 def nearest(path: Path) -> Path:

@@ -9,70 +9,74 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from pipeline.tools.doctor.facts import Answer
+from pipeline.errors import redacted
 
 Status = Literal["ok", "warning", "problem", "not applicable"]
 
-MARKS = {"ok": ("ok", "32"), "warning": ("warning", "33"), "problem": ("PROBLEM", "1;31"), "not applicable": ("-", "2")}
-"""And their colours, of ANSI: green, yellow, bold red, dim."""
+MARKS = {"problem": "PROBLEM", "not applicable": "-"}
 
+ADD_GPUS = "docker run --gpus all ... (the host needs the NVIDIA Container Toolkit)"
+USE_CPU = "or set train.device: cpu"
 INSTALL = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
-"""The remedy where a package is missing or broken."""
+TO_THE_TOP = "cd to the top of the checkout; in a container, mount it there"
+
 REMEDIES = {
-    "params.yaml is missing": "cd to the top of the checkout; in a container, mount it there",
+    "params.yaml is missing": TO_THE_TOP,
     "bf16 is skipped": "use a machine that has it, or set train.without_native: run",
     ": GPU is skipped": "see to the NVIDIA driver, below, or set train.device: cpu",
-    "train.batch_size": "set train.batch_size to a multiple of the number of GPUs",
+    "is skipped: train.batch_size": "set train.batch_size to a multiple of the number of GPUs",
+    "is skipped": "none needed if that is known: the report says so",
+    "params.yaml:": "correct params.yaml; params.schema.json lists all keys",
     "to be installed": "python -m pip install what it names; in a container, build it into the image",
     "ImportError": INSTALL,
     "ModuleNotFoundError": INSTALL,
     "version mismatch": "reboot the host: the driver was updated while the old one was loaded",
     "no kernel image": "install a torch that is built for this GPU's compute capability",
+    "does not answer": "run nvidia-smi, `dmesg | grep -i nvrm` on the host; start the container anew with --gpus all",
+    "torch sees": "see to the driver above; run nvidia-smi: a GPU that hangs needs a reset or a reboot",
     "No such file or directory: 'git'": "apt-get install git",
     "dubious ownership": 'git config --global --add safe.directory "$PWD"',
     "not a git repository": "start from a clone; to a worktree belongs its main checkout, mounted at the same path",
-    "NotDvcRepoError": "cd to the top of the checkout; in a container, mount it there",
+    "NotDvcRepoError": TO_THE_TOP,
+    "cannot write to": 'sudo chown -R "$(id -u):$(id -g)" . ; run containers with --user "$(id -u):$(id -g)", no :ro',
+    "DVC remote:": "see `dvc status --cloud --verbose`, credentials (dvc remote modify --local ...) and network",
+    "tracking: no answer": "check the address in MLFLOW_TRACKING_URI, and the name server",
+    "no answer": "try again: a first import is slow, and so is a busy machine; or a file system hangs",
+    "git:": "make it work here: DVC and gate need it",
+    "DVC cache:": "see `dvc doctor`, git above, .dvc/config and .dvc/config.local",
 }
-"""What a finding says, in words of ours or of another tool -> its remedy. The first that fits counts."""
+"""What a finding says, in words of ours or of another tool -> its remedy, where the check gives none. The first that
+fits "check: finding" counts."""
 
 
 class Finding(NamedTuple):
-    check: str
-    """Its name, in a word or two; a check leaves it to the table of checks, which knows it."""
     status: Status
     """problem: something that params.yaml or the environment asks for does not work here. warning: it works, but worse
     than it could, or not as one may think. not applicable: this job on this machine does not need it."""
     found: str
     remedy: str = ""
-    """The command or setting that puts it right; empty where nothing is to be done."""
+    """The command or setting that puts it right; empty where nothing is to be done, or ``REMEDIES`` says it."""
+    check: str = ""
+    """Its name, in a word or two, which the table of checks knows."""
+
+    def of(self, check: str) -> Finding:
+        """With its check's name and its remedy, without secrets."""
+        known = (remedy for words, remedy in REMEDIES.items() if words in f"{check}: {self.found}")
+        remedy = self.remedy or (next(known, "") if self.status in ("problem", "warning") else "")
+        return Finding(self.status, redacted(self.found), redacted(remedy), check)
 
 
-ok, not_applicable = partial(Finding, "", "ok"), partial(Finding, "", "not applicable")
-warning, problem = partial(Finding, "", "warning"), partial(Finding, "", "problem")
+ok, not_applicable = partial(Finding, "ok"), partial(Finding, "not applicable")
+warning, problem = partial(Finding, "warning"), partial(Finding, "problem")
 
 
-def remedy_for(found: str, otherwise: str) -> str:
-    """That of ``REMEDIES``, or ``otherwise``."""
-    return next((remedy for words, remedy in REMEDIES.items() if words in found), otherwise)
-
-
-def unanswered(answer: Answer, found: str, remedy: str = INSTALL) -> Finding:
-    """Of a probe that could not tell: ``found`` and its ``remedy``, or, if it was cut off, that it may yet."""
-    if answer.late:
-        found, remedy = answer.failure, "try again: a first import from a cold disk is slow, and so is a busy machine"
-        return warning(f"is still being imported: {found}", remedy)
-    return problem(found, remedy)
-
-
-def as_text(findings: Sequence[Finding], width: int, *, colour: bool) -> str:
+def as_text(findings: Sequence[Finding], width: int) -> str:
     """A block a finding: status, check and what was found; below it, behind an arrow, the remedy, which has more room
     so that commands stay on one line."""
     name = max(len(finding.check) for finding in findings)
     blocks = []
-    for check, status, found, remedy in findings:
-        mark, code = MARKS[status]
-        block = _wrapped(f"{mark:7}  {check:{name}}  ", found, width)
-        blocks.append(f"\x1b[{code}m{block[:7]}\x1b[0m{block[7:]}" if colour else block)
+    for status, found, remedy, check in findings:
+        blocks.append(_wrapped(f"{MARKS.get(status, status):7}  {check:{name}}  ", found, width))
         if remedy:
             blocks.append(_wrapped("         -> ", remedy, width))
     counts = Counter(finding.status for finding in findings)
