@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.params import Bench as BenchSettings
-from pipeline.params import Compare, Config, Train, Variant, parse, techniques
+from pipeline.params import Compare, Config, Entry, Train, Variant, parse, techniques
 from pipeline.results import (
     Arm,
     Bench,
@@ -62,6 +64,16 @@ PLANTED = {
 
 JOB: dict[str, Any] = {"decided": {}, "batch_size": 256, "learning_rate": 0.1, "micro_batches": 1}
 """How a variant trains the job that params.yaml describes by default."""
+
+
+def setting_of(technique: Entry) -> dict[str, Any]:
+    """The keys of a variant that ask for it."""
+    return dict(yaml.safe_load("{" + technique.setting + "}"))
+
+
+def alone(technique: Entry) -> dict[str, Any]:
+    """The variant that asks for it, and for no more than it needs."""
+    return setting_of(technique) | ({"parallelism": technique.needs[0]} if technique.needs else {})
 
 
 def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:

@@ -81,6 +81,25 @@ def test_it_is_composed_and_trains(checkout: Path) -> None:
     assert results[0]["runs"][0]["train_loss"] != pytest.approx(results[1]["runs"][0]["train_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_one_for_gpus_alone_is_rehearsed_without_a_variant_that_names_it(checkout: Path, tmp_path: Path) -> None:
+    for name in ("pipeline", "tests", "variants"):
+        shutil.copytree((checkout if name == "pipeline" else ROOT) / name, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    catalogue = tmp_path / "pipeline/params/catalogue/speed.py"
+    text, named = catalogue.read_text(encoding="utf-8"), 'name="gradient_centralization",'
+    catalogue.write_text(text.replace(named, f"{named} why_not=needs_gpu,"), encoding="utf-8")
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/rehearsal/test_one_gpu.py")
+    tried = subprocess.run(
+        (*command, "-k", "unnamed-gradient_centralization"),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert " 1 passed" in tried.stdout, tried.stdout
+
+
 @pytest.mark.parametrize("entry", [each for each in CATALOGUE if each.hooks], ids=lambda each: each.name)
 def test_the_class_that_an_entry_names_is_its_own(entry: Any) -> None:
     assert _own(entry.hooks).name == entry.name

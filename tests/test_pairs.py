@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import yaml
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
@@ -20,6 +19,7 @@ from pipeline.environment import machine
 from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Config, Entry, Machine, entry, exclusions, parse
 from pipeline.plans import Plan, plan
+from tests.factories import alone, setting_of
 from tests.nets import first
 from tests.ranks import run_ranks
 
@@ -29,13 +29,9 @@ STEPS = 6
 from the third on, and post-local SGD averages weights after the fifth."""
 
 
-def values(entry: Entry) -> dict[str, Any]:
-    return dict(yaml.safe_load("{" + entry.setting + "}"))
-
-
 def together(one: Entry, other: Entry) -> Iterator[dict[str, Any]]:
     """The variants that ask for both, one for each parallelism that one of them needs; none for two values of a key."""
-    mine, theirs = values(one), values(other)
+    mine, theirs = setting_of(one), setting_of(other)
     if mine.keys() & theirs.keys():
         return
     asked = mine | theirs
@@ -44,10 +40,6 @@ def together(one: Entry, other: Entry) -> Iterator[dict[str, Any]]:
         yield asked
     else:
         yield from (asked | {"parallelism": name} for name in needed)
-
-
-def alone(one: Entry) -> dict[str, Any]:
-    return values(one) | ({"parallelism": one.needs[0]} if one.needs else {})
 
 
 def after(one: Entry) -> tuple[Entry, ...]:
@@ -85,7 +77,7 @@ def test_pairs_that_exclude_each_other_are_refused_in_every_parallelism(one: Ent
 @pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
 def test_all_other_pairs_can_be_asked_for(one: Entry) -> None:
     for other in after(one):
-        if other.name not in exclusions(one) and not values(one).keys() & values(other).keys():
+        if other.name not in exclusions(one) and not setting_of(one).keys() & setting_of(other).keys():
             asked = _possible(one, other).variants["tried"]
             assert one.asked_by(asked), other.name
             assert other.asked_by(asked), other.name
@@ -123,7 +115,7 @@ def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slic
             plan(config, "tried", here)
             for index in failed
             for one, other in itertools.combinations([entry(name) for name in sorted(_applied(tries[index]))], 2)
-            if not values(one).keys() & values(other).keys()
+            if not setting_of(one).keys() & setting_of(other).keys()
             for config in [_possible(one, other, device, tries[index].processes)]
         ]
         alone = _failures(pairs, few, device).values()
@@ -150,7 +142,7 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> Iterator[Plan]:
         frozenset({one.name, other.name}): (one, other)
         for one in able
         for other in after(one)
-        if other in able and other.name not in exclusions(one) and not values(one).keys() & values(other).keys()
+        if other in able and other.name not in exclusions(one) and not setting_of(one).keys() & setting_of(other).keys()
     }
     while missing:
         pair, (one, other) = next(iter(missing.items()))
@@ -164,10 +156,10 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> Iterator[Plan]:
             if not any(frozenset({each.name, name}) in missing for name in applied - {each.name}):
                 continue
             asked = made.requested.model_dump(exclude_defaults=True)
-            if values(each).keys() & asked.keys():
+            if setting_of(each).keys() & asked.keys():
                 continue
             try:
-                tried = plan(configured(asked | values(each), device, processes), "tried", here)
+                tried = plan(configured(asked | setting_of(each), device, processes), "tried", here)
             except ConfigError:
                 continue
             if _applied(tried) >= applied | {each.name}:

@@ -14,13 +14,14 @@ import torch
 import yaml
 
 from pipeline import results
-from pipeline.params import Config, Machine, load, parse
+from pipeline.params import CATALOGUE, Config, Machine, Variant, asked, load, parse
 from pipeline.results import Result
 from pipeline.step import TrainingStep
 from pipeline.tools import variant_sets
 from pipeline.training import job
 from tests.as_if_cuda import Traffic, played
 from tests.conftest import ROOT
+from tests.factories import alone
 from tests.workspaces import PREPARED, furnish
 
 STEPS = 16
@@ -35,6 +36,22 @@ PARAMS: dict[str, Any] = {
 SETS: dict[str, dict[str, dict[str, Any]]] = {
     path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "variants").glob("*.yaml"))
 }
+
+
+def _unnamed() -> dict[str, dict[str, Any]]:
+    """Of each technique for GPUs that no ready-made variant names, the variant that it declares."""
+    able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True)
+    variants = (Variant(**values) for variants in SETS.values() for values in variants.values())
+    named = {each.name for variant in variants for each in asked(variant)}
+    return {
+        each.name: alone(each)
+        for each in CATALOGUE
+        if each.name not in named and each.why_not(able, False) and not each.why_not(able, True)
+    }
+
+
+if unnamed := _unnamed():
+    SETS["unnamed"] = unnamed
 READY_MADE = [(each, name) for each, variants in SETS.items() for name in variants]
 """Set and name."""
 
@@ -64,8 +81,9 @@ def furnished(folder: Path, variants: dict[str, Any] | None = None, **train: Any
     if variants:
         params |= {"variants": variants, "compare": {"baseline": next(iter(variants))}}
     (folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    if not (folder / "variants").exists():
-        (folder / "variants").symlink_to(ROOT / "variants")
+    (folder / "variants").mkdir(exist_ok=True)
+    for name, values in SETS.items():
+        (folder / "variants" / f"{name}.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     config = parse(params)
     furnish(config)
     return config

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import environment
 from pipeline.errors import ConfigError
-from pipeline.params import CATALOGUE, asked, entry, parse
+from pipeline.params import asked, entry, parse
 from pipeline.plans import plan
 from pipeline.results import Result
 from tests.as_if_cuda import NAME, as_if_cuda
@@ -73,11 +73,3 @@ def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
 
 def test_what_waits_says_so() -> None:
     assert all("wait" in entry(name).costs for name in WAITS)
-
-
-def test_every_technique_that_asks_for_a_gpu_is_among_the_ready_made() -> None:
-    machine = environment.machine()
-    asking = {each.name for each in CATALOGUE if each.why_not(machine, False) and not each.why_not(machine, True)}
-    tried = [parse({"compare": {"baseline": name}, "variants": {name: SETS[each][name]}}) for each, name in READY_MADE]
-    assert asking
-    assert asking <= {each.name for config in tried for variant in config.variants.values() for each in asked(variant)}
