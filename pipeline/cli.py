@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import pydantic  # noqa: F401  (as every command does)
 
-        from pipeline.errors import PipelineError, redacted
+        from pipeline.errors import PipelineError, printable, redacted
     except ModuleNotFoundError as error:
         print(
             f"error: {sys.executable} has no {error.name}: run `make repro`, which installs into .venv, and "
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     except PipelineError as error:
-        print(f"error: {redacted(str(error))}", file=sys.stderr)
+        print(f"error: {printable(redacted(str(error)))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

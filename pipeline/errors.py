@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+_CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+"""All but tabs and line feeds; also what turns the direction of writing, and halves of characters."""
+
 
 class PipelineError(Exception):
     """What a person can put right: the command line prints its message alone.
@@ -21,6 +24,13 @@ def redacted(text: str) -> str:
     a token, and so can a query's value."""
     unnamed = re.sub(r"(://)[^\s/'\"]*@", r"\1***@", text)
     return re.sub(r"(://[^\s?#'\"]*[?#])(?!/)[^\s'\"]+", r"\1***", unnamed)  # "/#/runs" is a page
+
+
+def printable(text: str) -> str:
+    """``text``, into which a file's name or a server's answer may have got, as a terminal and GitHub's log may have it:
+    control characters spelled out, and no line that is a workflow command (``::error::`` or ``##[error]``)."""
+    spelled = re.sub(_CONTROL, lambda match: match[0].encode("unicode_escape").decode(), text)
+    return re.sub(r"(?m)^\s*(?=::)|##(?=\[)", r"\g<0>\\", spelled)
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,10 @@ SYNTHETIC_DESCRIPTION = "synthetic.json"
 """What it writes for images that are made up: the settings of ``fetch.synthetic``."""
 
 
+LIMIT_BYTES = 1 << 28
+"""No raw file is larger: that of an image folder holds one picture."""
+
+
 class DataError(PipelineError):
     """Data that cannot be had, decoded or trusted. The message says what, where, and what to do."""
 

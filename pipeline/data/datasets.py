@@ -9,24 +9,28 @@ import csv
 import hashlib
 import io
 import os
-import pickle
+import pickletools
+import re
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap
 from PIL import Image, UnidentifiedImageError
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from pipeline.data import IMAGE_LISTING, SYNTHETIC_DESCRIPTION, DataError, synthetic
-from pipeline.errors import first_line
+from pipeline.data import IMAGE_LISTING, LIMIT_BYTES, SYNTHETIC_DESCRIPTION, DataError, synthetic
+from pipeline.data.checksums import SHA256
+from pipeline.errors import first_line, printable
 from pipeline.params import Config, Synthetic
 
 Images = npt.NDArray[np.uint8]
@@ -35,6 +39,11 @@ Chunk = tuple[Images, Labels]
 
 CHUNK_IMAGES = 64
 CHUNK_BYTES = 16 << 20
+
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow goes by the content, not by the name, and would start Ghostscript for one of its other formats."""
+Image.MAX_IMAGE_PIXELS = LIMIT_BYTES // 4
+"""A few kilobytes can say that they are more, of which each takes four bytes, and four again while it is converted."""
 
 DIGIT_NAMES = tuple("0123456789")
 FASHION_NAMES = (
@@ -49,6 +58,7 @@ FASHION_NAMES = (
     "Bag",
     "Ankle boot",
 )
+_AGAIN = "run `dvc repro --force fetch`."
 CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -135,10 +145,21 @@ def _first(arrays: Chunk, limit: int | None) -> Chunk:
 
 
 def _read(path: Path) -> bytes:
+    """A raw file, ``<dataset>/NAME``. Raises DataError for one that is not as it was published."""
     try:
-        return path.read_bytes()
+        content = _start(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): run `dvc repro --force fetch`.") from None
+        raise DataError(f"{path} cannot be read ({error.strerror}): {_AGAIN}") from None
+    expected = SHA256.get(path.parent.name, {}).get(path.name)
+    if expected not in (None, found := hashlib.sha256(content).hexdigest()):
+        raise DataError(f"{path}: SHA-256 is {found}, but {expected} was published: {_AGAIN}")
+    return content
+
+
+def _start(path: Path) -> bytes:
+    """The whole file, unless it is larger than any may be."""
+    with path.open("rb") as file:
+        return file.read(LIMIT_BYTES + 1)
 
 
 def _hashed(key: str) -> bytes:
@@ -160,33 +181,19 @@ def _decode_idx(directory: Path, split: str) -> Chunk:
 
 
 def _decode_digits(directory: Path, test_fraction: float) -> tuple[Chunk, Chunk]:
-    try:
-        sixteenths: Images = np.load(directory / "images.npy")
-        labels: Labels = np.load(directory / "labels.npy").astype(np.int64)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{directory}: digits cannot be read ({error}): run `dvc repro --force fetch`.") from None
+    try:  # mapped, so that nobody allocates what a header only says
+        sixteenths, numbers = (open_memmap(directory / f"{name}.npy", mode="r") for name in ("images", "labels"))
+        if numbers.ndim != 1 or sixteenths.shape != (len(numbers), 8, 8) or sixteenths.dtype != np.uint8:
+            raise ValueError(f"images {sixteenths.dtype} {sixteenths.shape}, labels {numbers.shape}")
+        labels = numbers.astype(np.int64, casting="safe")
+    except Exception as error:  # a damaged header can raise nearly anything
+        raise DataError(f"{directory}: digits cannot be read ({first_line(error)}): {_AGAIN}") from None
     images = np.rint(sixteenths.astype(np.float64) * (255 / 16)).astype(np.uint8)[:, None]
     test = held_out([str(index) for index in range(len(labels))], labels.tolist(), test_fraction)
     return (images[~test], labels[~test]), (images[test], labels[test])
 
 
 # CIFAR-10
-
-
-class _BatchUnpickler(pickle.Unpickler):
-    """Reads what CIFAR-10's batches consist of (lists, bytes and numpy arrays) and can call nothing else."""
-
-    _allowed: ClassVar[dict[tuple[str, str], Any]] = {
-        ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-        ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._allowed:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR-10 batch needs")
-        return self._allowed[module, name]
 
 
 def _decode_cifar10(directory: Path) -> tuple[Chunk, Chunk]:
@@ -196,18 +203,26 @@ def _decode_cifar10(directory: Path) -> tuple[Chunk, Chunk]:
 
 
 def _read_cifar10_batch(path: Path) -> Chunk:
-    content = _read(path)
+    """Read off the opcodes of the pickle, of which none is carried out: what a pickle does, its writer decides.
+
+    Python 2 wrote a dictionary whose keys are short strings. Its only long string is the pixels, its only small
+    integers after the key "labels" and before the next string are the labels.
+    """
+    labels: list[Any] = []
+    pixels, last = b"", ""
     try:
-        # latin1 maps Python 2's byte strings, in which numpy kept the pixels, to text and back without loss.
-        batch = _BatchUnpickler(io.BytesIO(content), encoding="latin1").load()
-        pixels, labels = np.asarray(batch["data"]), np.array(batch["labels"], dtype=np.int64, ndmin=1)
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        raise DataError(f"{path}: not a batch of CIFAR-10 ({error}): run `dvc repro --force fetch`.") from None
-    if pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
-        raise DataError(
-            f"{path}: not a batch of CIFAR-10 ({len(labels)} labels, {pixels.dtype} pixels {pixels.shape})."
-        )
-    return pixels.reshape(-1, 3, 32, 32), labels
+        for opcode, argument, _ in pickletools.genops(_read(path)):
+            if opcode.name == "SHORT_BINSTRING":
+                last = str(argument)
+            elif opcode.name == "BINSTRING":
+                pixels = str(argument).encode("latin-1")
+            elif opcode.name == "BININT1" and last == "labels":
+                labels.append(argument)
+    except ValueError as error:
+        raise DataError(f"{path}: not a batch of CIFAR-10 ({first_line(error)}): {_AGAIN}") from None
+    if not labels or len(pixels) != len(labels) * 3 * 32 * 32:
+        raise DataError(f"{path}: not a batch of CIFAR-10 ({len(labels)} labels, {len(pixels):,} bytes): {_AGAIN}")
+    return np.frombuffer(pixels, np.uint8).reshape(-1, 3, 32, 32), np.array(labels, np.int64)
 
 
 # Made-up images
@@ -217,9 +232,7 @@ def _decode_synthetic(config: Config, path: Path) -> Decoded:
     try:
         asked = Synthetic.model_validate_json(_read(path))
     except ValidationError as error:
-        raise DataError(
-            f"{path} is not what fetch wrote ({first_line(error)}): run `dvc repro --force fetch`."
-        ) from None
+        raise DataError(f"{path} is not what fetch wrote ({first_line(error)}): {_AGAIN}") from None
     channels, height, width = asked.shape
     kept = config.prepare
     return Decoded(
@@ -263,8 +276,10 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
     try:
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
             rows = [(row["path"], row["sha256"]) for row in csv.DictReader(file)]
-    except (OSError, KeyError) as error:
-        raise DataError(f"{path} cannot be read ({error!r}): run `dvc repro --force fetch`.") from None
+        if not all(re.fullmatch("(train|test)/[^/]+/.+", path or "", re.DOTALL) for path, _ in rows):
+            raise ValueError("a path is not SPLIT/CLASS/NAME")
+    except (OSError, KeyError, ValueError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read ({error!r}): {_AGAIN}") from None
     rows.sort(key=lambda row: _hashed(row[0]))
     classes = tuple(sorted({path.split("/")[1] for path, _ in rows if path.startswith("train/")}))
     number = {name: index for index, name in enumerate(classes)}
@@ -304,7 +319,7 @@ def _decode_images(
                     )
                 if reason:
                     skipped += 1
-                    tqdm.write(f"skipped broken image {root / image.path}: {reason}", file=sys.stderr)
+                    tqdm.write(printable(f"skipped broken image {root / image.path}: {reason}"), file=sys.stderr)
             keep = [not reason for reason in decoded.broken]
             yield decoded.images[keep], np.array([image.label for image in chunk], dtype=np.int64)[keep]
     if skipped:
@@ -345,13 +360,16 @@ def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int]) -> _De
     broken = []
     for index, image in enumerate(chunk):
         try:
-            content = (root / image.path).read_bytes()
+            content = _start(root / image.path)
         except OSError as error:
             raise DataError(f"{root / image.path} cannot be read ({error.strerror}): {_CHANGED}") from None
         if hashlib.sha256(content).hexdigest() != image.sha256:
             raise DataError(f"{root / image.path} is not the file that fetch listed: {_CHANGED}")
         try:
-            with Image.open(io.BytesIO(content)) as opened:
+            with (
+                warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
+                Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as opened,
+            ):
                 resized = opened.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
             images[index] = np.asarray(resized).transpose(2, 0, 1)
             broken.append("")
@@ -362,4 +380,4 @@ def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int]) -> _De
     return _DecodedChunk(images, broken)
 
 
-_CHANGED = "the image folder has changed; run `dvc repro --force fetch`."
+_CHANGED = f"the image folder has changed; {_AGAIN}"

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.data import DataError, file_sha256
+from pipeline.errors import first_line
 
 if TYPE_CHECKING:  # packing needs this module's description, but not torch
     from torch import Tensor
@@ -130,19 +132,19 @@ _AGAIN = "run `dvc repro --force prepare`."
 def _describe(directory: Path) -> Description:
     path = directory / DESCRIPTION
     try:
-        return Description.model_validate_json(path.read_text(encoding="utf-8"))
+        return Description.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} is missing: run `dvc repro prepare` first.") from None
-    except ValidationError as error:
+    except (OSError, ValidationError) as error:
         raise DataError(f"{path} is not a description this version can read; {_AGAIN} ({error})") from None
 
 
 def _open(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
     try:
         # "c": copy on write. Read-only memory would make torch warn, and a stray write must not reach the file.
-        array: npt.NDArray[np.generic] = np.load(path, mmap_mode="c")
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read ({error}); {_AGAIN}") from None
+        array: npt.NDArray[np.generic] = open_memmap(path, mode="c")
+    except Exception as error:  # a damaged header can raise nearly anything
+        raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(
             f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {np.dtype(dtype)} {shape}; {_AGAIN}"

@@ -20,6 +20,13 @@ from pipeline.params.sections import Section, Train, VariantName
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
+LIMIT = 1 << 18
+"""Characters of a file of parameters: more are a mistake or an attack, and take minutes to read."""
+VALUES = 10_000
+"""In it, with every alias as what it stands for."""
+CHARACTERS = 2000
+"""Of one value: Python writes no integer of many more digits."""
+
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """module:function, as a regular expression."""
 
@@ -51,11 +58,14 @@ def load(path: Path = PARAMS_FILE) -> Config:
 def read(path: Path) -> Any:
     """What the YAML file ``path`` holds. Raises ConfigError if it cannot be read, is no YAML, or has a key twice."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LIMIT + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: run from the top of the checkout.") from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
+    if len(text) > LIMIT:
+        raise ConfigError(f"{path}: more than {LIMIT:,} characters; that is no params.yaml.")
     try:
         return yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-01
@@ -147,7 +157,27 @@ def _own_code(train: Train) -> Iterator[str]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML without its silence about a key that stands twice, of which only the last would count."""
+    """YAML without its silence about a key that stands twice, of which only the last would count, and without aliases
+    of aliases, a few lines of which stand for more than a memory holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._counts: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        assert node is not None
+        if not alias:
+            inside = node.value if isinstance(node, yaml.CollectionNode) else ()
+            if isinstance(node, yaml.MappingNode):
+                inside = [each for pair in inside for each in pair]
+            self._counts[node] = 1 + sum(self._counts[each] for each in inside)
+        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:  # none: it stands inside of itself
+            raise yaml.composer.ComposerError(None, None, f"more than {VALUES:,} values", node.start_mark)
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > CHARACTERS:
+            raise yaml.composer.ComposerError(None, None, f"more than {CHARACTERS:,} characters", node.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -176,6 +206,7 @@ _ALLOWED = {
     "literal_error": "{expected}",
     "model_type": "a mapping, such as {{}}, which leaves all at its defaults",
     "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_long": "text of up to {max_length} characters",
     "string_too_short": "text that is not empty",
     "string_type": "text",
     "too_long": "{max_length} or fewer entries",

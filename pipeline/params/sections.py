@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**16)]
 """Of what takes memory or a process each: more is a mistake, and better refused than tried."""
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+"""What C takes for a count."""
+Side = Annotated[int, Field(gt=0, le=2**13)]
+"""Of a picture, in pixels."""
+Duration = Annotated[float, Field(gt=0.0, le=1e6)]
+"""Seconds or minutes: more overflow a timer."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
-VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # a file's name, with an ending
 
 
 class Section(BaseModel):
@@ -50,14 +57,14 @@ class Fetch(Section):
         description="For dataset image_folder: the directory with train/CLASS/* and, if there is one, test/CLASS/*.",
     )
     synthetic: Synthetic = Synthetic()
-    timeout_seconds: PositiveFloat = Field(20.0, description="Longest wait for a server's answer.")
+    timeout_seconds: Duration = Field(20.0, description="Longest wait for a server's answer.")
     attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between.")
 
 
 class Prepare(Section):
     """How raw files become packed arrays."""
 
-    image_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = Field(
+    image_size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         None, description="For image_folder: [height, width] to which every image is resized."
     )
     broken_images: Literal["fail", "skip"] = Field(
@@ -148,13 +155,13 @@ class Train(Section):
 class Bench(Section):
     """Steady-state speed and memory of all variants, side by side."""
 
-    max_minutes: PositiveFloat = Field(
+    max_minutes: Duration = Field(
         2.5,
         description="Rounds are measured until this time is spent, and at least six, fewer than which decide nothing.",
     )
     hard_limit: bool = Field(False, description="Stop at max_minutes also before the sixth round; the gate as well.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
-    window_seconds: PositiveFloat = Field(
+    window_seconds: Duration = Field(
         1.5, description="Measured window of the baseline in a round; every variant takes as many steps as it does."
     )
     turns: PositiveInt = Field(
@@ -192,7 +199,7 @@ class Infer(Section):
         [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one image."
     )
     rounds: PositiveInt = Field(8, description="In each, every form takes its turns; fewer than six bound no ratio.")
-    window_seconds: PositiveFloat = Field(0.1, description="Of one form with one batch size in a round.")
+    window_seconds: Duration = Field(0.1, description="Of one form with one batch size in a round.")
 
 
 class Margins(Section):
@@ -217,7 +224,7 @@ class Compare(Section):
 class Gate(Section):
     """How a commit is held against another."""
 
-    max_minutes: PositiveFloat = Field(
+    max_minutes: Duration = Field(
         10.0,
         description="Rounds of both commits are measured until this time is spent, and at least six; twice as long "
         "where a loss of must_see is neither shown nor excluded then.",

@@ -39,6 +39,12 @@ def joined(chunks: Any) -> Chunk:
     return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
 
 
+@pytest.fixture(autouse=True)
+def _unpublished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a published data set may hold what a test puts there."""
+    monkeypatch.setattr(datasets, "SHA256", {})
+
+
 def idx(array: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
@@ -205,7 +211,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     attack = b"cos\nsystem\n(X" + struct.pack("<I", len(f"touch {mark}")) + f"touch {mark}".encode() + b"tR."
     (tmp_path / "cifar10" / "data_batch_3").write_bytes(attack)
-    with pytest.raises(DataError, match=r"data_batch_3: not a batch of CIFAR-10 \(it asks for os\.system"):
+    with pytest.raises(DataError, match=r"data_batch_3: not a batch of CIFAR-10 \(0 labels, 0 bytes\)"):
         decode(config("cifar10"), tmp_path)
     assert not mark.exists()
 

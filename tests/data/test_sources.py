@@ -49,6 +49,8 @@ class Server(ThreadingHTTPServer):
         self.statuses: list[int] = []
         """Each number is one answer's status, first come first served."""
         self.says_length = True
+        self.raw = b""
+        """Sent as it is instead of any answer, and then a byte every now and then if it ends in a body's first."""
         self.silent = threading.Event()
         """While set, requests are not answered."""
 
@@ -64,6 +66,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, self.headers["Range"]))
         while self.server.silent.is_set():
             threading.Event().wait(0.01)
+        if self.server.raw:
+            self.wfile.write(self.server.raw)
+            while self.server.raw.endswith(b"drip"):
+                threading.Event().wait(0.01)
+                self.wfile.write(b"x")
+            return
         if self.server.statuses:
             self.send_error(self.server.statuses.pop(0))
             return
@@ -268,6 +276,36 @@ def test_a_source_with_junk_is_passed_over(
     assert_complete(raw)
     assert reason in capsys.readouterr().err
     assert [path for path, _ in server.requests].count("/bad/images.gz") == 1  # junk is not asked for again
+
+
+@pytest.mark.parametrize(
+    ("raw_answer", "reason"),
+    [
+        (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n", "'file:///etc/passwd'"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://\xff\xfe/\r\n\r\n", "invalid start byte"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /images.gz\r\n\r\n", "Exceeded 30 redirects"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: \xb2\r\n\r\njunk", "damaged or not what it should be"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\njunk", "damaged or not what it should be"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\njunk", "connection ended"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\njunk" % (b"9" * 9_000), "damaged or not what it should be"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "connection ended"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200, "100 headers"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000, "65536"),
+        (b"HTTP/1.1 404 \x1b[2J\r\n\r\n", "HTTP status 404 \\x1b[2J"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndrip", "fewer than 1,000 bytes a second"),
+        (bytes(100), ""),
+    ],
+)
+def test_a_server_that_means_harm_is_passed_over(
+    raw_answer: bytes, reason: str, server: Server, raw: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.raw = raw_answer
+    with pytest.raises(DataError):
+        fetch(config(attempts=1, timeout_seconds=0.5), raw)
+    said = capsys.readouterr().err
+    assert reason in said
+    assert "\x1b" not in said
+    assert [path for path in raw.parent.rglob("*") if path.is_file() and "partial" not in path.name] == []
 
 
 def test_a_server_that_does_not_say_how_much_it_sends_is_cut_off_at_the_limit(server: Server, raw: Path) -> None:

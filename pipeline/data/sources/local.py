@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data import IMAGE_LISTING, SYNTHETIC_DESCRIPTION, DataError, file_sha256
+from pipeline.data import IMAGE_LISTING, LIMIT_BYTES, SYNTHETIC_DESCRIPTION, DataError, file_sha256
 from pipeline.data.sources.store import progress, say
+from pipeline.errors import printable
 from pipeline.params import Fetch, Synthetic
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -41,7 +42,8 @@ def describe_synthetic(asked: Synthetic, target: Path) -> None:
 def list_images(config: Fetch, target: Path) -> None:
     """Write the listing of the user's images: SPLIT/CLASS/... path, size and SHA-256, in sorted order.
 
-    Raises DataError for a folder without images, and for an image that cannot be read.
+    Raises DataError for a folder without images, for an image that cannot be read or is larger than ``LIMIT_BYTES``,
+    and for a class whose name is not UTF-8 or no line of text: reports and MLflow show it.
     """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
@@ -61,6 +63,13 @@ def list_images(config: Fetch, target: Path) -> None:
             f"fetch.image_folder: {root}/train holds no image; expected train/CLASS/NAME with one of "
             f"{', '.join(sorted(IMAGE_SUFFIXES))}."
         )
+    for name in {path.split("/")[1] for path in paths}:
+        if printable(name) != name or "\n" in name:
+            raise DataError(f"fetch.image_folder: class {name!r} of {root} is no line of UTF-8 text; rename it.")
+    sizes = {path: (root / path).stat().st_size for path in paths}
+    for path in paths:
+        if sizes[path] > LIMIT_BYTES:
+            raise DataError(f"fetch.image_folder: {root / path} has {sizes[path]:,} bytes; allowed: {LIMIT_BYTES:,}.")
     partial = target / f"{IMAGE_LISTING}.partial"
     try:
         with (
@@ -71,7 +80,7 @@ def list_images(config: Fetch, target: Path) -> None:
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["path", "size_bytes", "sha256"])
             for path, digest in zip(paths, pool.map(file_sha256, map(root.joinpath, paths)), strict=True):
-                rows.writerow([path, (root / path).stat().st_size, digest])
+                rows.writerow([path, sizes[path], digest])
                 bar.update()
         partial.replace(target / IMAGE_LISTING)
     except OSError as error:

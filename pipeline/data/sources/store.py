@@ -20,6 +20,7 @@ import urllib3
 from tqdm import tqdm
 
 from pipeline.data import file_sha256
+from pipeline.errors import printable
 
 CHUNK_BYTES = 1 << 20
 
@@ -28,6 +29,10 @@ PAUSE_SECONDS = 1.0
 
 CONNECT_SECONDS = 5.0
 """A server that can be reached answers a connection sooner; a network without a way out should not cost minutes."""
+
+
+LEAST_BYTES_PER_SECOND = 1000
+"""After ``timeout_seconds``, the mean of a transfer: a byte now and then is an answer each time, and never the file."""
 
 
 class SourceError(Exception):
@@ -148,8 +153,12 @@ class Store:
                     path.open("ab" if have else "wb") as out,
                     progress(path_name(url), total, "B", initial=have) as bar,
                 ):
-                    while chunk := response.raw.read(1 << 16, decode_content=False):
+                    start, begun = have, time.monotonic()
+                    while chunk := response.raw.read1(1 << 16, decode_content=False):
                         have += len(chunk)
+                        late = time.monotonic() - begun - self.timeout_seconds
+                        if have - start < LEAST_BYTES_PER_SECOND * late:
+                            raise InterruptedTransfer(f"fewer than {LEAST_BYTES_PER_SECOND:,} bytes a second")
                         if have > limit_bytes:
                             raise SourceError(f"more than the expected {limit_bytes:,} bytes")
                         out.write(chunk)
@@ -158,7 +167,8 @@ class Store:
                     raise InterruptedTransfer(f"the connection ended after {have:,} bytes")
         except urllib3.exceptions.ProtocolError:  # newer versions notice by themselves
             raise InterruptedTransfer(f"the connection ended after {have:,} bytes") from None
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        # A redirect's address can raise ValueErrors.
+        except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             raise InterruptedTransfer(_reason(error, self.timeout_seconds)) from None
 
     def _expected_bytes(self, response: requests.Response, path: Path, have: int) -> int | None:
@@ -174,13 +184,13 @@ class Store:
             raise InterruptedTransfer(f"HTTP status {status} {response.reason}")
         if status not in (200, 206):
             raise SourceError(f"HTTP status {status} {response.reason}")
-        length = response.headers.get("Content-Length", "")
-        return (have if status == 206 else 0) + int(length) if length.isdigit() else None
+        length = re.fullmatch("[0-9]{1,18}", response.headers.get("Content-Length", ""))
+        return (have if status == 206 else 0) + int(length[0]) if length else None
 
 
 def say(line: str) -> None:
     """One plain line for a person or a log."""
-    tqdm.write(line, file=sys.stderr)
+    tqdm.write(printable(line), file=sys.stderr)
 
 
 def progress(what: str, total: int | None, unit: str, initial: int = 0) -> tqdm[Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from pipeline.params.catalogue.base import Entry, needs_gpu
 from pipeline.params.machine import Machine
-from pipeline.params.sections import ProperFraction, Section, Train
+from pipeline.params.sections import PositiveInt, ProperFraction, Section, Train
 
 
 def needs_adamw(train: Train) -> str | None:

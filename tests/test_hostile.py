@@ -1,0 +1,197 @@
+"""Inputs that somebody made to hurt: each is a named error within seconds, and nothing is left behind."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline.cli import main
+from pipeline.data import LIMIT_BYTES
+from tests.test_parsers import bounded, picture
+
+Files = dict[str, bytes]
+
+
+def params(**sections: Any) -> bytes:
+    return yaml.safe_dump({"variants": {"baseline": {}}} | sections).encode()
+
+
+def digits(images: bytes, labels: bytes = b"") -> Files:
+    raw = "data/raw/digits"
+    return {"params.yaml": params(fetch={"dataset": "digits"}),
+            f"{raw}/images.npy": images, f"{raw}/labels.npy": labels or npy(np.zeros(3, np.uint8))}  # fmt: skip
+
+
+def npy(array: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def header(text: str) -> bytes:
+    """An .npy file of a header alone."""
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+def shaped(shape: str, kind: str = "|u1") -> bytes:
+    return header(f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}}}\n")
+
+
+def folder(**files: bytes) -> Files:
+    config = params(fetch={"dataset": "image_folder", "image_folder": "pictures"},
+                    prepare={"image_size": [8, 8], "workers": 1})  # fmt: skip
+    return {"params.yaml": config} | {f"pictures/train/{name}": content for name, content in files.items()}
+
+
+def png(width: int, height: int, bits: int = 1) -> bytes:
+    """A grey picture that says its size, and packs all of it into little."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    packer = zlib.compressobj(9)
+    rows = b"".join(packer.compress(bytes(1 + (width * bits + 7) // 8)) for _ in range(height)) + packer.flush()
+    head = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 20)
+)
+MERGED = "m0: &m0 {x: 1}\n" + "".join(
+    f"m{level}: &m{level} {{<<: [{', '.join([f'*m{level - 1}'] * 10)}]}}\n" for level in range(1, 20)
+)
+CODE = b"cos\nsystem\n(S'touch owned'\ntR."
+ESCAPE = "\x1b]0;owned\x07"
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "named"),
+    [
+        ("environment", {"params.yaml": LAUGHS.encode()}, "more than 10,000 values"),
+        ("environment", {"params.yaml": MERGED.encode()}, "more than 10,000 values"),
+        ("environment", {"params.yaml": b"train: &a\n  model_options: {x: *a}\n"}, "more than 10,000 values"),
+        ("environment", {"params.yaml": b"- x\n" * 20_000}, "more than 10,000 values"),
+        ("environment", {"params.yaml": b"train: " + b"[" * 5_000}, "is not YAML"),
+        ("environment", {"params.yaml": b"x" * 300_000}, "more than 262,144 characters"),
+        ("environment", {"params.yaml": b"train: {epochs: 0x" + b"f" * 5_000 + b"}"}, "more than 2,000 characters"),
+        ("environment", {"params.yaml": b"train: {epochs: " + b"9" * 1_500 + b"}"}, "train.epochs: found 999"),
+        ("environment", {"params.yaml": params(variants={"x" * 300: {}})}, "up to 100 characters"),
+        ("environment", {"params.yaml": params(variants={"x; touch owned": {}})}, "variants.x; touch owned: found"),
+        ("environment", {"params.yaml": params(**{ESCAPE: 1})}, r"\x1b]0;owned\x07: unknown key"),
+        ("environment", {"params.yaml": params(**{"x\n::error::y\n##[z]": 1})}, "\n\\::error::y\n##\\[z]: unknown key"),
+        ("environment", {"params.yaml": params(train={"seeds": [2**32]})}, "train.seeds.0: found 4294967296"),
+        ("environment", {"params.yaml": params(train={"epochs": 10**30})}, "train.epochs: found 1000"),
+        ("environment", {"params.yaml": params(fetch={"timeout_seconds": 1e300})}, "timeout_seconds: found 1e+300"),
+        ("environment", {"params.yaml": params(prepare={"image_size": [10**6, 8]})}, "prepare.image_size.0: found"),
+        ("prepare", digits(shaped("(2147483647, 8, 8)")), "digits cannot be read (mmap length"),
+        ("prepare", digits(shaped(f"({2**62}, 8, 8)")), "digits cannot be read"),
+        ("prepare", digits(shaped(f"({2**70}, 8, 8)")), "digits cannot be read"),
+        ("prepare", digits(shaped("(-1, 8, 8)")), "digits cannot be read"),
+        ("prepare", digits(shaped("()")), "digits cannot be read"),
+        ("prepare", digits(shaped("(3, 8, 8)", "|O")), "digits cannot be read"),
+        ("prepare", digits(header("(" * 9_000)), "digits cannot be read"),
+        ("prepare", digits(header("-" * 9_000 + "1")), "digits cannot be read"),
+        ("prepare", digits(npy(np.zeros((3, 8), np.uint8))), "digits cannot be read (images uint8 (3, 8)"),
+        ("prepare", digits(npy(np.zeros((3, 8, 8))), npy(np.zeros(3))), "digits cannot be read (images float64"),
+        ("prepare", digits(npy(np.zeros((3, 8, 8), np.uint8)), npy(np.zeros(3))), "digits cannot be read (Cannot cast"),
+        ("prepare", digits(CODE), "digits cannot be read"),
+        (
+            "prepare",
+            {"params.yaml": params(fetch={"dataset": "cifar10"}), "data/raw/cifar10/data_batch_1": CODE},
+            "data_batch_1: SHA-256 is",
+        ),
+        (
+            "prepare",
+            {"params.yaml": params(fetch={"dataset": "mnist"}), "data/raw/mnist/train-images-idx3-ubyte": CODE},
+            "train-images-idx3-ubyte: SHA-256 is",
+        ),
+        ("fetch", folder(**{f"{ESCAPE}/1.png": picture("PNG")}), r"class '\x1b]0;owned\x07' of"),
+        ("fetch", folder(**{"\n::error::/1.png": picture("PNG")}), r"class '\n::error::' of"),
+        ("fetch", folder(**{"\udcff/1.png": picture("PNG")}), r"class '\udcff' of"),
+    ],
+)  # fmt: skip
+def test_it_is_named_and_nothing_is_left(
+    command: str, files: Files, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write(files)
+    assert main([command]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert named in said
+    assert "\x1b" not in said
+    assert {path for path in Path().rglob("*") if path.is_file()} == set(map(Path, files))
+
+
+def write(files: Files) -> None:
+    for name, content in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+
+
+PIXELS = LIMIT_BYTES // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("eps.png", picture("EPS"), "cannot identify image file"),
+        ("icon.png", picture("ICO"), "cannot identify image file"),
+        ("bomb.png", png(PIXELS // 2**13 + 1, 2**13), "decompression bomb"),
+        ("larger.png", png(2**15, 2**15), "decompression bomb"),
+        ("lies.ppm", b"P6 2000000000 2000000000 255\n", "decompression bomb"),
+        (f"{ESCAPE}\n::error::x.png", b"", r"\x1b]0;owned\x07" + "\n\\::error::x.png: broken image"),
+    ],
+)
+def test_a_hostile_picture_is_named(
+    name: str, content: bytes, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write(folder(**{"one/good.png": picture("PNG"), f"one/{name}": content}))
+    assert main(["fetch"]) == 0
+    assert main(["prepare"]) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert "\x1b" not in said
+    assert not list(Path().glob("data/prepared*"))
+
+
+@pytest.mark.slow
+def test_a_picture_that_is_as_large_as_allowed_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pixels, and as much again while they are converted."""
+    monkeypatch.chdir(tmp_path)
+    write(
+        folder(
+            **{
+                "one/large.png": png(2**13, PIXELS // 2**13, bits=8),
+                "one/small.png": picture("PNG"),
+                "one/tiny.png": picture("PNG"),
+            }
+        )
+    )
+    assert main(["fetch"]) == 0
+    with bounded():
+        assert main(["prepare"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
+def test_the_formats_that_a_folder_may_hold_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    suffix = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+    write(folder(**{f"one/{index}.{suffix}": picture(kind) for index in range(2)}))
+    assert main(["fetch"]) == 0
+    assert main(["prepare"]) == 0

@@ -1,0 +1,212 @@
+"""Whatever a file holds, what reads it reads it or names it: no traceback, no minutes, no gigabytes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import resource
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from pipeline import environment, params, results
+from pipeline.comparison import consistency
+from pipeline.comparison.comparison_file import Comparison
+from pipeline.data import datasets, prepared
+from pipeline.data.sources.places import take_members
+from pipeline.data.sources.store import RawFile, SourceError, Store
+from pipeline.errors import PipelineError
+from pipeline.tracking import promoting
+from tests.data.test_datasets import cifar10_batch, idx
+from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
+from tests.test_params import SHIPPED, places
+
+SECONDS = 5.0
+"""Of the processor, in which one input is read or refused."""
+BYTES = 1 << 30
+"""More of memory, at any moment."""
+
+
+Read = Callable[[Path], object]
+
+
+class Parser(NamedTuple):
+    file: str
+    """Where, in a directory of its own, it looks for the file."""
+    valid: bytes
+    read: Read
+    """Called with the directory."""
+
+
+def of_file(name: str, valid: bytes, read: Read) -> Parser:
+    return Parser(name, valid, lambda folder: read(folder / name))
+
+
+def saved(write: Callable[[io.BytesIO], object]) -> bytes:
+    out = io.BytesIO()
+    write(out)
+    return out.getvalue()
+
+
+def picture(kind: str) -> bytes:
+    pixels = np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)
+    return saved(lambda out: Image.fromarray(pixels).save(out, kind))
+
+
+def decode(folder: Path) -> None:
+    content = (folder / "picture").read_bytes()
+    image = datasets._Image("picture", hashlib.sha256(content).hexdigest(), 0)
+    datasets._decode_chunk(folder, [image], (8, 8))
+
+
+def archive(content: bytes) -> bytes:
+    def write(out: io.BytesIO) -> None:
+        with tarfile.open(fileobj=out, mode="w") as tar:
+            member = tarfile.TarInfo("folder/raw.gz")
+            member.size = len(packed := gzip.compress(content, mtime=0))
+            tar.addfile(member, io.BytesIO(packed))
+
+    return saved(write)
+
+
+RAW = b"the content" * 100
+
+
+def unpack(folder: Path) -> None:
+    wanted = RawFile("raw", len(RAW), hashlib.sha256(RAW).hexdigest())
+    with (folder / "archive").open("rb") as tar:
+        take_members(tar, "folder", ".gz", [wanted], Store(folder, folder, 1.0, 1))
+
+
+def of(values: Any) -> bytes:
+    return json.dumps(values).encode()
+
+
+RESULT = make_result("baseline")
+PARAMS = make_params([RESULT])
+DESCRIPTION = prepared.Description(
+    name="d", classes=("a",), channels=1, height=2, width=2, train_count=3, test_count=3, train_class_counts=(3,),
+    test_class_counts=(3,), mean=(0.5,), std=(0.2,), files={},
+)  # fmt: skip
+GATE = {"outcome": "passed", "against": "main", "head": {"commit": "c"}, "base": {"commit": None}}
+
+
+def history(folder: Path) -> None:
+    (folder / "baseline.json").write_bytes(RESULT.to_json().encode())
+    consistency.read_all(PARAMS, folder)
+
+
+def written_history() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        results.write_history(make_history(), Path(folder, "history.csv"))
+        return Path(folder, "history.csv").read_bytes()
+
+
+LISTING = b"path,size_bytes,sha256\ntrain/a/1.png,3,00\ntest/a/1.png,3,11\n"
+COMPARISON = make_comparison(bench=make_bench(rounds=6)).to_json().encode()
+
+PARSERS = {
+    "params": of_file("params.yaml", yaml.safe_dump(SHIPPED).encode(), params.load),
+    "environment": of_file("environment.json", of(ENVIRONMENT), environment.read),
+    "idx": of_file("idx", idx(np.zeros((3, 4, 4), np.uint8)), datasets.read_idx),
+    "npy": of_file(
+        "images.npy",
+        saved(lambda out: np.save(out, np.zeros((3, 1, 2, 2), np.uint8))),
+        lambda path: prepared._open(path, np.uint8, (3, 1, 2, 2)),
+    ),
+    "dataset.json": Parser("dataset.json", DESCRIPTION.model_dump_json().encode(), prepared._describe),
+    "pickle": of_file("batch", cifar10_batch(np.zeros((2, 3072), np.uint8), [1, 2]), datasets._read_cifar10_batch),
+    "archive": Parser("archive", archive(RAW), unpack),
+    "listing": of_file("files.csv", LISTING, lambda path: datasets._read_listing(path, 0.2)),
+    **{kind: Parser("picture", picture(kind), decode) for kind in datasets.IMAGE_FORMATS},
+    "result": of_file("baseline.json", RESULT.to_json().encode(), lambda path: results.read(path, PARAMS)),
+    "history": Parser("baseline/history.csv", written_history(), history),
+    "bench": of_file("bench.json", make_bench(rounds=2).to_json().encode(), results.read_bench),
+    "comparison": of_file(
+        "comparison.json", COMPARISON, lambda path: results.read_document(path, Comparison, "make it again")
+    ),
+    "gate": Parser("reports/gate.json", of(GATE), lambda folder: promoting._passed(folder, "c")),
+}
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(10**20, 10**40) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
+    """Junk, or ``valid`` cut short, with bytes changed, or with another value somewhere in its JSON."""
+    how = draw(st.sampled_from(["junk", "cut", "bytes", "bytes", "value", "value"]))
+    if how == "junk":
+        return draw(st.binary() | st.text().map(str.encode))
+    if how == "cut":
+        return valid[: draw(st.integers(0, len(valid)))]
+    if how == "value" and valid.startswith(b"{"):
+        values = {"root": json.loads(valid)}
+        *path, last = draw(st.sampled_from(places(values)[1:]))
+        inside: Any = values
+        for part in path:
+            inside = inside[part]
+        inside[last] = draw(VALUES)
+        return json.dumps(values["root"]).encode()
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(valid)))
+        put = draw(st.binary(max_size=8) | st.sampled_from([b"\xff\xff\xff\xff", b"\x00\x00\x00\x80", b"9" * 20]))
+        valid = valid[:start] + put + valid[start + draw(st.sampled_from([len(put), 0, 1])) :]
+    return valid
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Asking for more memory than ``BYTES`` fails, and more time than ``SECONDS``."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    taken = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + BYTES, hard))
+    begun = time.process_time()
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    assert time.process_time() - begun < SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Pillow, numpy and torch, about damaged files
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=max(300, settings().max_examples), suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_what_is_damaged_is_read_or_named(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    parser, folder = PARSERS[name], tmp_path_factory.getbasetemp() / name
+    path = folder / parser.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.draw(damaged(parser.valid)))
+    before = {each for each in folder.rglob("*") if each.is_file()}
+    with bounded(), contextlib.suppress(PipelineError, SourceError):
+        parser.read(folder)
+    assert {each for each in folder.rglob("*") if each.is_file()} - before <= {folder / "raw", folder / "baseline.json"}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_what_is_not_damaged_is_read(name: str, tmp_path: Path) -> None:
+    parser = PARSERS[name]
+    (tmp_path / parser.file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / parser.file).write_bytes(parser.valid)
+    parser.read(tmp_path)
