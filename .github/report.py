@@ -2,13 +2,18 @@
 
 Needs Python alone. Reads what the `gpu` job left in the directory that is named, and GitHub's variables; with
 PULL_REQUEST set to a number it comments there, with GITHUB_TOKEN.
+
+What the job left, a pull request's own code wrote, and it is posted under the workflow's name: so of the files only
+figures are shown, names and words that are known, and the gate's own text as text, in which nothing is a link.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -20,24 +25,84 @@ AUTHOR = "github-actions[bot]"
 """Whose comments the workflow's token writes. Anybody can write the marker, so it alone proves nothing."""
 LIMIT = 65_536
 """Characters of a comment."""
+LARGEST = 1 << 25
+"""Bytes of a file that is read."""
+OUTCOMES = {
+    "passed": "Nothing was shown to be worse.",
+    "worse": "Worse than the base.",
+    "untrusted": "Not decided, because the measurement is not to be trusted.",
+    "undecided": "Not decided.",
+}
+WORDS = {"better", "same", "worse", "undecided", "untrusted", "pays", "trades", "costs", "neutral"}
+DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What JSON that is not as it should be can raise."""
 
 
 def report(folder: Path, commit: str, run: str) -> str:
-    """Markdown: the gate's decision first, the comparison folded under it where it fits."""
-    gate, comparison = folder / "reports" / "gate.md", folder / "reports" / "comparison.md"
+    """Markdown: the gate's decision first; what it said, and the comparison, folded under it where they fit."""
+    reports = folder / "reports"
     text = f"{MARKER}\n### On the GPU: {commit[:12]}\n\n"
-    if gate.is_file():
-        text += gate.read_text(encoding="utf-8")
-    else:
+    try:
+        gate = json.loads(_content(reports / "gate.json"))
+        rows = [*gate["variants"], *filter(None, [gate["together"]])]
+        text += f"**{OUTCOMES[gate['outcome']]}**\n\n{table('head against base', rows)}"
+    except FileNotFoundError:
         text += "**No decision: the run ended before the gate did.** Its log says why.\n"
+    except DAMAGED:
+        text += "**No decision: gate.json is not what the gate writes.**\n"
     ending = f"\n[The run]({run}), with its log and files.\n"
     text = text[: LIMIT - len(ending)]
-    if comparison.is_file():
-        folded = comparison.read_text(encoding="utf-8")
-        folded = f"\n<details><summary>The variants compared</summary>\n\n{folded}\n</details>\n"
-        if len(text) + len(folded) + len(ending) <= LIMIT:
+    for summary, content in (("What the gate said", _said(reports)), ("The variants compared", _compared(reports))):
+        folded = f"\n<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
+        if content and len(text) + len(folded) + len(ending) <= LIMIT:
             text += folded
     return text + ending
+
+
+def table(heading: str, rows: list[Any]) -> str:
+    """Of variants: ratios of throughput and memory, and differences of accuracy, with their intervals and decisions.
+    Raises one of ``DAMAGED`` for what is no figure, no name and no known word."""
+    lines = [f"| {heading} | throughput | peak memory | test accuracy, points |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,99}|all together", row["variant"]):
+            raise ValueError(row["variant"])
+        ratios = [_figure(row[key], ("estimate", "low", "high"), "{:.3f}") for key in ("throughput", "memory")]
+        accuracy = _figure(row["accuracy"], ("mean_fraction", "low_fraction", "high_fraction"), "{:+.2%}")
+        verdict = f": {_word(row['verdict'])}" if "verdict" in row else ""
+        lines.append(f"| {row['variant']}{verdict} | {' | '.join(ratios)} | {accuracy.replace('%', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _figure(found: Any, keys: tuple[str, ...], form: str) -> str:
+    if found is None:
+        return "not known"
+    numbers = [form.format(float(found[key])) for key in keys if found[key] is not None]
+    interval = f" ({numbers[1]} to {numbers[2]})" if len(numbers) == 3 else ""
+    return f"{numbers[0] if numbers else 'not known'}{interval} {_word(found['decision'])}"
+
+
+def _word(word: Any) -> str:
+    if word not in WORDS:
+        raise ValueError(word)
+    return str(word)
+
+
+def _content(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(LARGEST).decode(errors="replace")
+
+
+def _said(reports: Path) -> str:
+    path = reports / "gate.md"
+    return f"<pre>\n{html.escape(_content(path))}</pre>\n" if path.is_file() else ""
+
+
+def _compared(reports: Path) -> str:
+    try:
+        variants = json.loads(_content(reports / "comparison.json"))["variants"]
+        return table("variant against baseline", [each for each in variants if each["verdict"] is not None])
+    except (FileNotFoundError, *DAMAGED):
+        return ""
 
 
 def comment(number: int, text: str) -> str:

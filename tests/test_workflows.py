@@ -262,6 +262,17 @@ def test_the_container_gets_the_gpus_the_checkout_and_the_revision(against: str,
     assert STEP["env"]["AGAINST"] == "${{ github.event_name == 'pull_request' && 'HEAD^' || inputs.against }}"
 
 
+@pytest.mark.parametrize("words", ["docker build", "docker run"])
+def test_what_is_tried_prints_no_command_to_the_runner(words: str, tmp_path: Path) -> None:
+    """Until the line with the word, which is another each time, the runner takes no line for a command."""
+    recorder(tmp_path / "tools", "docker", "echo ::add-mask::a; exit 3")
+    done = [shell(running("gpu", "gpu", words)["run"], tmp_path, tmp_path / "tools") for _ in range(2)]
+    said = [re.fullmatch(r"::stop-commands::([0-9a-f-]{36})\n::add-mask::a\n", each.stdout) for each in done]
+    assert all(said)
+    assert len({match[1] for match in said if match}) == 2
+    assert [each.returncode for each in done] == [3, 3]
+
+
 def test_secrets_are_handed_over_by_name_alone(tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "docker")
     given = dict.fromkeys(["AGAINST", "CONTAINER", "RUNNER_TEMP"], "") | dict.fromkeys(SECRETS, "hush")
@@ -275,7 +286,8 @@ def test_secrets_are_handed_over_by_name_alone(tmp_path: Path) -> None:
 def test_what_is_tried_runs_in_a_container_alone_that_may_do_nothing_to_the_machine() -> None:
     """No Makefile of a pull request, no git in a directory that its code wrote."""
     lines = [line for step in steps("gpu", "gpu") for line in step.get("run", "").splitlines()]
-    assert {line.split()[0] for line in lines} == {"cp", "docker", "find"}
+    silenced = 'echo "::stop-commands::$(</proc/sys/kernel/random/uuid)"; '
+    assert {line.removeprefix(silenced).split()[0] for line in lines} == {"cp", "docker", "find"}
     words = shlex.split(STEP["run"])
     assert {"--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=8g"} <= set(words)
     assert not any(word.startswith(("--ipc", "--net", "--pid", "--privileged", "--cap-add")) for word in words)
@@ -525,14 +537,17 @@ def github() -> Iterator[GitHub]:
 
 @pytest.fixture
 def post(github: GitHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the report job's script on reports with the given texts; the summary goes to ``summary.md``."""
+    """Run the report job's script on a gate of this outcome and what it said, a file's text or values, and on a
+    comparison; the summary goes to ``summary.md``."""
 
-    def run(gate: str | None, comparison: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(gate: Any, said: str = "", comparison: Any = None, **variables: str) -> subprocess.CompletedProcess[str]:
         reports = tmp_path / "gpu" / "reports"
         reports.mkdir(parents=True, exist_ok=True)
-        for name, text in (("gate.md", gate), ("comparison.md", comparison)):
+        gated = {"outcome": gate, "variants": [FIGURES], "together": None} if isinstance(gate, str) else gate
+        for name, content in (("gate.json", gated), ("gate.md", said), ("comparison.json", comparison)):
             (reports / name).unlink(missing_ok=True)
-            if text is not None:
+            if content is not None:
+                text = content if isinstance(content, str) else json.dumps(content)
                 (reports / name).write_text(text, encoding="utf-8")
         given = {
             "COMMIT": "0123456789abcdef",
@@ -553,65 +568,110 @@ def post(github: GitHub, tmp_path: Path) -> Callable[..., subprocess.CompletedPr
 
 
 Post = Callable[..., subprocess.CompletedProcess[str]]
+RATIO = {"estimate": 1.0625, "low": 1.03125, "high": 1.09375, "decision": "better"}
+ACCURACY = {"mean_fraction": -0.005, "low_fraction": -0.0125, "high_fraction": 0.0025, "decision": "same"}
+FIGURES = {"variant": "ddp", "throughput": RATIO, "memory": None, "accuracy": ACCURACY}
 
 
 def test_one_comment_that_is_updated_in_place(github: GitHub, post: Post) -> None:
     for number in range(150):  # more than a page
         github.add("somebody", f"remark {number}")
-    first = post("**Nothing got worse.**\n")
+    first = post("passed")
     assert first.returncode == 0, first.stderr
-    assert post("**Worse than the base: throughput (ddp).**\n").stdout == "comment/151\n"
+    assert post("worse").stdout == "comment/151\n"
     assert len(github.comments) == 151
     said = github.comments[-1]["body"]
-    assert "Worse than the base" in said
-    assert "Nothing got worse" not in said
+    assert "**Worse than the base.**" in said
+    assert "Nothing" not in said
+    assert "| ddp | 1.062 (1.031 to 1.094) better | not known | -0.50 (-1.25 to +0.25) same |" in said
     assert "0123456789ab" in said
     assert f"https://github.example/{REPOSITORY}/actions/runs/42" in said
 
 
 def test_nobody_elses_comment_is_touched(github: GitHub, post: Post) -> None:
-    post("first")
+    post("passed")
     copied = github.comments[0]["body"]
     github.comments.clear()
     theirs = github.add("somebody", copied)
     other = github.add("github-actions[bot]", "from another workflow")
-    post("second")
+    post("worse")
     assert (theirs["body"], other["body"]) == (copied, "from another workflow")
     assert len(github.comments) == 3
-    assert "second" in github.comments[2]["body"]
+    assert "Worse" in github.comments[2]["body"]
 
 
 def test_an_old_verdict_does_not_outlive_a_run_that_failed(github: GitHub, post: Post) -> None:
-    post("**Nothing got worse.**\n")
+    post("passed")
     post(None)
     [only] = github.comments
-    assert "No decision" in only["body"]
-    assert "Nothing got worse" not in only["body"]
+    assert "No decision: the run ended" in only["body"]
+    assert "Nothing" not in only["body"]
 
 
 def test_the_summary_says_the_same_and_needs_no_pull_request(github: GitHub, post: Post, tmp_path: Path) -> None:
-    post("**Nothing got worse.**\n", "three variants\n")
+    post("passed", "Nothing got worse.\n")
     assert (tmp_path / "summary.md").read_text(encoding="utf-8") == github.comments[0]["body"]
     (tmp_path / "summary.md").unlink()
-    assert post("**Nothing got worse.**\n", PULL_REQUEST="", GITHUB_TOKEN="").returncode == 0
+    assert post("passed", "Nothing got worse.\n", PULL_REQUEST="", GITHUB_TOKEN="").returncode == 0
     assert "Nothing got worse" in (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert len(github.comments) == 1
 
 
-def test_the_comparison_is_there_if_it_fits(github: GitHub, post: Post) -> None:
-    post("gate\n", "three variants\n")
-    assert re.search(r"gate\n.*<details>.*three variants.*</details>", github.comments[0]["body"], re.DOTALL)
-    post("gate\n", "x" * 65_500)
-    assert "details" not in github.comments[0]["body"]
-    post("y" * 70_000)
+COMPARED = {"variants": [FIGURES | {"variant": "baseline", "verdict": None}, FIGURES | {"verdict": "pays"}]}
+
+
+def test_what_was_said_and_the_comparison_are_there_if_they_fit(github: GitHub, post: Post) -> None:
+    post("passed", "a remark\n", COMPARED)
+    said = github.comments[0]["body"]
+    assert re.search(
+        r"<details>.*<pre>\na remark\n</pre>.*</details>.*<details>.*\| ddp: pays \| 1\.062", said, re.DOTALL
+    )
+    assert "| baseline" not in said
+    post("passed", "x" * 65_500, COMPARED)
+    assert "xxx" not in github.comments[0]["body"]
+    assert "ddp: pays" in github.comments[0]["body"]
+    post({"outcome": "passed", "variants": [FIGURES] * 10_000, "together": None})
     said = github.comments[0]["body"]
     assert len(said) == 65_536
     assert said.endswith("with its log and files.\n")
 
 
+FORGED = "@everyone https://evil.example ![x](https://evil.example/x.png) </pre></details><!-- [ok](//evil.example)"
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        FORGED,
+        "[" * 100_000,
+        {"outcome": FORGED, "variants": [], "together": None},
+        {"outcome": [], "variants": [], "together": None},
+        {"outcome": "passed", "variants": [FIGURES | {"variant": FORGED}], "together": None},
+        {"outcome": "passed", "variants": [FIGURES | {"throughput": RATIO | {"decision": FORGED}}], "together": None},
+        {"outcome": "passed", "variants": [FIGURES | {"memory": RATIO | {"estimate": FORGED}}], "together": None},
+        {"outcome": "passed", "variants": [FIGURES | {"memory": RATIO | {"low": 10**400}}], "together": None},
+        {"outcome": "passed", "variants": 1, "together": None},
+    ],
+)
+def test_what_a_pull_request_forged_is_shown_as_text_or_not_at_all(gate: Any, github: GitHub, post: Post) -> None:
+    """Who is mentioned is told, and what is linked is trusted, under the workflow's name."""
+    done = post(gate, f"{FORGED}\n", {"variants": [FIGURES | {"verdict": FORGED}]})
+    assert done.returncode == 0, done.stderr
+    said = github.comments[0]["body"]
+    assert "No decision" in said
+    outside, inside = (
+        re.sub(r"<pre>.*?</pre>", "", said, flags=re.DOTALL),
+        said.partition("<pre>")[2].partition("</pre>")[0],
+    )
+    assert "@" not in outside
+    assert "evil" not in outside
+    assert "evil.example" in inside
+    assert not set("<>") & set(inside)
+
+
 def test_what_github_refuses_is_an_error_with_its_reason(github: GitHub, post: Post) -> None:
     github.refuses = True
-    done = post("gate")
+    done = post("passed")
     assert done.returncode == 1
     assert "403" in done.stderr
     assert "Traceback" not in done.stderr
