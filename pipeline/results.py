@@ -13,10 +13,11 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
@@ -263,10 +264,16 @@ class Arm(Setup):
     """Its ratios were, so that no more rounds were measured of it."""
 
 
+def _utc(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo != UTC:
+        raise ValueError("expected a time in UTC")
+    return text
+
+
 class Session(Record):
     """One sitting of the bench: when, and what the machine was like. No figure is computed from it."""
 
-    start_utc: str
+    start_utc: Annotated[str, AfterValidator(_utc)]
     """ISO 8601, to the second."""
     boot_id: str | None
     """Two sessions of one boot share what is drawn at boot. None: this system does not tell, as below."""
@@ -276,6 +283,19 @@ class Session(Record):
     """Of the minute before it started: processes that ran or waited for a processor."""
     steal_fraction: float | None
     """Of all processors' time meanwhile, what a hypervisor gave to others."""
+
+
+ONE_SESSION = timedelta(hours=1)
+"""Benches that began within it share boot, neighbours and time of day: together they count as one session."""
+
+
+def session_starts(starts: Iterable[str]) -> list[str]:
+    """When the sessions began to which benches of these ``starts`` (ISO 8601) belong, the oldest first."""
+    found: list[str] = []
+    for each in sorted(starts):
+        if not found or datetime.fromisoformat(each) - datetime.fromisoformat(found[-1]) >= ONE_SESSION:
+            found.append(each)
+    return found
 
 
 class Bench(Document):

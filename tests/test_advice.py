@@ -32,8 +32,11 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
 
 
 def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
-    told = SessionRatio(start_utc="", estimate=1.0, low=0.9, high=1.1, pairs=8, trusted=True)
-    over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": (told,) * 3, "more_sessions": 2})
+    told = [
+        SessionRatio(start_utc=f"2026-11-2{day}", estimate=1.0, low=0.9, high=1.1, pairs=8, trusted=True)
+        for day in range(3)
+    ]
+    over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": tuple(told), "more_sessions": 2})
     assert reason(over).startswith("throughput is undecided over 3 sessions: about 2 more would decide (make again")
     assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 

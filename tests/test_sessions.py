@@ -77,25 +77,47 @@ def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
     )  # fmt: skip
 
 
+def at(time: str) -> str:
+    return f"2026-11-20T{time}:00+00:00"
+
+
+def test_benches_within_an_hour_count_as_one_session_as_wide_as_they_are() -> None:
+    logs = {"08:00": 0.5, "08:20": 0.51, "08:59": 0.52}
+    found = combined([(at(time), ratio(log)) for time, log in logs.items()], ratio(9.0), THROUGHPUT)
+    assert bounds(Interval(found.estimate or 0, found.low or 0, found.high or 0, 0)) == pytest.approx(
+        [0.51, 0.50, 0.52]
+    )
+    assert (found.session_count, found.pairs, found.more_sessions, len(found.sessions)) == (1, 24, None, 3)
+    later = combined([(at(time), ratio(log)) for time, log in (logs | {"09:00": 0.8}).items()], ratio(9.0), THROUGHPUT)
+    assert later.session_count == 2
+    assert later.estimate == pytest.approx(math.exp((0.51 + 0.8) / 2))  # each session counts the same
+
+
 def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
-    calm = [(name, ratio(log)) for name, log in (("b", 0.5), ("c", 0.51), ("d", 0.52))]
-    found = combined([("a", ratio(3.0, "untrusted")), *calm], ratio(9.0), THROUGHPUT)
+    calm = [(name, ratio(log)) for name, log in ((at("10:00"), 0.5), (at("12:00"), 0.51), (at("14:00"), 0.52))]
+    found = combined([(at("08:00"), ratio(3.0, "untrusted")), *calm], ratio(9.0), THROUGHPUT)
     assert found.estimate == pytest.approx(math.exp(0.51))
     assert (found.decision, found.pairs) == ("better", 24)
     assert [(each.start_utc, each.counts) for each in found.sessions] == [
-        ("a", False), ("b", True), ("c", True), ("d", True),
+        (at("08:00"), False), (at("10:00"), True), (at("12:00"), True), (at("14:00"), True),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("others", [[], [("b", ratio(0.5, "untrusted"))]])
+@pytest.mark.parametrize("others", [[], [(at("10:00"), ratio(0.5, "untrusted"))]])
 def test_where_one_is_trusted_it_is_that_one(others: list[tuple[str, Ratio]]) -> None:
-    found = combined([("a", ratio(0.2)), *others], ratio(9.0, "untrusted"), THROUGHPUT)
+    found = combined([(at("08:00"), ratio(0.2)), *others], ratio(9.0, "untrusted"), THROUGHPUT)
     assert found.model_copy(update={"sessions": ()}) == ratio(0.2)
-    assert combined([*others, ("a", ratio(0.2))], ratio(9.0, "untrusted"), THROUGHPUT).estimate == found.estimate
+    assert (
+        combined([*others, (at("08:00"), ratio(0.2))], ratio(9.0, "untrusted"), THROUGHPUT).estimate == found.estimate
+    )
 
 
 def test_sessions_that_disagree_decide_nothing_and_say_how_many_more_would() -> None:
-    found = combined([("a", ratio(0.1)), ("b", ratio(0.0, "same")), ("c", ratio(0.2))], ratio(0.1), THROUGHPUT)
+    found = combined(
+        [(at("08:00"), ratio(0.1)), (at("10:00"), ratio(0.0, "same")), (at("12:00"), ratio(0.2))],
+        ratio(0.1),
+        THROUGHPUT,
+    )
     assert (found.decision, found.more_pairs) == ("undecided", None)
     assert found.more_sessions == sessions_needed([interval(each) for each in (0.1, 0.0, 0.2)], 0.03)
 

@@ -933,8 +933,16 @@ def compared(*variants: tuple[str, str | None, float, float]) -> dict[str, Any]:
     """A comparison's content: of each variant its verdict, and what it does to throughput and memory."""
 
     def ratio(estimate: float, *, better: bool) -> dict[str, Any]:
-        told = [(True, 0.9), (True, 0.9), (False, 0.9), (True, None)]
-        sessions = [{"trusted": trusted, "low": low} for trusted, low in told]
+        told = [
+            (True, 0.9, "08:00"),
+            (True, 0.9, "08:59"),
+            (True, 0.9, "09:00"),
+            (False, 0.9, "11:00"),
+            (True, None, "13:00"),
+        ]
+        sessions = [
+            {"trusted": trusted, "low": low, "start_utc": f"2026-11-20T{time}:00+00:00"} for trusted, low, time in told
+        ]
         return {"estimate": estimate, "decision": "better" if better else "same", "sessions": sessions}
 
     each = [
@@ -990,7 +998,7 @@ def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
 
 
 def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of four, one is untrusted and one has too few pairs."""
+    """Of five, two are of one hour, one is untrusted and one has too few pairs."""
     assert promoting.sessions_of(compared(("fast", "pays", 1.5, 1.0)), "fast") == 2
     write_comparison(root)
     write_gate(root)

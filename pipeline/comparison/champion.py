@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
-from pipeline.comparison.sessions import Sitting, arm_of, combined, over_sessions
+from pipeline.comparison.sessions import Sitting, arm_of, by_session, combined, over_sessions
 from pipeline.comparison.stats import FEWEST_PAIRS, Interval
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Quantity, Ratio, SessionRatio
 
@@ -72,7 +72,7 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
         table = [[_in(ratio, start) for start in starts] for ratio in ratios.values()]
         found = choices(sign * np.log([[each.estimate or 1.0 for each in row] for row in table]))
         told = tuple(table[chosen][part] for part, chosen in enumerate(found))
-        interval = over_sessions([_interval(one) for one in told])
+        interval = over_sessions(by_session([(one.start_utc, _interval(one)) for one in told]))
     else:
         told = tuple(_in(ratios[first], start) for start in starts)
         sitting = next((each for each in sittings if each.bench.session.start_utc in starts), None)

@@ -6,6 +6,7 @@ neighbours, the day) is the same in all of them, and shows only between sessions
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pipeline.comparison import figures, planning, stats, verdicts
 from pipeline.comparison.comparison_file import SessionSummary
 from pipeline.comparison.stats import Interval
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
-from pipeline.results import Arm, Bench
+from pipeline.results import Arm, Bench, session_starts
 
 MOST_SESSIONS = 20
 """To add more of them is no advice."""
@@ -35,8 +36,23 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
     if len(intervals) == 1:
         return intervals[0]
     logs = [math.log(each.estimate) for each in intervals]
+    return _mean(intervals, _half(statistics.stdev(logs), len(logs), confidence))
+
+
+def by_session(found: Sequence[tuple[str, Interval]]) -> list[Interval]:
+    """One interval for each session, of (when a bench began, its interval): of several benches the geometric mean, as
+    wide as theirs are in the median."""
+    starts = session_starts(start for start, _ in found)
+    groups: list[list[Interval]] = [[] for _ in starts]
+    for start, interval in found:
+        groups[bisect.bisect(starts, start) - 1].append(interval)
+    return [each[0] if len(each) == 1 else _mean(each) for each in groups]
+
+
+def _mean(intervals: Sequence[Interval], half: float = 0.0) -> Interval:
+    """``half``: of the mean's logarithm, to each side; no less than the intervals' own in the median."""
+    mean = statistics.fmean(math.log(each.estimate) for each in intervals)
     below, above = _median_widths(intervals)
-    mean, half = statistics.fmean(logs), _half(statistics.stdev(logs), len(logs), confidence)
     low, high = mean - max(half, below), mean + max(half, above)
     return Interval(math.exp(mean), math.exp(low), math.exp(high), sum(each.count for each in intervals))
 
@@ -69,11 +85,13 @@ def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
 
 
 def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity) -> Ratio:
-    """One ratio of those that the sessions gave: (when it started, the ratio); ``own`` is that of the bench itself.
+    """One ratio of those that the benches gave: (when it began, the ratio); ``own`` is that of the bench itself.
 
-    An untrusted session counts for nothing. Where fewer than two are trusted, it is that one's, or ``own``.
+    An untrusted one counts for nothing, and those of one session count as one. Where fewer than two are trusted, it is
+    that one's, or ``own``.
     """
-    shown, trusted, intervals = [], [], []
+    shown, trusted = [], []
+    intervals: list[tuple[str, Interval]] = []
     for start, each in found:
         shown.append(
             SessionRatio(
@@ -87,12 +105,13 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
         )
         if shown[-1].counts and each.estimate and each.low and each.high:
             trusted.append(each)
-            intervals.append(Interval(each.estimate, each.low, each.high, each.pairs))
+            intervals.append((start, Interval(each.estimate, each.low, each.high, each.pairs)))
     if len(trusted) < 2:
         return (trusted or [own])[0].model_copy(update={"sessions": tuple(shown)})
-    interval, margin = over_sessions(intervals), trusted[0].margin
+    over, margin = by_session(intervals), trusted[0].margin
+    interval = over_sessions(over)
     decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
-    needed = sessions_needed(intervals, margin)
+    needed = sessions_needed(over, margin)
     return Ratio(
         estimate=interval.estimate,
         low=interval.low,

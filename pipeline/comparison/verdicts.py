@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from pipeline.comparison import planning, stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Decision
-from pipeline.results import Arm, Record, kind_of
+from pipeline.results import Arm, Record, kind_of, session_starts
 
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
 
@@ -59,7 +59,7 @@ MEMORY = Quantity("peak_memory_bytes", "peak memory", higher_is_better=False)
 
 
 class SessionRatio(Record):
-    """What one session gave."""
+    """What one bench gave."""
 
     start_utc: str
     estimate: float | None
@@ -100,7 +100,7 @@ class Ratio(Record):
     @property
     def session_count(self) -> int:
         """On how many sessions it rests."""
-        return max(1, sum(each.counts for each in self.sessions))
+        return max(1, len(session_starts(each.start_utc for each in self.sessions if each.counts)))
 
 
 class Accuracy(Record):

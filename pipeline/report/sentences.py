@@ -24,7 +24,7 @@ from pipeline.report.formats import (
     size,
     unbelieved,
 )
-from pipeline.results import Bench, rejected, rejections
+from pipeline.results import Bench, rejected, rejections, session_starts
 
 FEW_TEST_IMAGES = 2_000
 """Fewer are a small sample themselves, which no interval over seeds knows of."""
@@ -101,9 +101,11 @@ def sessions(comparison: Comparison) -> str:
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
-    others = ""
+    others = (
+        " Benches that began within an hour count as one session." if len(starts) > len(session_starts(starts)) else ""
+    )
     if aside := comparison.sessions_set_aside:
-        others = f" {count(aside, 'session')} of other code, settings, data or machine count for nothing."
+        others += f" {count(aside, 'session')} of other code, settings, data or machine count for nothing."
     if most == 1:
         said = "In one session: in others these ratios may differ, by how much is unknown. `make again` adds one."
         return said + others

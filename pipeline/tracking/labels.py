@@ -79,7 +79,9 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         found = results.read_values(record, variant)["findings"]
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
     comparison = compared(wanted, root)
-    tags |= {"sessions": str(len(comparison.get("sessions", ()))), **champion(comparison)} if comparison else {}
+    if comparison:
+        starts = results.session_starts(each["start_utc"] for each in comparison.get("sessions", ()))
+        tags |= {"sessions": str(len(starts)), **champion(comparison)}
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
         tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # in place of an older report's

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import PipelineError
 from pipeline.interpreter import importing
 from pipeline.params import Config
-from pipeline.results import REPORTS
+from pipeline.results import REPORTS, session_starts
 from pipeline.tracking import comparisons, labels, stores, views
 from pipeline.tracking.comparisons import COMPARISON, PREPARED, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
@@ -105,7 +105,11 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
     """On how many sessions each of the variant's trusted ratios rests at least, the best one's gain among them."""
     return min(
         (
-            sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
+            len(
+                session_starts(
+                    one["start_utc"] for one in ratio["sessions"] if one["trusted"] and one["low"] is not None
+                )
+            )
             for each in compared["variants"]
             for ratio in (each["throughput"], each["memory"], (compared.get("champion") or {}).get("ratio"))
             if each["variant"] == variant and ratio and ratio["decision"] != "untrusted"
