@@ -25,6 +25,7 @@ from pipeline.benchmark.rounds import (
     CALIBRATION_STEPS,
     FEWEST_STEPS,
     ArmSpec,
+    Calibration,
     Rounds,
     fewest_rounds,
     measure,
@@ -95,12 +96,16 @@ def arms(server: Server, *names: str) -> list[ArmSpec]:
     return [ArmSpec(name, "variant", name, None, server, Variant().model_dump(mode="json")) for name in names]
 
 
-def test_rounds_are_interleaved_and_reversed_every_other_time() -> None:
+def test_rounds_are_interleaved_in_an_order_drawn_anew_and_then_reversed() -> None:
     server = FakeServer()
-    rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=3, steps=7, turns=1)
-    assert server.asked == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
-    by_name = {arm.name: [sample.samples_per_second for sample in arm.samples] for arm in rounds.arms}
-    assert by_name == {"a": [1001, 1006, 1007], "b": [1002, 1005, 1008], "c": [1003, 1004, 1009]}
+    rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=12, steps=7, turns=1)
+    orders = ["".join(server.asked[first : first + 3]) for first in range(0, 36, 3)]
+    assert {"".join(sorted(each)) for each in orders} == {"abc"}
+    assert [each[::-1] for each in orders[::2]] == orders[1::2]
+    assert {each[0] for each in orders} == set("abc")  # no arm has a place of its own
+    for arm in rounds.arms:
+        asked = [1000 + 3 * number + order.index(arm.name) + 1 for number, order in enumerate(orders)]
+        assert [sample.samples_per_second for sample in arm.samples] == asked
     assert (rounds.steps, rounds.interrupted) == (7, False)
     assert {sample.measured_steps for arm in rounds.arms for sample in arm.samples} == {7}
 
@@ -116,7 +121,8 @@ def test_arms_of_a_round_take_turns_and_none_runs_twice_in_a_row(monkeypatch: py
 
     monkeypatch.setattr(server, "close", noted)
     rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=2, steps=10, turns=3)
-    assert "".join(server.asked) == "abcbcacab" + "cbabacacb"
+    a, b, c = server.asked[:3]
+    assert server.asked == [*(a, b, c), *(b, c, a), *(c, a, b), *(c, b, a), *(b, a, c), *(a, c, b)]
     assert alive[0] == alive[3] == {"a": [3, 3, 4], "b": [3, 3, 4], "c": [3, 3, 4]}
     assert (rounds.turns, {sample.measured_steps for arm in rounds.arms for sample in arm.samples}) == (3, {10})
     few = measure(arms(server, "a"), seconds=60, max_rounds=1, steps=2, turns=3)  # no turn without a step
@@ -418,6 +424,15 @@ def test_steps_fill_the_window(found: list[float | None], steps: int, samples: i
     server.step_p50_ms = found
     assert steps_of(arms(server, "baseline")[0], 1.5)[0] == steps
     assert len(server.asked) == samples
+
+
+@pytest.mark.parametrize(("opening", "steps"), [(1.7, 75), (6.8, 150), (0.1, 75)])
+def test_where_arms_take_long_to_start_the_window_grows_by_the_square_root(opening: float, steps: int) -> None:
+    server = FakeServer()
+    server.step_p50_ms = [20.0]
+    arm = arms(server, "baseline")[0]
+    slow = Calibration({}, 2 * opening, 1.0)  # this one opens at once
+    assert steps_of(arm, 1.5, [slow])[0] == pytest.approx(steps, abs=1)
 
 
 def test_an_arm_that_runs_differently_from_round_to_round_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

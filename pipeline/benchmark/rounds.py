@@ -7,7 +7,9 @@ arm, which the server forks (``arm._measure_in_turns``), train and measure.
 from __future__ import annotations
 
 import math
+import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,8 @@ CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
 """As often is the short sample taken that says how many steps to measure, while other load spoils it."""
 FEWEST_STEPS = 5
+OPENING_SECONDS = 1.7
+"""So long took those arms to start of which windows of 1.5 s were found to be the best (docs/measuring.md)."""
 FEWEST_ROUNDS = 6
 """``stats.FEWEST_PAIRS``, which the bench does not import: it need not be measured anew when statistics change."""
 SETTLED_ROUNDS = 10
@@ -104,8 +108,8 @@ def measure(
 
     With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
     their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
-    all of them. The order is reversed every other round, so that a drift hits both arms of a pair alike. An
-    interruption (KeyboardInterrupt) keeps the rounds that are complete; it is raised again if there is none.
+    all of them (in which order: ``order_of``). An interruption (KeyboardInterrupt) keeps the rounds that are complete;
+    it is raised again if there is none.
     """
     turns = min(turns, steps)  # no turn without a step
     facts: dict[str, dict[str, Any]] = {}
@@ -147,7 +151,7 @@ def measure(
                     if extended or not leaves_open(so_far()):
                         break
                     limit, extended = 2 * seconds, True
-                order = running[:: 1 if len(rounds) % 2 == 0 else -1]
+                order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 for name, answer in answers.items():
                     found = {key: answer[key] for key in Setup.model_fields}
@@ -174,6 +178,13 @@ def measure(
                 raise
             interrupted = True
     return so_far()
+
+
+def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
+    """Of round ``number``, from 0: drawn anew every other round, so that no arm has a place or neighbours of its own;
+    reversed in the round after, so that a drift hits all arms alike."""
+    drawn = random.Random(number // 2).sample(arms, len(arms))
+    return drawn[:: 1 if number % 2 == 0 else -1]
 
 
 def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
@@ -294,12 +305,18 @@ def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
     return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / CALIBRATION_STEPS)
 
 
-def steps_of(arm: ArmSpec, seconds: float) -> tuple[int, Calibration]:
-    """As many steps as ``arm`` takes ``seconds`` for, by short samples of it; and the last of these."""
+def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -> tuple[int, Calibration]:
+    """As many steps as ``arm`` takes for a window, by short samples of it; and the last of these.
+
+    A window takes ``seconds``, and more where the arms take long to start: by the square root of how much longer that
+    is than ``OPENING_SECONDS``. It is the window that knows most for its minutes (Kalibera and Jones, ISMM 2013).
+    """
     for _ in range(CALIBRATIONS):
         sample = calibrate(arm)
         window = Window.model_validate(sample.answer["window"])
         if window.step_p50_ms:
+            opening = statistics.fmean(each.opening_seconds for each in (sample, *others))
+            seconds *= max(1.0, math.sqrt(opening / OPENING_SECONDS))
             return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))), sample
     return CALIBRATION_STEPS, sample
 
@@ -349,7 +366,8 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         ablated, not_ablated = _ablation(config, machine, server)
         control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, variants[baseline])
         arms = [*specs, *ablated, control]
-        steps, samples[baseline] = steps_of(control, settings.window_seconds)  # the first one also started the server
+        others = [samples[arm.variant] for arm in arms if arm.variant != baseline]  # the first also started the server
+        steps, samples[baseline] = steps_of(control, settings.window_seconds, others)
         round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
         said = outlook(len(arms), steps, round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
         print(f"bench: {said}", flush=True)

@@ -164,12 +164,12 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
 
 
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:
-    """As many steps as the first arm takes ``window_seconds`` for, and about the seconds of a round.
+    """As many steps as the first arm takes for a window, and about the seconds of a round.
 
     Measures every arm once before: that warms it up.
     """
     others = [benchmark.calibrate(each) for each in arms[1:]]
-    steps, first = benchmark.steps_of(arms[0], window_seconds)
+    steps, first = benchmark.steps_of(arms[0], window_seconds, others)
     return steps, sum(each.seconds(steps) for each in (first, *others))
 
 

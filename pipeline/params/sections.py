@@ -162,7 +162,9 @@ class Bench(Section):
     hard_limit: bool = Field(False, description="Stop at max_minutes also before the sixth round; the gate as well.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: Duration = Field(
-        1.5, description="Measured window of the baseline in a round; every variant takes as many steps as it does."
+        1.5,
+        description="Measured window of the baseline in a round; every variant takes as many steps as it does. Longer "
+        "where variants take long to start.",
     )
     turns: PositiveInt = Field(
         10,
