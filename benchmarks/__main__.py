@@ -45,12 +45,11 @@ def main() -> None:
         machines.keep(arguments.figures, "", "benchmarks", name, figure)
         lower = figure.get("lower_is_better", False)
         value = figure["worst_ratio"] if "worst_ratio" in figure else figure["median_ratio"]
-        met = value <= figure["target_ratio"] if lower else value >= figure["target_ratio"]
-        print(
-            f"{name:20} {value:8.3f}  target {'at most' if lower else 'at least'} "
-            f"{figure['target_ratio']:g}  {'met' if met else 'MISSED'}  ({time.perf_counter() - started:.0f} s)",
-            flush=True,
-        )
+        against = "no target"
+        if target := figure.get("target_ratio"):
+            met = value <= target if lower else value >= target
+            against = f"target {'at most' if lower else 'at least'} {target:g}  {'met' if met else 'MISSED'}"
+        print(f"{name:20} {value:8.3f}  {against}  ({time.perf_counter() - started:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machines import FIGURES
-from benchmarks.sessions import AUTOCORRELATIONS, rounds_of
 from pipeline import files
 from pipeline.benchmark.rounds import NEGLIGIBLE, SETTLED_ROUNDS, equal, settled
 from pipeline.comparison.champion import choices, no_narrower
@@ -26,6 +25,7 @@ from pipeline.comparison.sessions import over_sessions
 from pipeline.comparison.stats import Interval, decide, distrust, paired_ratio, widened
 
 FILE = FIGURES / "simulations.json"
+AUTOCORRELATIONS = (0.0, 0.3, 0.6)
 MARGIN = 0.03
 MAX_SPREAD = 0.15
 RESAMPLES = 1000
@@ -33,6 +33,16 @@ COUNTS = (6, 8, SETTLED_ROUNDS, 12)
 SHAPES = ("plain", "half_width", "with_offset", "farther_end")
 
 Logs = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def rounds_of(
+    random: np.random.Generator, within: float, autocorrelation: float, arms: int, rounds: int
+) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """[arms, rounds], of standard deviation ``within``, each round resembling the one before (AR(1))."""
+    drawn = random.normal(0, within, (arms, rounds))
+    for index in range(1, rounds):
+        drawn[:, index] = autocorrelation * drawn[:, index - 1] + (1 - autocorrelation**2) ** 0.5 * drawn[:, index]
+    return list(drawn)
 
 
 def interval_of(logs: Logs, reference: Logs, confidence: float = 0.95) -> Interval:
@@ -141,6 +151,32 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
     return {name: number / trials for name, number in found.items()}
 
 
+def over_many(
+    sessions: int, autocorrelation: float = 0.0, *, between: float = 0.11, within: float = 0.08, rounds: int = 8,
+    trials: int = 1000,
+) -> dict[str, float]:  # fmt: skip
+    """Of a variant equal to the baseline, in ``sessions`` that differ by ``between``: how often the interval over those
+    that are trusted holds the truth, its median relative width, and how often none is trusted."""
+    random = np.random.default_rng(0)
+    held, widths = 0, []
+    for _ in range(trials):
+        known = []
+        for session in random.normal(0, between, sessions):
+            base, control, variant = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
+            aa, wide = (interval_of(control, base, confidence) for confidence in (0.95, 0.99))
+            if distrust(aa, wide, MAX_SPREAD) is None:
+                known.append(widened(interval_of(variant + session, base), doubt_of(aa)))
+        if known:
+            interval = over_sessions(known)
+            held += interval.low <= 1 <= interval.high
+            widths.append(interval.spread)
+    return {
+        "coverage": held / max(1, len(widths)),
+        "median_width": float(np.median(widths)),
+        "untrusted": 1 - len(widths) / trials,
+    }
+
+
 def best_of(
     variants: int, truth: float, *, within: float = 0.04, rounds: int = 12, sessions: int = 1, between: float = 0.0,
     trials: int = 1000,
@@ -197,6 +233,14 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
         f"ratio {truth:g}, noise {within:g}": decided(truth, within)
         for truth in (1.0, 1.05, 1.1, 1.36)
         for within in (0.01, 0.02, 0.05)
+    },
+    "sessions": lambda: {
+        f"{sessions} session(s) that differ by {between:g}, noise {within:g}, autocorrelation {each}": over_many(
+            sessions, each, between=between, within=within
+        )
+        for between, within in ((0.11, 0.08), (0.06, 0.02), (0.02, 0.05))
+        for sessions in (1, 2, 3, 5, 10)
+        for each in AUTOCORRELATIONS
     },
     "best_of": lambda: {
         "one session": best_of(10, 1.06),

@@ -33,6 +33,7 @@ for _variable in (
     "MKL_NUM_THREADS",
 ):  # before a test imports torch: more threads thrash shared cores
     os.environ[_variable] = "1"
+os.environ["DVC_NO_ANALYTICS"] = "1"  # in repositories without this one's settings DVC would report to its makers
 
 settings.register_profile("quick", max_examples=50, deadline=None)
 settings.register_profile("fuzz", max_examples=5000, deadline=None)

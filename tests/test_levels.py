@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks.gate import bounds
 from benchmarks.levels import components
-from benchmarks.sessions import coverage
-from benchmarks.simulations import best_of, equal_arms, looking
+from benchmarks.simulations import best_of, equal_arms, looking, over_many
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ def test_the_components_of_variance_are_those_that_were_drawn(servers: float, pr
 
 @pytest.mark.slow
 def test_one_session_holds_the_truth_too_seldom_where_sittings_differ_and_three_do_not() -> None:
-    one, three = (coverage(0.1, 0.05, sessions, trials=80)["coverage"] for sessions in (1, 3))
+    one, three = (over_many(sessions, between=0.1, within=0.05, trials=80)["coverage"] for sessions in (1, 3))
     assert one < 0.6
     assert three > 0.85
 

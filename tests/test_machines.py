@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import machines
+from benchmarks.__main__ import BENCHMARKS, main
 from pipeline import environment
 from tests.factories import ENVIRONMENT
 
@@ -33,3 +35,25 @@ def test_figures_name_the_environment_in_which_each_was_measured(
     assert versions == {"hash of 2.11": "2.11", "hash of 2.15": "2.15"}
     _, content = measured("2.15", "one")
     assert list(content["environments"]) == ["hash of 2.15"], "no figure was measured in the other any more"
+
+
+@pytest.mark.parametrize(
+    ("figure", "said"),
+    [
+        ({"median_ratio": 2.0}, "no target"),
+        ({"median_ratio": 2.0, "target_ratio": 1.5}, "at least 1.5  met"),
+        ({"median_ratio": 2.0, "target_ratio": 1.5, "lower_is_better": True}, "at most 1.5  MISSED"),
+    ],
+)
+def test_a_figure_is_printed_beside_its_target_if_it_has_one(
+    figure: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(BENCHMARKS, "turns", lambda: figure)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "turns", "--figures", str(tmp_path)])
+    main()
+    assert said in capsys.readouterr().out
+    assert list(tmp_path.iterdir())
