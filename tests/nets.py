@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.data.prepared import Split
+from pipeline.data.batches import Placement, TrainBatches
+from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import ALONE as ALONE
+from pipeline.distributed import World
 from pipeline.params import Train, Variant
 from pipeline.plans import Plan
 from pipeline.step import Losses, TrainingStep
@@ -70,6 +72,43 @@ def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Se
     return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU()), classifier)
 
 
+class LooksAtValues(nn.Module):
+    """A net that takes one of two paths by what it computes."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net or conv_net()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        return logits if logits.sum().item() > 0 else -logits
+
+
+def batches_of(
+    dataset: Dataset, plan: Plan, joined: World, seed: int = 0, placement: Placement = "resident"
+) -> TrainBatches:
+    """What a training of ``plan`` takes on this rank."""
+    return TrainBatches(
+        dataset,
+        batch_size=plan.train.batch_size,
+        micro_batches=plan.micro_batches,
+        rank=joined.rank // plan.model_processes,
+        world_size=plan.data_processes,
+        seed=seed,
+        augment=plan.train.augment,
+        placement=placement,
+        device=joined.device,
+        workers=plan.applied.loader_workers,
+    )
+
+
+def changed(model: nn.Module, techniques: Sequence[Technique]) -> nn.Module:
+    """The model as the techniques leave it."""
+    for technique in techniques:
+        model = technique.change_model(model, INPUTS)
+    return model
+
+
 def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Random images float32 [size, 1, 8, 8] and labels int64 [size]."""
     generator = torch.Generator().manual_seed(seed)
@@ -86,6 +125,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 INPUTS = Inputs((1, 8, 8), batch)
+GPU = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
 
 
 def make_step(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World, own_part
 from pipeline.params import Config, Machine, Train, Variant
@@ -18,7 +17,7 @@ from pipeline.plans import plan
 from pipeline.techniques.sharded_state import Layout
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
-from tests.nets import first
+from tests.nets import batches_of, first
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -58,18 +57,7 @@ def make_training(
     machine = CPU if joined.device.type == "cpu" else CPU.model_copy(update={"gpus": joined.size})
     made = plan(Config(train=train, variants={"tried": Variant(**applied)}), "tried", machine)
     few = replace(dataset, train=first(dataset.train, STEPS * train.batch_size))
-    batches = TrainBatches(
-        few,
-        batch_size=train.batch_size,
-        micro_batches=made.micro_batches,
-        rank=joined.rank // made.model_processes,
-        world_size=made.data_processes,
-        seed=0,
-        augment=train.augment,
-        placement="resident",
-        device=joined.device,
-    )
-    return Training(made, net(), few, batches, joined, 0)
+    return Training(made, net(), few, batches_of(few, made, joined), joined, 0)
 
 
 def observe(

@@ -71,12 +71,6 @@ def test_minutes_that_were_not_used_up_are_not_advised() -> None:
     assert "(make again)" in reason(undecided, allowed._replace(minutes=2.5))
 
 
-def test_an_untrusted_ratio_says_why() -> None:
-    assert reason(ratio(["it throttled"] * 6, [9.0] * 6)) == (
-        "throughput: 6 of 6 rounds had to be rejected, most often because it throttled"
-    )
-
-
 def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
     def reason(found: Accuracy) -> str:
         (text,) = accuracy_reasons(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +10,10 @@ import pynvml
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from pipeline.distributed import World, launching
 from tests.as_if_cuda import Gpus, Traffic, as_if_cuda
-from tests.nets import batch, conv_net
 from tests.ranks import run_ranks
 
 GPU = torch.device("cuda", 0)
@@ -37,24 +34,6 @@ def strict(gpus: Gpus) -> Gpus:
 
 def on_gpu(*values: float) -> torch.Tensor:
     return torch.tensor(values).pin_memory().to(GPU, non_blocking=True)
-
-
-@pytest.mark.usefixtures("gpus")
-def test_what_is_computed_on_a_gpu_stays_there_with_its_gradients_and_copies() -> None:
-    model = conv_net(norm=True).to(GPU)
-    images, labels = (each.to(GPU) for each in batch(8))
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    optimizer.step()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    found = [loss, *model.parameters(), *model.buffers(), *gradients, *states, *copy.deepcopy(model).parameters()]
-    assert {each.device for each in found if each is not None} == {GPU}
-    assert loss.is_cuda
-    assert torch.zeros_like(loss).device == GPU
-    assert loss.detach().cpu().device == torch.zeros(()).device == torch.device("cpu")
-    assert torch.zeros(3, device="cuda:1").get_device() == 1
 
 
 def test_a_thread_plays_too_and_has_the_first_gpu(gpus: Gpus) -> None:
@@ -99,22 +78,6 @@ def test_what_waits_for_the_device_is_found_with_its_line(read: str, strict: Gpu
     torch.cuda.set_sync_debug_mode("default")
     READS[read](values)
     assert len(strict.waits) == 2
-
-
-@pytest.mark.usefixtures("strict")
-def test_what_does_not_wait_passes() -> None:
-    values, index = on_gpu(1.0, 2.0), torch.zeros(2, dtype=torch.int64, device=GPU)
-    values.add_(1).mul(torch.tensor(2.0)).masked_fill_(values > 2, 0.0)[0:1]
-    assert values[index].shape == torch.where(values > 1, values, 0.0).shape
-    torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
-    model, images = conv_net().to(GPU, non_blocking=True), torch.zeros(4, 1, 8, 8, device=GPU)
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = model(images).square().mean()
-    loss.backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    optimizer.param_groups[0]["lr"] = torch.zeros((), device=GPU)
-    optimizer.step()
-    assert torch.zeros(2).sum().item() == 0, "the host may read what it has"
 
 
 @pytest.mark.usefixtures("gpus")

@@ -23,7 +23,6 @@ from pipeline.measurement.detectors import (
     cpu,
     detectors,
     gpu,
-    of_clock,
     of_memory,
     of_ranks,
     of_steps,
@@ -32,7 +31,7 @@ from pipeline.measurement.detectors import (
 from pipeline.measurement.detectors.compiler import Recompilation
 from pipeline.measurement.detectors.cpu import CpuThrottling, ForeignLoad
 from pipeline.measurement.detectors.gpu import GpuThrottling, SharedGpu
-from pipeline.measurement.windows import Clock, Memory
+from pipeline.measurement.windows import Memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -157,46 +156,38 @@ def foreign_load(limit: float = 0.1, cores: tuple[int, ...] = (0, 1)) -> Foreign
     return ForeignLoad(set(cores), root_pid=10, limit=limit)
 
 
-def test_what_others_take_from_the_job_is_refused(machine: Machine) -> None:
-    machine.process(10, parent=1, own=5, waits={10: 1.0})
-    machine.process(20, parent=1, own=5)
-    detector = foreign_load()
-    detector.open()
-    machine.seconds += 2  # two cores: the job's single thread has three quarters of one, others all the rest
-    machine.work(0, busy=2)
-    machine.work(1, busy=2)
-    machine.process(10, parent=1, own=6.5, waits={10: 1.5})
-    machine.process(20, parent=1, own=7.5)
-    detector.close(measured=True)
-    assert [detector.own_seconds, detector.taken_seconds] == pytest.approx([1.5, 0.5])
-    assert "other processes took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in (
-        reason(detector)
-    )
-
-
-def test_load_on_cores_that_the_job_leaves_idle_takes_nothing(machine: Machine) -> None:
-    machine.process(10, parent=1, waits={10: 0.0})
-    detector = foreign_load()
+def window(
+    machine: Machine, detector: ForeignLoad, *, own: float, waits: dict[int, float] | None, **second: float
+) -> ForeignLoad:
+    """Two seconds in which one core is busy, and so is the other but for ``second``; ``own`` of them are the job's,
+    whose threads waited so long."""
+    machine.process(10, parent=1, own=5, waits=waits and dict.fromkeys(waits, 1.0))
     detector.open()
     machine.seconds += 2
     machine.work(0, busy=2)
-    machine.work(1, busy=2)
-    machine.process(10, parent=1, own=2, waits={10: 0.01})
+    machine.work(1, **{"busy": 2} | second)
+    machine.process(10, parent=1, own=5 + own, waits=waits and {thread: 1 + wait for thread, wait in waits.items()})
     detector.close(measured=True)
-    assert detector.taken_seconds == pytest.approx(0.01)
-    assert detector.refusals() == []
+    return detector
 
 
-def test_load_on_other_cores_is_not_blamed_when_the_jobs_threads_wait_for_each_other(machine: Machine) -> None:
-    machine.process(10, parent=1, waits={10: 0, 11: 0})
-    detector = foreign_load(cores=(0,))
-    detector.open()
-    machine.seconds += 2
-    machine.work(0, busy=2)
-    machine.work(1, busy=2)
-    machine.process(10, parent=1, own=2, waits={10: 1, 11: 1})
-    detector.close(measured=True)
-    assert [detector.own_seconds, detector.taken_seconds] == pytest.approx([2, 0])
+@pytest.mark.parametrize(
+    ("cores", "own", "waits", "taken"),
+    [
+        ((0, 1), 1.5, {10: 0.5}, 0.5),  # a single thread has three quarters of a core, others all the rest
+        ((0, 1), 2, {10: 0.01}, 0.01),  # load on cores that the job leaves idle takes nothing
+        ((0,), 2, {10: 1, 11: 1}, 0),  # threads of the job that wait for each other
+        ((0, 1), 0.1, {10: 0.1}, 0.1),  # of a job that hardly needs the CPU: 5% of the window
+    ],
+)
+def test_what_others_take_from_the_job_is_refused(
+    machine: Machine, cores: tuple[int, ...], own: float, waits: dict[int, float], taken: float
+) -> None:
+    detector = window(machine, foreign_load(cores=cores), own=own, waits=waits)
+    assert [detector.own_seconds, detector.taken_seconds] == pytest.approx([own, taken])
+    assert bool(detector.refusals()) is (taken == 0.5)
+    if taken == 0.5:
+        assert "took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in reason(detector)
 
 
 def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
@@ -219,19 +210,6 @@ def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
     assert detector.refusals() == []
 
 
-def test_a_job_that_hardly_needs_the_cpu_loses_little(machine: Machine) -> None:
-    """A tenth of a core, half of it taken: 5% of the window."""
-    machine.process(10, parent=1, waits={10: 0})
-    detector = foreign_load()
-    detector.open()
-    machine.seconds += 2
-    machine.work(0, busy=2)
-    machine.work(1, busy=2)
-    machine.process(10, parent=1, own=0.1, waits={10: 0.1})
-    detector.close(measured=True)
-    assert detector.refusals() == []
-
-
 def test_what_the_hypervisor_steals_counts_by_the_jobs_share(machine: Machine) -> None:
     machine.process(10, parent=1, waits={10: 0})
     detector = foreign_load()
@@ -247,17 +225,10 @@ def test_what_the_hypervisor_steals_counts_by_the_jobs_share(machine: Machine) -
 
 @pytest.mark.parametrize("told", [None, "0 0 0\n"])
 def test_where_the_kernel_counts_no_waits_load_beyond_the_idle_time_counts(machine: Machine, told: str | None) -> None:
-    machine.process(10, parent=1)
     if told:
         (machine.root / "10" / "task" / "10").mkdir(parents=True)
         (machine.root / "10" / "task" / "10" / "schedstat").write_text(told)
-    detector = foreign_load()
-    detector.open()
-    machine.seconds += 2
-    machine.work(0, busy=2)
-    machine.work(1, busy=1.5, idle=0.5)
-    machine.process(10, parent=1, own=2)
-    detector.close(measured=True)
+    detector = window(machine, foreign_load(), own=2, waits=None, busy=1.5, idle=0.5)
     assert detector.taken_seconds == pytest.approx(1.0)
 
 
@@ -571,53 +542,6 @@ def test_another_process_on_the_gpu_in_the_warm_up_is_not_refused(nvml: FakeNvml
 
 
 # What the measurements say themselves
-
-
-def starved(wait: float, work: float, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock that timed ten steps of ``wait`` seconds for input and ``work`` seconds of work each."""
-    now = 100.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-
-    def inputs() -> Iterator[None]:
-        nonlocal now
-        while True:
-            now += wait
-            yield None
-
-    clock = Clock(CPU)
-    watched = clock.watch(inputs())
-    clock.open()
-    for _ in range(10):
-        next(watched)
-        now += work
-        clock.step()
-    clock.close(measured=True)
-    return clock
-
-
-def test_a_run_that_waits_for_its_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    [refusal] = of_clock(starved(0.6, 0.4, monkeypatch), 0.5, resident=False)
-    assert "the steps waited for input 60% of the time (at most 50% is allowed)" in refusal.reason
-    assert not refusal.voids_memory
-
-
-@pytest.mark.parametrize(("wait", "limit"), [(0.4, 0.5), (0.6, None)])
-def test_a_run_that_may_wait_for_its_input_is_not(
-    wait: float, limit: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert of_clock(starved(wait, 0.4, monkeypatch), limit, resident=False) == []
-
-
-def test_a_run_without_a_measured_window_waited_for_nothing() -> None:
-    assert of_clock(Clock(CPU), 0.0, resident=False) == []
-
-
-def test_step_times_that_miss_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = starved(0.1, 0.9, monkeypatch)
-    clock.measured_seconds += 1
-    assert [refusal.reason[:33] for refusal in of_clock(clock, None, resident=False)] == [
-        "step times add up to 10.000 s, but"[:33]
-    ]
 
 
 def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:

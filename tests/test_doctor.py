@@ -665,12 +665,6 @@ def test_only_a_problem_fails(
     ]
 
 
-def test_help_says_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["doctor", "--help"])
-    assert "with 1 if there is one" in " ".join(capsys.readouterr().out.split())
-
-
 def test_lines_fit_the_terminal_and_keep_commands_whole() -> None:
     command = "git config --global --add safe.directory /a/very/long/path/" + "x" * 90
     said = [Finding("problem", "word " * 60, command, "git"), Finding("ok", "fine", check="shared memory")]

@@ -95,13 +95,6 @@ def test_a_new_variant_is_a_stage(clone: Callable[..., Clone]) -> None:
     assert [stage for stage in stages if stage.startswith("train@")] == ["train@baseline", "train@ddp", "train@tried"]
 
 
-def test_a_mistake_in_params_yaml_stops_repro_before_any_work(clone: Callable[..., Clone]) -> None:
-    wrong = clone({"variants.ddp.processes": 3})
-    output = wrong.run("dvc", "repro", fails=True)
-    assert "train.batch_size: found 256, which variants.ddp cannot divide into 3 process(es)" in output
-    assert "fetch" not in output
-
-
 def test_a_value_set_for_an_experiment_reaches_params_yaml_and_leaves_its_comments(clone: Callable[..., Clone]) -> None:
     tried = clone()
     before = (tried.path / "params.yaml").read_text(encoding="utf-8")

@@ -113,20 +113,3 @@ def test_transfers_between_two_processes() -> None:
     ]
     assert all(row.seconds > 0 for row in rows)
     assert rows[-1].bus_factor == 1.0
-
-
-@pytest.mark.rehearsal
-def test_a_rehearsal_holds(tmp_path: Path) -> None:
-    """The sequence as it is, in a copy of the checkout, but for the tests, and with one variant."""
-    values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=True)
-    steps = gpu_check.steps_of(values, {"ddp": {"parallelism": "ddp"}}, rehearse=True)
-    work, report = tmp_path / "work", tmp_path / "report.md"
-    gpu_check.copied(work)
-    failed = gpu_check.check([step for step in steps if step.name != "GPU tests"], work, report, rehearse=True)
-    text = report.read_text(encoding="utf-8")
-    assert failed == 0, text
-    for step in ("doctor", "default job", "variant ddp", "verify", "transfers"):
-        assert f"## {step}\n" in text
-    assert "(a rehearsal)" in text
-    assert "all-reduce, 2 by gloo" in text
-    assert "# The default job" in text

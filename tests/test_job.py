@@ -138,21 +138,6 @@ def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -
     assert abs(ddp.runs[0].test_correct - baseline.runs[0].test_correct) <= 3
 
 
-@pytest.mark.slow
-def test_a_pipeline_trains_what_the_baseline_trains_in_two_stages(workspace: Path) -> None:  # noqa: ARG001
-    baseline = train("baseline", seeds=[3])
-    output = command("pipeline").communicate(timeout=300)
-    staged = results.read(results.result_file("pipeline"), load())
-    assert (staged.backend, staged.world_size, staged.applied["gradient_accumulation"]) == ("gloo", 2, 8)
-    assert staged.parameter_count == baseline.parameter_count
-    assert staged.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.02)
-    assert abs(staged.runs[0].test_correct - baseline.runs[0].test_correct) <= 3
-    model = models.build("small_cnn", {}, channels=1, height=8, width=8, classes=10)
-    model.load_state_dict(torch.load(results.model_file("pipeline", 3), weights_only=True))
-    assert state_sha256(model.state_dict()) == staged.runs[0].model_sha256
-    assert "pipeline: 2 stages of " in output
-
-
 def test_what_the_machine_lacks_is_left_out_and_said(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     result = train("memory", seeds=[0], epochs=1)
     assert result.config["variant"]["precision"] == "bf16"

@@ -13,10 +13,7 @@ from torch import nn
 
 from pipeline import environment, models
 from pipeline.data import DataError
-from pipeline.data.batches import TrainBatches
-from pipeline.data.packing import prepare
 from pipeline.data.prepared import Dataset, Split
-from pipeline.data.sources import fetch
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
@@ -25,7 +22,7 @@ from pipeline.profiling import ledger
 from pipeline.profiling.ledger.allocation_trace import Tape
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
-from tests.nets import ALONE
+from tests.nets import ALONE, GPU, LooksAtValues, batches_of
 from tests.ranks import run_ranks
 
 PEAK = 10**9
@@ -54,18 +51,8 @@ def normalised(*, channels: int, height: int, width: int, classes: int) -> nn.Mo
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, WIDTH), *norms, nn.Linear(WIDTH, classes))
 
 
-class _LooksAtValues(nn.Module):
-    def __init__(self, features: int, classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(features, classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.layer(images.flatten(1))
-        return logits if logits.sum().item() > 0 else -logits
-
-
-def looking(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    return _LooksAtValues(channels * height * width, classes)
+def looking(**sizes: int) -> nn.Module:
+    return LooksAtValues(linear(**sizes))
 
 
 def asked(
@@ -88,18 +75,7 @@ def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, s
     model = models.build(
         train.model, train.model_options, channels=channels, height=height, width=width, classes=len(dataset.classes)
     )
-    batches = TrainBatches(
-        dataset,
-        batch_size=train.batch_size,
-        micro_batches=how.micro_batches,
-        rank=world.rank,
-        world_size=world.size,
-        seed=0,
-        augment=train.augment,
-        placement="resident",
-        device=world.device,
-    )
-    training = Training(how, model, dataset, batches, world, seed=0)
+    training = Training(how, model, dataset, batches_of(dataset, how, world), world, seed=0)
     for _ in islice(training.run(), steps):
         pass
     return training
@@ -239,14 +215,6 @@ def test_the_memory_of_every_kernel_is_foreseen_on_a_gpu_that_is_not_here(digits
     assert rehearsed(config, digits, SERVER).peak_bytes > 0
 
 
-def test_checkpointing_keeps_less(digits: Dataset) -> None:
-    options = {"model_options": {"base_width": 8}}
-    plain = rehearsed(asked("resnet9", 256, **options), digits)
-    recomputed = rehearsed(asked("resnet9", 256, {"activation_checkpointing": True}, **options), digits)
-    assert recomputed.activations_bytes < 0.8 * plain.activations_bytes
-    assert recomputed.parameters_bytes == plain.parameters_bytes
-
-
 def test_accumulation_keeps_the_activations_of_one_micro_batch(digits: Dataset) -> None:
     one = rehearsed(asked(batch_size=256), digits)
     four = rehearsed(asked(batch_size=1024, variant={"gradient_accumulation": 4}), digits)
@@ -352,21 +320,12 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
         ledger.parse_bytes(text)
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packed")
-    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
-    fetch(config.fetch, folder / "raw")
-    prepare(config, folder / "raw", folder / "prepared")
-    return folder / "prepared"
-
-
 VARIANTS = {"baseline": {}, "ddp": {"parallelism": "ddp"}, "half": {"precision": "bf16", "channels_last": True}}
 
 
-def test_the_table_says_what_fits(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
-    ledger.show(config, LAPTOP, ["baseline", "half"], packed, memory="64MiB", device="cuda", batch_size=128)
+    ledger.show(config, LAPTOP, ["baseline", "half"], digits_folder, memory="64MiB", device="cuda", batch_size=128)
     header, baseline, half, *rest = capsys.readouterr().out.splitlines()
     assert header.split()[:2] == ["variant", "peak"]
     assert header.endswith("in 64MiB  largest batch")
@@ -377,17 +336,19 @@ def test_the_table_says_what_fits(packed: Path, capsys: pytest.CaptureFixture[st
     assert "bf16 is left out" not in "\n".join(rest)  # a GPU is assumed that has it
 
 
-def test_without_memory_all_variants_are_foreseen(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ledger.show(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], packed)
+def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger.show(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], digits_folder)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["variant", *VARIANTS]
     assert "largest" not in lines[0]
 
 
-def test_a_variant_that_cannot_be_foreseen_stops_no_other(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_variant_that_cannot_be_foreseen_stops_no_other(
+    digits_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     variants = {"baseline": {}, "compiled": {"compile": "default"}, "fp16": {"precision": "fp16"}}
     config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": variants})
-    ledger.show(config, LAPTOP, [], packed, memory="1GiB")
+    ledger.show(config, LAPTOP, [], digits_folder, memory="1GiB")
     lines = capsys.readouterr().out.splitlines()
     header, baseline, *others = lines[:4]
     assert "fits" in baseline
@@ -397,17 +358,17 @@ def test_a_variant_that_cannot_be_foreseen_stops_no_other(packed: Path, capsys: 
     assert compiled == "variants.compiled: what compile takes cannot be foreseen; measure it."
     assert fp16.startswith("variants.fp16.precision: found 'fp16', but ")
     with pytest.raises(ledger.PredictionError, match=r"variants\.compiled: what compile takes cannot be foreseen"):
-        ledger.show(config, LAPTOP, ["compiled"], packed)
+        ledger.show(config, LAPTOP, ["compiled"], digits_folder)
 
 
-def test_what_cannot_be_shown_says_what_to_do(packed: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_shown_says_what_to_do(digits_folder: Path, tmp_path: Path) -> None:
     config = parse({"variants": VARIANTS})
     with pytest.raises(DataError, match="run `dvc repro prepare` first"):
         ledger.show(config, LAPTOP, [], tmp_path)
     with pytest.raises(ConfigError, match="no such variant"):
-        ledger.show(config, LAPTOP, ["memry"], packed)
+        ledger.show(config, LAPTOP, ["memry"], digits_folder)
     with pytest.raises(ConfigError, match=r"train\.batch_size: found 0"):
-        ledger.show(config, LAPTOP, [], packed, batch_size=0)
+        ledger.show(config, LAPTOP, [], digits_folder, batch_size=0)
 
 
 @pytest.mark.gpu("what its allocator reports")
@@ -415,7 +376,7 @@ def test_what_cannot_be_shown_says_what_to_do(packed: Path, tmp_path: Path) -> N
 def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     config = asked("resnet9", 256, variant, device="cuda")
     how = plan(config, "tried", environment.machine())
-    training = trained(config, how, digits, World(rank=0, size=1, device=torch.device("cuda", 0), backend=None))
+    training = trained(config, how, digits, GPU)
     training.memory.open()
     training.take_step(training.batches.epoch(9))
     training.memory.close(measured=True)

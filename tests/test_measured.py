@@ -20,11 +20,17 @@ SPEEDS = ("samples_per_second", "step_p50_ms", "step_p90_ms", "step_p99_ms", "in
 
 
 def rank(
-    step_seconds: Sequence[float], *, wait: float = 0.0, peak: int | None = 100 * MIB, retries: int | None = None
+    step_seconds: Sequence[float],
+    *,
+    wait: float = 0.0,
+    unseen: float = 0.0,
+    peak: int | None = 100 * MIB,
+    retries: int | None = None,
 ) -> tuple[Clock, Memory]:
-    """What one rank measured: its steps, how long it waited for input in all, and its peak."""
+    """What one rank measured: its steps, how long it waited for input in all, and what is in no step; and its peak."""
     clock, memory = Clock(torch.device("cpu")), Memory(torch.device("cpu"))
-    clock.step_seconds, clock.measured_seconds, clock.input_seconds = list(step_seconds), sum(step_seconds), wait
+    clock.step_seconds, clock.measured_seconds = list(step_seconds), sum(step_seconds) + unseen
+    clock.input_seconds = wait
     memory.peak_bytes, memory.retries = peak, retries
     memory.reserved_bytes = None if retries is None else 2 * (peak or 0)
     memory.driver_bytes = None if retries is None else 3 * (peak or 0)
@@ -92,7 +98,16 @@ def test_what_a_detector_saw_voids_the_speeds_and_stands_in_the_record(voids_mem
         ([rank([0.1] * 3)], {}, "3 of 4 steps were measured"),
         ([rank([0.1] * 4), rank([0.1] * 5)], {}, "the ranks measured different numbers of steps: [4, 5]"),
         ([rank([])], {}, "no step was measured"),
-        ([rank([0.1] * 4, wait=0.3)], {"max_input_wait": 0.5}, "the steps waited for input 75% of the time"),
+        (
+            [rank([0.1] * 4, wait=0.3)],
+            {"max_input_wait": 0.5},
+            "waited for input 75% of the time (at most 50% is allowed",
+        ),
+        (
+            [rank([0.1] * 4, unseen=1.0)],
+            {},
+            "step times add up to 0.400 s, but the wall clock around them shows 1.400 s",
+        ),
         ([rank([0.1] * 4, retries=2)], {}, "flushed its cache 2 time(s)"),
     ],
 )
@@ -109,6 +124,11 @@ def test_what_the_figures_say_against_themselves_voids_the_speeds(
 def test_what_is_resident_already_is_not_advised_to_be(placement: str) -> None:
     found = window(rank([0.1] * 4, wait=0.3), max_input_wait=0.5, placement=placement)
     assert ("train.placement" in found.refusals[0]) == (placement == "streamed")
+
+
+@pytest.mark.parametrize("limit", [0.8, None])
+def test_what_may_wait_for_its_input_is_not_refused(limit: float | None) -> None:
+    assert window(rank([0.1] * 4, wait=0.3), max_input_wait=limit).refusals == ()
 
 
 def test_memory_that_one_rank_cannot_tell_is_unknown() -> None:

@@ -19,7 +19,6 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Variant, outside, parse
 from pipeline.techniques import chosen, of_plan
-from pipeline.tools.doctor.facts import read
 from tests.nets import ALONE, make_plan
 from tests.outside import EXAMPLE, forget, put_on_path, write_example_metadata, write_metadata
 from tests.ranks import run_ranks
@@ -209,11 +208,3 @@ def test_one_that_goes_with_a_parallelism_is_left_out_with_it_and_no_other(
         names = [each.name for each in params.catalogue.in_order(mixed)]
     assert names == ["channels_last", "early", "bf16", "one"], "each at its layer"
     forget()
-
-
-def test_doctor_says_what_is_not_installed(tmp_path: Path, clipping: Path) -> None:  # noqa: ARG001
-    path = tmp_path / "params.yaml"
-    path.write_text(json.dumps({"variants": {"baseline": {}, "tried": CLIPPED}}))
-    assert set(read(path, PLAIN_CPU).plans) == {"baseline", "tried"}
-    path.write_text(json.dumps({"variants": {"baseline": {"extra": {"ema": {}}}}}))
-    assert "variants.baseline.extra.ema: no technique 'ema' is installed" in read(path, PLAIN_CPU).mistakes

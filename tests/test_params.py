@@ -193,30 +193,6 @@ def changed(**keys: Any) -> Config:
     return parse(values)
 
 
-def test_a_plan_shares_the_batch_out() -> None:
-    made = plan(changed(variants={"both": {"parallelism": "ddp", "gradient_accumulation": 4}}), "both", NEW_GPUS)
-    assert (made.device, made.processes, made.micro_batches, made.micro_batch_size) == ("cuda", 8, 4, 8)
-    assert made.skipped == {}
-
-
-@pytest.mark.parametrize(("machine", "processes"), [(PLAIN_CPU, 2), (OLD_GPUS, 2), (NEW_GPUS, 8)])
-def test_auto_processes_are_one_a_gpu_and_two_without(machine: Machine, processes: int) -> None:
-    assert plan(changed(), "ddp", machine).processes == processes
-    assert plan(changed(), "baseline", machine).processes == 1
-
-
-@pytest.mark.parametrize(("gpus", "processes"), [(3, 2), (5, 4), (6, 4), (7, 4), (12, 8)])
-def test_auto_leaves_gpus_out_that_the_batch_does_not_divide_among(gpus: int, processes: int) -> None:
-    made = plan(changed(), "ddp", NEW_GPUS.model_copy(update={"gpus": gpus}))
-    assert (made.processes, made.applied.parallelism) == (processes, "ddp")
-    assert list(made.skipped) == [f"{gpus - processes} of {gpus} GPUs"]
-
-
-def test_ddp_of_one_process_is_left_out() -> None:
-    made = plan(changed(), "ddp", NEW_GPUS.model_copy(update={"gpus": 1}))
-    assert (made.processes, made.applied.parallelism, list(made.skipped)) == (1, "none", ["ddp"])
-
-
 @pytest.mark.parametrize(
     ("machine", "device", "applied", "reason"),
     [
@@ -243,19 +219,9 @@ def test_bf16_run_all_the_same() -> None:
     assert (made.applied.precision, made.skipped) == ("bf16", {})
 
 
-def test_processes_may_share_a_cpu() -> None:
-    four = changed(variants={"four": {"parallelism": "ddp", "processes": 4}})
-    assert plan(four, "four", PLAIN_CPU).processes == 4
-
-
 def test_an_unknown_variant() -> None:
     with pytest.raises(ConfigError, match=r"variants.dpd: no such variant; there are: baseline, ddp, memory"):
         plan(changed(), "dpd", PLAIN_CPU)
-
-
-def test_a_launcher_decides_the_processes() -> None:
-    made = plan(changed(), "ddp", OLD_GPUS, launched=16)
-    assert (made.processes, made.micro_batch_size) == (16, 16)
 
 
 def test_plans_list_every_variant_that_cannot_run() -> None:

@@ -19,7 +19,6 @@ import yaml
 from pipeline import environment, results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.errors import PipelineError
 from pipeline.params import Config, Machine, Train, parse
 from pipeline.profiling import steps
 from pipeline.profiling.steps import trace
@@ -38,17 +37,6 @@ TRAIN = Train(epochs=3, batch_size=32, learning_rate=0.05, warmup_steps=3, histo
 
 
 # The arithmetic of intervals.
-
-
-def test_intervals_with_known_answers() -> None:
-    assert union([(5, 9), (1, 3), (2, 4), (7, 7), (9, 10)]) == [(1, 4), (5, 10)]
-    a, b = [(0, 10), (20, 30)], [(5, 22), (25, 26), (40, 50)]
-    assert intersection(a, b) == [(5, 10), (20, 22), (25, 26)]
-    assert difference(a, b) == [(0, 5), (22, 25), (26, 30)]
-    assert difference(b, a) == [(10, 20), (40, 50)]
-    assert difference(a, []) == a
-    assert difference([], a) == []
-    assert length(a) == 20
 
 
 def test_intervals_agree_with_counting_instants() -> None:
@@ -415,11 +403,6 @@ def test_a_profile_under_weak_scaling_trains_long_enough_for_its_warm_up(workspa
     steps.run(parse(values), "weak", CPU_ONLY, PREPARED)
     profile = json.loads((results.profile_directory("weak") / "profile.json").read_text())
     assert (profile["steps"], profile["batch_size"]) == (4, 64)
-
-
-def test_an_unknown_variant_is_refused(workspace: Config) -> None:
-    with pytest.raises(PipelineError, match=r"variants\.dpd: no such variant"):
-        steps.run(workspace, "dpd", CPU_ONLY, PREPARED)
 
 
 @pytest.mark.gpu("the kernels in a trace")

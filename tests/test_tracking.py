@@ -494,17 +494,6 @@ def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> No
     assert agrees(root, config_of())
 
 
-def test_what_the_comparison_says_of_each_variant(root: Path) -> None:
-    wanted = wanted_of(root)
-    assert labels.verdicts(labels.compared(wanted, root)) == {}
-    write_comparison(root)
-    assert labels.verdicts(labels.compared(wanted, root)) == {"baseline": "baseline", "ddp": "pays"}
-    write_comparison(root, refused=8)
-    verdict = labels.verdicts(labels.compared(wanted, root))["ddp"]
-    assert verdict.startswith("untrusted: throughput: ")
-    assert "other processes took 31% of the CPU's time" in verdict
-
-
 def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
     write_comparison(root, refused=8)
     tags = labels.parent_tags(config_of(), wanted_of(root), root)
@@ -554,14 +543,6 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
     assert new.data.metrics["ddp/throughput_pairs"] == 4  # the smaller value, as it is younger
     assert math.isnan(new.data.metrics["ddp/throughput_ratio"])
     assert agrees(root, config_of())
-
-
-def test_a_child_deleted_by_hand_comes_back_with_its_verdict(root: Path) -> None:
-    write_comparison(root)
-    tracking.publish(config_of(), root)
-    client_of(root).delete_run(family(root)[1]["ddp-seed1"].info.run_id)
-    tracking.publish(config_of(), root)
-    assert family(root)[1]["ddp-seed1"].data.tags["verdict"] == "pays"
 
 
 def test_without_results_there_is_nothing_to_publish(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.measurement.detectors import Detector, Refusal
@@ -23,7 +22,7 @@ from pipeline.results import HistoryRow
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
-from tests.nets import ALONE, conv_net, first, make_plan
+from tests.nets import ALONE, batches_of, conv_net, first, make_plan
 from tests.ranks import run_ranks
 
 TRAIN = Train(
@@ -47,17 +46,7 @@ def make_training(
         train=train,
         **{"parallelism": "ddp" if joined.size > 1 else "none"} | applied,
     )
-    batches = TrainBatches(
-        dataset,
-        batch_size=train.batch_size,
-        micro_batches=plan.micro_batches,
-        rank=joined.rank // plan.model_processes,
-        world_size=plan.data_processes,
-        seed=seed,
-        augment=train.augment,
-        placement="resident",
-        device=joined.device,
-    )
+    batches = batches_of(dataset, plan, joined, seed)
     return Training(plan, model or conv_net(seed=seed), dataset, batches, joined, seed)
 
 

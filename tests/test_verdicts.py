@@ -102,11 +102,6 @@ def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() ->
     assert ratio([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of them is not most
 
 
-def test_a_round_is_rejected_by_either_side() -> None:
-    found = ratio(["recompiled", "recompiled", 12.0, 12.0, 12.0], [10.0, 10.0, "recompiled", 10.0, 10.0])
-    assert (found.decision, found.pairs, found.refused) == ("untrusted", 2, 3)
-
-
 def test_what_no_round_knows_has_no_ratio() -> None:
     found = ratio([None] * 8, [None] * 8, MEMORY)
     assert (found.estimate, found.low, found.high, found.pairs, found.refused) == (None, None, None, 0, 8)
@@ -281,14 +276,6 @@ def simulated(random: np.random.Generator, true: float, count: int) -> tuple[lis
     return (true * drift * own()).tolist(), (drift * own()).tolist()
 
 
-def test_intervals_of_interleaved_rounds_hold_the_true_ratio_as_often_as_they_say() -> None:
-    random, trials = np.random.default_rng(5), 300
-    found = [ratio(*simulated(random, 1.25, 12)) for _ in range(trials)]
-    covered = sum((each.low or 0) <= 1.25 <= (each.high or math.inf) for each in found)
-    least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, [0.95, 0.985])
-    assert least <= covered <= most
-
-
 def test_a_difference_at_the_margin_itself_is_seldom_called_one() -> None:
     random, trials = np.random.default_rng(6), 300
     found = [ratio(*simulated(random, 1.1, 12), margin=0.1).decision for _ in range(trials)]
@@ -387,31 +374,6 @@ def test_accuracy_lost_and_gained_mirror_each_other(differences: list[float], ma
 # The verdict of all decisions
 
 DECISIONS: tuple[Decision, ...] = get_args(Decision)
-DECIDED: tuple[Decision, ...] = ("worse", "same", "better")
-
-
-@pytest.mark.parametrize(
-    ("decisions", "expected"),
-    [
-        (["better", "same", "same"], "pays"),
-        (["better", "better", "same"], "pays"),
-        (["better", "better", "better"], "pays"),
-        (["better", "worse", "same"], "trades"),
-        (["worse", "worse", "better"], "trades"),
-        (["worse", "same", "same"], "costs"),
-        (["worse", "worse", "worse"], "costs"),
-        (["same", "same", "same"], "neutral"),
-        (["better", "same", "undecided"], "undecided"),  # accuracy may be lost
-        (["better", "worse", "undecided"], "trades"),  # however it turns out
-        (["same", "same", "undecided"], "undecided"),
-        (["worse", "same", "undecided"], "undecided"),
-        (["undecided", "undecided", "undecided"], "undecided"),
-        (["better", "worse", "untrusted"], "untrusted"),
-        (["undecided", "same", "untrusted"], "untrusted"),
-    ],
-)
-def test_verdicts(decisions: list[Decision], expected: str) -> None:
-    assert verdict(decisions) == expected
 
 
 @pytest.mark.parametrize("decisions", list(product(DECISIONS, repeat=3)))
@@ -428,17 +390,3 @@ def test_the_verdict_is_what_every_way_of_turning_out_has_in_common(decisions: t
     else:
         words = {(True, False): "pays", (False, True): "costs", (False, False): "neutral"}
         assert found == words["better" in decisions, "worse" in decisions]
-
-
-@pytest.mark.parametrize("decisions", list(product(DECIDED, repeat=3)))
-def test_improving_a_decision_never_makes_the_verdict_worse(decisions: tuple[Decision, ...]) -> None:
-    rank = {"costs": 0, "neutral": 1, "trades": 1, "pays": 2}
-    for index, decision in enumerate(decisions):
-        for improved in DECIDED[DECIDED.index(decision) + 1 :]:
-            after = verdict([*decisions[:index], improved, *decisions[index + 1 :]])
-            assert rank[after] >= rank[verdict(decisions)]
-
-
-@given(st.permutations(["better", "worse", "same", "undecided"]), st.integers(0, 4))
-def test_which_quantity_decided_what_does_not_matter(decisions: list[Decision], count: int) -> None:
-    assert verdict(decisions[:count]) == verdict(decisions[:count][::-1])

@@ -353,16 +353,9 @@ def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
 
     def run(arguments: str, *, history: bool = True, **variables: str) -> tuple[int, list[str], str]:
         if history:
-            checkout.run(
-                "git",
-                "commit",
-                "--quiet",
-                "--allow-empty",
-                "--message",
-                "old",
-                GIT_COMMITTER_DATE="2020-02-02T00:00:00Z",
-            )
-            checkout.run("git", "commit", "--quiet", "--allow-empty", "--message", "new")
+            commit = ("git", "commit", "--quiet", "--allow-empty", "--message")
+            checkout.run(*commit, "old", GIT_COMMITTER_DATE="2020-02-02T00:00:00Z")
+            checkout.run(*commit, "new")
         done = shell(f".ci/gpu {arguments}", checkout.path, tools, **variables)
         calls = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         old_commit = checkout.run("git", "log", "--format=%H", "--grep=^old$").strip()
@@ -372,49 +365,38 @@ def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
     return run
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3])
-def test_the_gate_decides_and_what_was_measured_is_shared_anyway(
-    code: int, machine: Callable[..., tuple[int, list[str], str]]
-) -> None:
-    ended, calls, _ = machine("main", REMOTE="storage", GATE=str(code), PUSH="yes")
-    assert ended == code
-    assert calls == [
-        "dvc repro --pull",
-        "python -m pipeline gate --against main as nobody",
-        "dvc push --run-cache",
-    ]
+GATED = "python -m pipeline gate --against main as nobody"
 
 
-def test_nothing_is_pushed_unasked(machine: Callable[..., tuple[int, list[str], str]]) -> None:
-    """A clean clone of main takes over what lies in the run cache: a pull request must not put anything there."""
-    calls = machine("main", REMOTE="storage", PUSH="")[1]
-    assert calls == ["dvc repro --pull", "python -m pipeline gate --against main as nobody"]
-
-
-def test_without_a_remote_nothing_is_shared(machine: Callable[..., tuple[int, list[str], str]]) -> None:
-    ended, calls, _ = machine("main", AWS_ACCESS_KEY_ID="", PUSH="yes")  # a secret that is not there
-    assert ended == 0
-    assert calls == ["dvc repro", "python -m pipeline gate --against main as nobody"]
-
-
-@pytest.mark.parametrize(("code", "promote", "promoted"), [(0, "yes", True), (0, "", False), (1, "yes", False)])
-def test_only_what_passes_and_is_wanted_becomes_the_champion(
-    code: int, promote: str, promoted: bool, machine: Callable[..., tuple[int, list[str], str]]
-) -> None:
-    calls = machine("main", GATE=str(code), PROMOTE=promote)[1]
-    assert ("python -m pipeline promote as nobody" in calls) == promoted
-
-
-def test_a_bench_that_was_measured_just_now_is_this_weeks_session(
+@pytest.mark.parametrize(
+    ("arguments", "variables", "ended", "expected"),
+    [
+        *(  # what was measured is shared, however the gate ends
+            ("main", {"REMOTE": "storage", "GATE": str(code), "PUSH": "yes"}, code,
+             ["dvc repro --pull", GATED, "dvc push --run-cache"])
+            for code in range(4)
+        ),
+        # A clean clone of main takes over what lies in the run cache: a pull request must not put anything there.
+        ("main", {"REMOTE": "storage", "PUSH": ""}, 0, ["dvc repro --pull", GATED]),
+        ("main", {"AWS_ACCESS_KEY_ID": "", "PUSH": "yes"}, 0, ["dvc repro", GATED]),  # no remote, no secret
+        ("main", {"AWS_ACCESS_KEY_ID": "me"}, 0, ["dvc repro", GATED.replace("nobody", "me")]),
+        ("main", {"PROMOTE": "yes"}, 0, ["dvc repro", GATED, "python -m pipeline promote as nobody"]),
+        ("main", {"PROMOTE": ""}, 0, ["dvc repro", GATED]),
+        ("main", {"PROMOTE": "yes", "GATE": "1"}, 1, ["dvc repro", GATED]),  # only what passes becomes the champion
+        ("main", {"SESSION": "yes"}, 0,
+         ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro", GATED]),
+        ("main", {"SESSION": "yes", "MEASURES": "yes"}, 0, ["dvc repro", GATED]),  # a bench of just now is a session
+        ("", {}, 0, ["dvc repro", GATED.replace("main", "OLD")]),  # the week before
+    ],
+)  # fmt: skip
+def test_the_run_on_the_machine(
+    arguments: str,
+    variables: dict[str, str],
+    ended: int,
+    expected: list[str],
     machine: Callable[..., tuple[int, list[str], str]],
 ) -> None:
-    calls = machine("main", SESSION="yes", MEASURES="yes")[1]
-    assert calls == ["dvc repro", "python -m pipeline gate --against main as nobody"]
-
-
-def test_the_weekly_run_measures_one_session_more(machine: Callable[..., tuple[int, list[str], str]]) -> None:
-    calls = machine("main", SESSION="yes")[1]
-    assert calls[:3] == ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro"]
+    assert machine(arguments, **variables)[:2] == (ended, expected)
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -451,16 +433,6 @@ def test_a_new_session_becomes_a_pull_request(clone: Callable[..., Clone], tmp_p
 def test_a_run_that_is_tried_again_replaces_its_files() -> None:
     [upload] = [step["with"] for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
     assert upload["overwrite"] is True  # else the second attempt would fail on the first one's
-
-
-def test_a_secret_arrives(machine: Callable[..., tuple[int, list[str], str]]) -> None:
-    assert machine("main", AWS_ACCESS_KEY_ID="me")[1][-1] == "python -m pipeline gate --against main as me"
-
-
-def test_without_a_revision_it_is_held_against_the_week_before(
-    machine: Callable[..., tuple[int, list[str], str]],
-) -> None:
-    assert machine("")[1][-1] == "python -m pipeline gate --against OLD as nobody"
 
 
 def test_without_a_week_before_it_says_so(machine: Callable[..., tuple[int, list[str], str]]) -> None:

@@ -7,14 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import World
 from pipeline.techniques.activation_offload import ActivationOffload
-from tests.nets import INPUTS, batch, conv_net, gradients, make_plan, make_step
+from tests.nets import GPU, INPUTS, batch, conv_net, gradients, make_plan, make_step
 from tests.test_training import make_training, weights
-
-
-def on_gpu() -> World:
-    return World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
 
 
 @pytest.mark.gpu
@@ -22,7 +17,7 @@ def test_activations_leave_the_gpu_and_no_bit_of_the_gradients_changes() -> None
     images, labels = (part.cuda() for part in batch(4096))
     plain = conv_net(norm=True).cuda()
     away = copy.deepcopy(plain)
-    technique = ActivationOffload(make_plan(activation_offload=True), on_gpu())
+    technique = ActivationOffload(make_plan(activation_offload=True), GPU)
     away = technique.change_model(away, INPUTS)  # type: ignore[assignment]
     forward = make_step(away, [technique]).forward
 
@@ -43,7 +38,7 @@ def test_activations_leave_the_gpu_and_no_bit_of_the_gradients_changes() -> None
 
 @pytest.mark.gpu
 def test_the_weights_after_some_steps_are_the_same(digits: Dataset) -> None:
-    runs = [make_training(digits, on_gpu(), activation_offload=offload) for offload in (False, True)]
+    runs = [make_training(digits, GPU, activation_offload=offload) for offload in (False, True)]
     for training in runs:
         training.advance(20)
     assert weights(runs[0]) == weights(runs[1])

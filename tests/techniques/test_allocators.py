@@ -13,7 +13,7 @@ from pipeline.distributed import World
 from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.techniques import allocators
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
-from tests.nets import ALONE, make_plan
+from tests.nets import ALONE, GPU, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import make_training, weights
 
@@ -97,8 +97,7 @@ assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 @pytest.mark.gpu("its allocator's cache")
 def test_cuda_s_cache_is_released() -> None:
-    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
-    technique = ReleaseCache(make_plan(release_cache=True), world)
+    technique = ReleaseCache(make_plan(release_cache=True), GPU)
     block: Any = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
     del block
     technique.between_phases()

@@ -178,20 +178,6 @@ def test_powersgd_keeps_an_error_and_factors_of_every_parameter(digits: Dataset)
         assert kept == expected
 
 
-def _final(joined: World, dataset: Dataset, hook: str, applied: dict[str, Any]) -> float:
-    training = make_training(dataset, joined, train=HOOKED, communication_hook=hook, **applied)
-    list(training.run())
-    assert training.score is not None
-    return training.score.accuracy
-
-
-@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd", "post_local_sgd"])
-def test_training_learns_and_goes_with_accumulation_and_checkpointing(digits: Dataset, hook: str) -> None:
-    applied = {"gradient_accumulation": 2, "activation_checkpointing": True, "gradient_as_bucket_view": False}
-    for accuracy in run_ranks(_final, digits, hook, applied):
-        assert accuracy > 0.6
-
-
 def _beside_a_gpu(joined: World, dataset: Dataset) -> bool:
     torch.cuda.is_available = lambda: True
     make_training(dataset, joined, train=HOOKED, communication_hook="powersgd").advance(WARMUP + 2)

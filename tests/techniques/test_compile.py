@@ -27,7 +27,7 @@ from pipeline.profiling.ledger import measured
 from pipeline.techniques import chosen, of_plan
 from pipeline.techniques.compile import Compile
 from pipeline.training.losses import HostLosses
-from tests.nets import ALONE, INPUTS, batch, conv_net, make_plan, make_step
+from tests.nets import ALONE, GPU, INPUTS, LooksAtValues, batch, changed, conv_net, make_plan, make_step
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, rows_of
 
@@ -74,9 +74,8 @@ def test_max_autotune_does_without_cuda_graphs_on_a_cpu_and_learns_the_same(
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("more", [{}, {"precision": "bf16", "channels_last": True}, {"activation_checkpointing": True}])
 def test_each_mode_learns_the_same_on_a_gpu(digits: Dataset, mode: str, more: dict[str, Any]) -> None:
-    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
     plain, compiled = (
-        make_training(digits, world, model=conv_net(norm=True), compile=how, **more) for how in ("none", mode)
+        make_training(digits, GPU, model=conv_net(norm=True), compile=how, **more) for how in ("none", mode)
     )
     replays: list[int] = []
     with _counted_replays(replays):
@@ -160,9 +159,7 @@ def _steps(joined: World, applied: list[dict[str, Any]]) -> list[tuple[float, in
         counters.clear()
         plan = make_plan(parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, **each)
         techniques, net = chosen(plan, joined), conv_net()
-        wrapped: Any = net
-        for technique in techniques:
-            wrapped = technique.change_model(wrapped, INPUTS)
+        wrapped = changed(net, techniques)
         optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), HostLosses(joined)
         step = make_step(wrapped, techniques, optimizer=optimizer, losses=losses, micro_batches=plan.micro_batches)
         for _ in range(3):
@@ -212,19 +209,9 @@ def test_compiling_is_the_first_step_s_and_after_the_warm_up_it_is_refused(digit
     assert "torch.compile compiled for" in refusal.reason
 
 
-class _Breaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = conv_net()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images)
-        return logits if logits.sum().item() > 0 else -logits
-
-
 @builds
 def test_a_model_that_is_not_one_graph_is_refused(digits: Dataset) -> None:
-    training = make_training(digits, model=_Breaks(), compile="default")
+    training = make_training(digits, model=LooksAtValues(), compile="default")
     with pytest.raises(
         PipelineError, match=r"variants\.tried\.compile: found 'default', but the model does not compile"
     ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import World
+from pipeline.errors import PipelineError
 from pipeline.measurement.windows import graphs_bytes
 from pipeline.params import GRAPH_WARMUP_STEPS, Train
 from pipeline.profiling.ledger import measured
@@ -14,7 +14,7 @@ from pipeline.techniques import chosen
 from pipeline.techniques.cuda_graph import CudaGraph
 from pipeline.training.loop import Training
 from pipeline.training.losses import NonFiniteLoss
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, GPU, LooksAtValues, conv_net, make_plan
 from tests.test_training import TRAIN, make_training, rows_of, weights
 
 
@@ -28,8 +28,7 @@ def test_it_wraps_all_of_a_step() -> None:
 
 
 def make(dataset: Dataset, train: Train = TRAIN, **applied: Any) -> Training:
-    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
-    return make_training(dataset, world, train=train, model=conv_net(norm=True), **applied)
+    return make_training(dataset, GPU, train=train, model=conv_net(norm=True), **applied)
 
 
 def technique_of(training: Training) -> CudaGraph:
@@ -62,8 +61,7 @@ def test_replays_train_as_steps_do_with_a_rate_that_changes(
 @pytest.mark.gpu
 def test_dropout_is_drawn_anew_in_each_replay_and_a_resumed_run_goes_on(digits: Dataset) -> None:
     def made() -> Training:
-        world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
-        return make_training(digits, world, model=conv_net(dropout=True), cuda_graph=True)
+        return make_training(digits, GPU, model=conv_net(dropout=True), cuda_graph=True)
 
     first = made()  # which sets the generator that all share, so that one has to come after the other
     first.advance(60)
@@ -107,10 +105,6 @@ def test_the_peak_holds_what_replays_work_in_and_the_ledger_is_unknown(digits: D
 
 @pytest.mark.gpu
 def test_a_model_that_asks_for_a_value_is_refused(digits: Dataset) -> None:
-    from pipeline.errors import PipelineError
-    from tests.techniques.test_compile import _Breaks
-
-    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
-    training = make_training(digits, world, model=_Breaks(), cuda_graph=True)
+    training = make_training(digits, GPU, model=LooksAtValues(), cuda_graph=True)
     with pytest.raises(PipelineError, match=r"variants\.tried\.cuda_graph: found true, but a step cannot be recorded"):
         training.advance(GRAPH_WARMUP_STEPS + 1)

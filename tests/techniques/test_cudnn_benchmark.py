@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import World
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
-from tests.nets import ALONE, conv_net, make_plan, take_within
+from tests.nets import ALONE, GPU, conv_net, make_plan, take_within
 from tests.test_training import make_training, rows_of
 
 
@@ -46,9 +45,8 @@ def test_it_is_put_back_when_a_step_fails() -> None:
 
 @pytest.mark.gpu
 def test_what_is_learned_is_the_same_within_rounding(digits: Dataset) -> None:
-    world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
     losses = [
-        [row.train_loss for row in rows_of(make_training(digits, world, cudnn_benchmark=on).run())]
+        [row.train_loss for row in rows_of(make_training(digits, GPU, cudnn_benchmark=on).run())]
         for on in (False, True)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)

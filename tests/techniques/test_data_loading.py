@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from pipeline import results
-from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.params import Augment, Machine, Train, parse, techniques
@@ -21,7 +20,7 @@ from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.loop import Training
 from tests import test_job
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, batches_of, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_job import workspace  # noqa: F401
 from tests.test_training import weights
@@ -38,20 +37,9 @@ CHOICES: list[dict[str, Any]] = [
 
 def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
     processes: dict[str, Any] = {"parallelism": "ddp" if joined.size > 1 else "none", "processes": joined.size}
-    made = make_plan(**processes, **applied)
+    made = make_plan(train=TRAIN, **processes, **applied)
     (placement,) = (technique.placement for technique in chosen(made, joined) if technique.placement)
-    batches = TrainBatches(
-        dataset,
-        batch_size=TRAIN.batch_size,
-        micro_batches=made.micro_batches,
-        rank=joined.rank,
-        world_size=joined.size,
-        seed=0,
-        augment=TRAIN.augment,
-        placement=placement,
-        device=joined.device,
-        workers=made.applied.loader_workers,
-    )
+    batches = batches_of(dataset, made, joined, placement=placement)
     return Training(made, conv_net(dropout=True), dataset, batches, joined, seed=0)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,32 +10,10 @@ from torch import nn
 from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.params import Machine, parse
-from pipeline.plans import Plan, plan
 from pipeline.techniques.data_parallel import DataParallel
 from pipeline.training.loop import Training
 from tests.nets import INPUTS, batch, conv_net, gradients, make_plan
 from tests.test_training import make_training
-
-GPUS = Machine(gpus=4, gpu_native_bf16=True, cpu_native_bf16=True)
-
-
-def planned(machine: Machine, **variant: Any) -> Plan:
-    values = {"compare": {"baseline": "tried"}, "variants": {"tried": {"parallelism": "data_parallel"} | variant}}
-    return plan(parse(values), "tried", machine)
-
-
-def test_one_process_drives_all_gpus() -> None:
-    made = planned(GPUS, gradient_accumulation=2)
-    assert (made.processes, made.devices_per_process, made.micro_batch_size) == (1, 4, 128)
-    assert (made.applied.parallelism, made.skipped) == ("data_parallel", {})
-
-
-def test_with_one_gpu_it_is_left_out() -> None:
-    made = planned(GPUS.model_copy(update={"gpus": 1}))
-    assert (made.devices_per_process, made.applied.parallelism) == (1, "none")
-    assert made.skipped == {"data_parallel": "there is one GPU"}
-
 
 # On several GPUs
 

@@ -8,15 +8,11 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.params import Machine, Variant, parse
-from pipeline.plans import plan
 from pipeline.techniques import chosen
 from pipeline.training.losses import HostLosses
-from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan, make_step
+from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan, make_step
 from tests.ranks import run_ranks
 from tests.test_training import make_training
-
-ONE_CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
 
 def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float, int]:
@@ -24,11 +20,8 @@ def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float,
     plan = make_plan(
         parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, gradient_accumulation=micro_batches
     )
-    model = conv_net()
-    techniques = chosen(plan, joined)
-    wrapped: nn.Module = model
-    for technique in techniques:
-        wrapped = technique.change_model(wrapped, INPUTS)
+    model, techniques = conv_net(), chosen(plan, joined)
+    wrapped = changed(model, techniques)
     reductions = []
     if joined.size > 1:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -54,10 +47,6 @@ def test_two_ranks_have_the_gradients_of_one_device_and_reduce_once_a_step(micro
         assert reductions == 1
 
 
-def test_it_applies_only_when_asked() -> None:
-    assert [technique.name for technique in chosen(make_plan(), ALONE)] == []
-
-
 def _options(joined: World) -> dict[str, Any]:
     """What DDP made of its options, after three steps each; and the gradients of the third."""
     found: dict[str, Any] = {}
@@ -70,9 +59,7 @@ def _options(joined: World) -> dict[str, Any]:
     for name, applied in options.items():
         plan = make_plan(parallelism="ddp", processes=joined.size, **applied)
         model, techniques = conv_net(), chosen(plan, joined)
-        wrapped: nn.Module = model
-        for technique in techniques:
-            wrapped = technique.change_model(wrapped, INPUTS)
+        wrapped = changed(model, techniques)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         step = make_step(wrapped, techniques, optimizer=optimizer, losses=HostLosses(joined))
         for seed in range(3):
@@ -126,11 +113,3 @@ def test_a_static_graph_allows_parameters_that_no_step_uses(digits: Dataset) -> 
     with pytest.raises(WorkerError, match=r"variants\.tried\.parallelism: found 'ddp', .* Set static_graph: true if"):
         run_ranks(_unused, digits, False)
     assert run_ranks(_unused, digits, True) == [5, 5]
-
-
-def test_options_of_a_ddp_that_is_left_out_are_left_out_too() -> None:
-    values = {"parallelism": "ddp", "processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "scaling": "weak"}
-    made = plan(parse({"variants": {"baseline": values}}), "baseline", ONE_CPU)
-    assert made.applied == Variant()
-    assert sorted(made.skipped) == ["bucket_mb", "ddp", "powersgd", "weak_scaling"]
-    assert (made.processes, made.scale) == (1, 1)

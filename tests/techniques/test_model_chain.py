@@ -15,7 +15,7 @@ from torch import nn
 from pipeline import models
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
-from tests.nets import ALONE, INPUTS, conv_net, make_plan
+from tests.nets import ALONE, INPUTS, LooksAtValues, conv_net, make_plan
 
 
 def parts_of(costs: list[float], ends: list[int]) -> list[float]:
@@ -135,17 +135,6 @@ def test_a_checkpointed_block_stays_whole() -> None:
     assert any(module is model.get_submodule("1") for module in units[1].modules())
 
 
-class _LooksAtValues(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        passing = self.first(images)
-        logits: torch.Tensor = self.second(passing if passing.sum() > 0 else -passing)
-        return logits
-
-
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +159,7 @@ def _hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (_LooksAtValues, "torch.fx cannot record _LooksAtValues"),
+        (LooksAtValues, "torch.fx cannot record LooksAtValues"),
         (_Tied, "weight is used in more than one place"),
         (_TwoInputs, "_TwoInputs takes or returns more than one tensor"),
         (_hooked, "Sequential as a whole has hooks"),

@@ -14,8 +14,7 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.params import Machine, Variant, parse
-from pipeline.plans import Plan, plan
+from pipeline.params import Variant
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
 from pipeline.techniques import chosen, cutting, of_plan
@@ -27,7 +26,6 @@ from tests.nets import ALONE, conv_net, first, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training
 
-LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 STEPS = 10
 
 CASES: dict[str, tuple[int, dict[str, bool], dict[str, Any]]] = {
@@ -382,44 +380,6 @@ def test_the_measured_ledger_shows_what_the_rank_holds(digits: Dataset) -> None:
 
 
 # Plans and refusals
-
-
-def planned(machine: Machine = LAPTOP, batch_size: int = 256, **variant: Any) -> Plan:
-    values = {
-        "train": {"batch_size": batch_size},
-        "compare": {"baseline": "tried"},
-        "variants": {"tried": {"parallelism": "pipeline"} | variant},
-    }
-    return plan(parse(values), "tried", machine)
-
-
-GPUS = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=True)
-
-
-@pytest.mark.parametrize(
-    ("machine", "variant", "shape"),
-    [
-        # processes, stages, micro-batches, samples in one
-        (LAPTOP, {}, (2, 2, 8, 32)),
-        (LAPTOP, {"processes": 3}, (3, 3, 8, 32)),  # of at most twelve, eight divide the batch
-        (LAPTOP, {"replicas": 2}, (4, 2, 8, 16)),
-        (LAPTOP, {"gradient_accumulation": 2}, (2, 2, 2, 128)),
-        (GPUS, {"gradient_accumulation": 16}, (8, 8, 16, 16)),
-        (GPUS, {"replicas": 2}, (8, 4, 16, 8)),
-        (GPUS.model_copy(update={"gpus": 5}), {"replicas": 2}, (4, 2, 8, 16)),
-    ],
-)
-def test_a_plan_of_stages(machine: Machine, variant: dict[str, Any], shape: tuple[int, ...]) -> None:
-    made = planned(machine, **variant)
-    assert (made.processes, made.model_processes, made.micro_batches, made.micro_batch_size) == shape
-    assert made.applied.gradient_accumulation == made.micro_batches
-    assert made.data_processes == variant.get("replicas", 1)
-    assert bool(made.skipped) == (machine.gpus == 5)
-
-
-def test_one_process_needs_no_pipeline() -> None:
-    made = planned(processes=1)
-    assert (made.applied.parallelism, made.micro_batches, list(made.skipped)) == ("none", 1, ["pipeline"])
 
 
 def test_gradient_accumulation_is_the_schedule_s() -> None:

@@ -15,7 +15,7 @@ from pipeline.params import GRAPH_WARMUP_STEPS, Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
 from pipeline.techniques import chosen
-from tests.nets import INPUTS, conv_net, make_plan
+from tests.nets import INPUTS, LooksAtValues, conv_net, make_plan
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -182,16 +182,6 @@ def test_what_it_takes_is_not_foreseen(name: str, tried: dict[str, Any], digits:
     machine = GPUS.model_copy(update={"installed": WITH_8BIT.installed})
     with pytest.raises(ledger.PredictionError, match=f"variants.tried: what {name} takes cannot be foreseen"):
         ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), digits)
-
-
-class LooksAtValues(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = conv_net()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.body(images)
-        return logits if logits.sum() > 0 else -logits
 
 
 def scaled() -> nn.Module:

@@ -1,0 +1,100 @@
+"""What a machine makes of a variant: how many processes, what each holds, and what is left out. Without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.params import Machine, parse
+from pipeline.plans import Plan, plan
+
+
+def gpus(count: int) -> Machine:
+    """None: a laptop, on whose CPU ``auto`` is two processes."""
+    return Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=True)
+
+
+def planned(machine: Machine, tried: dict[str, Any], launched: int | None = None, batch_size: int = 256) -> Plan:
+    values = {"train": {"batch_size": batch_size}, "compare": {"baseline": "tried"}, "variants": {"tried": tried}}
+    return plan(parse(values), "tried", machine, launched)
+
+
+DDP, ZERO1, FSDP = ({"parallelism": name} for name in ("ddp", "zero1", "fsdp"))
+TENSOR, STAGES, THREADS = ({"parallelism": name} for name in ("tensor", "pipeline", "data_parallel"))
+OF_FSDP = {"reshard_after_forward": False, "parameter_precision": "bf16", "cpu_offload": True}
+OF_DDP = {"processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "scaling": "weak"}
+
+
+@pytest.mark.parametrize(
+    ("count", "tried", "shape", "skipped"),
+    [
+        # GPUs; processes, those that hold a model together, micro-batches and samples in one, of 256 a step
+        (8, {}, (1, 1, 1, 256), []),
+        (0, DDP, (2, 1, 1, 128), []),
+        (0, DDP | {"processes": 4}, (4, 1, 1, 64), []),  # which share a CPU
+        (1, DDP, (1, 1, 1, 256), ["ddp"]),
+        (0, DDP | OF_DDP, (1, 1, 1, 256), ["bucket_mb", "ddp", "powersgd", "weak_scaling"]),
+        (2, DDP, (2, 1, 1, 128), []),
+        (3, DDP, (2, 1, 1, 128), ["1 of 3 GPUs"]),
+        *((count, DDP, (4, 1, 1, 64), [f"{count - 4} of {count} GPUs"]) for count in (5, 6, 7)),
+        (8, DDP, (8, 1, 1, 32), []),
+        (8, DDP | {"gradient_accumulation": 4}, (8, 1, 4, 8), []),
+        (12, DDP, (8, 1, 1, 32), ["4 of 12 GPUs"]),
+        *((8, each, (8, 1, 1, 32), []) for each in (ZERO1, FSDP)),
+        *((0, each, (2, 1, 1, 128), []) for each in (ZERO1, FSDP)),
+        (1, FSDP | OF_FSDP, (1, 1, 1, 256), ["cpu_offload", "fsdp", "keep_gathered", "parameter_precision"]),
+        (0, FSDP | {"replicas": 2}, (4, 1, 1, 64), []),
+        (7, FSDP | {"replicas": 2}, (4, 1, 1, 64), ["3 of 7 GPUs"]),  # six do not share out 256 samples evenly
+        (8, FSDP | {"replicas": 2}, (8, 1, 1, 32), []),
+        (3, TENSOR, (3, 3, 1, 256), []),  # which take the same samples
+        (8, TENSOR, (8, 8, 1, 256), []),
+        (5, TENSOR | {"replicas": 2}, (4, 2, 1, 128), ["1 of 5 GPUs"]),
+        (8, TENSOR | {"replicas": 2}, (8, 4, 1, 128), []),
+        (0, STAGES | {"processes": 1}, (1, 1, 1, 256), ["pipeline"]),
+        (0, STAGES, (2, 2, 8, 32), []),
+        (0, STAGES | {"processes": 3}, (3, 3, 8, 32), []),  # of at most twelve, eight divide the batch
+        (0, STAGES | {"replicas": 2}, (4, 2, 8, 16), []),
+        (0, STAGES | {"gradient_accumulation": 2}, (2, 2, 2, 128), []),
+        (5, STAGES | {"replicas": 2}, (4, 2, 8, 16), ["1 of 5 GPUs"]),
+        (8, STAGES | {"gradient_accumulation": 16}, (8, 8, 16, 16), []),
+        (8, STAGES | {"replicas": 2}, (8, 4, 16, 8), []),
+        (1, THREADS, (1, 1, 1, 256), ["data_parallel"]),
+        (4, THREADS | {"gradient_accumulation": 2}, (1, 1, 2, 128), []),
+    ],
+)
+def test_what_a_variant_becomes(count: int, tried: dict[str, Any], shape: tuple[int, ...], skipped: list[str]) -> None:
+    made = planned(gpus(count), tried)
+    assert (made.processes, made.model_processes, made.micro_batches, made.micro_batch_size) == shape
+    assert sorted(made.skipped) == skipped
+    assert made.data_processes * made.micro_batches * made.micro_batch_size == 256
+    assert made.device == ("cuda" if count else "cpu")
+    alone = made.processes == made.devices_per_process == 1
+    assert made.applied.parallelism == ("none" if alone else tried["parallelism"])
+    if alone:
+        assert made.applied == planned(gpus(count), {}).applied
+    if "parallelism" in tried and tried["parallelism"] == "data_parallel":
+        assert made.devices_per_process == count
+    if made.applied.parallelism == "pipeline":
+        assert made.applied.gradient_accumulation == made.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("launched", "batch_size", "tried", "shape"),
+    [
+        (16, 256, DDP, (16, 1, 16)),
+        (16, 256, TENSOR | {"replicas": 4}, (16, 4, 64)),
+        (None, 255, TENSOR | {"replicas": 3}, (6, 2, 85)),
+    ],
+)
+def test_a_launcher_or_the_variant_decides_the_processes(
+    launched: int | None, batch_size: int, tried: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    made = planned(gpus(2 if launched else 0), tried, launched, batch_size)
+    assert (made.processes, made.model_processes, made.micro_batch_size) == shape
+
+
+def test_bf16_parameters_that_a_machine_would_emulate_are_left_out() -> None:
+    old = gpus(2).model_copy(update={"gpu_native_bf16": False})
+    made = planned(old, FSDP | {"parameter_precision": "bf16"})
+    assert (made.applied.parameter_precision, list(made.skipped)) == ("fp32", ["parameter_precision"])
