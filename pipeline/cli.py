@@ -21,7 +21,7 @@ PREPARED = Path("data/prepared")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code: 2 for a mistake that the person can put right.
 
-    Only ``gate``, ``promote``, ``verify`` and ``doctor`` have others of their own.
+    Only ``gate``, ``promote``, ``verify``, ``evidence`` and ``doctor`` have others of their own.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -109,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.epilog = "Ends with 1 if a claim does not hold, else with 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")
+    evidence = add("evidence", _evidence, "Write what the comparison rests on into one file; or check such a file.")
+    evidence.epilog = "`check` ends with 1 at the first difference, else with 0. Without a FILE it is evidence.zip."
+    evidence.add_argument("action", nargs="?", metavar="check", help="recompute from its rounds what the file says")
+    evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip")
     doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
     doctor.epilog = "Ends with 0 if there is no problem, also with warnings, and with 1 if there is one."
     doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
@@ -276,6 +280,18 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from pipeline.tools import doctor
 
     return doctor.run(as_json=parsed.json)
+
+
+def _evidence(parsed: argparse.Namespace) -> int:
+    from pipeline import errors
+    from pipeline.tools import evidence
+
+    if parsed.action == "check":
+        return evidence.check(Path(parsed.file or evidence.FILE))
+    if parsed.file:
+        raise errors.ConfigError(f"evidence: found {parsed.action!r}; expected one FILE, or check and a FILE.")
+    evidence.write(Path(parsed.action or evidence.FILE))
+    return 0
 
 
 def _follow(parsed: argparse.Namespace) -> None:

@@ -77,6 +77,10 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     checkout.commit()
     assert checkout.run("git", "status", "--porcelain") == ""
 
+    # What somebody else can check, who has only the file.
+    checkout.run("python", "-m", "pipeline", "evidence")
+    assert "Verified" in checkout.run("python", "-m", "pipeline", "evidence", "check")
+
     # Again: nothing to train, nothing doubled.
     again = checkout.run("dvc", "repro")
     assert trained(again) == []

@@ -1,0 +1,240 @@
+"""What a comparison rests on, as one file that others can check without the data, torch or the machine.
+
+A zip without compression: the same files give the same bytes with every zlib, and nothing unpacks to more than it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import re
+import stat
+import struct
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline import environment, params, report, results
+from pipeline.comparison.compare import compare
+from pipeline.comparison.consistency import read_all
+from pipeline.data.prepared import DESCRIPTION, Description
+from pipeline.environment import code
+from pipeline.errors import PipelineError, printable, redacted
+from pipeline.params import Config
+
+FILE = Path("evidence.zip")
+MANIFEST = "manifest.json"
+LOCK, DATASET = Path("dvc.lock"), Path("data/prepared") / DESCRIPTION
+"""Digests of the data: in it where they are known."""
+NAME = re.compile(
+    r"(manifest|environment|bench|data/prepared/dataset|sessions/[\w-]+|results/[\w-]+|reports/metrics/[\w-]+)\.json"
+    r"|params\.yaml|dvc\.lock|results/[\w-]+/history\.csv|reports/(comparison\.(json|md|html)|\w+\.csv)",
+    re.ASCII,
+)
+"""Of all that can be in it."""
+LARGEST = 2**27
+"""Bytes of the whole."""
+MOST = 2_000
+"""Files in it, and rounds of a bench."""
+NOT_VERIFIED = """\
+Not verified, for no file can tell it: that this was measured at all, on that machine, with that code and data; that no
+session was left out. Against a forger, measure it again. Who made the file, its attestation tells."""
+
+
+class EvidenceError(PipelineError):
+    """There is no evidence to be made, or what is to be checked is none. The message names the file."""
+
+
+class Difference(Exception):
+    """Two parts of the evidence contradict each other. The message names file and key."""
+
+
+def write(file: Path = FILE) -> None:
+    """Put the comparison, and what it was made from, into ``file``, whole or not at all.
+
+    Addresses lose user names, passwords and queries. Raises EvidenceError if the report is not what the files give.
+    """
+    inputs = {name: _read(name) for name in _inputs(params.load())}
+    try:
+        made = _compared(inputs)
+        reports = {name: _read(name) for name in made}
+        _hold(reports, made)
+    except Difference as error:
+        raise EvidenceError(f"{error} Run `dvc repro`, which puts that right.") from None
+    members = inputs | reports
+    content = _zipped(members | {MANIFEST: _manifest(members)})
+    _opened(file, content)
+    partial = file.with_name(file.name + ".partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(file)
+    except OSError as error:
+        raise EvidenceError(f"{file} cannot be written: {error.strerror}.") from None
+    print(f"evidence: {len(members)} files in {file}, which `python -m pipeline evidence check {file}` recomputes")
+
+
+def check(file: Path = FILE) -> int:
+    """Recompute all that follows from the rounds and runs in ``file``, and say what holds and what nobody can tell.
+
+    Returns 1 at the first difference, else 0. Raises EvidenceError, before anything is unpacked, if ``file`` can be no
+    evidence.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(LARGEST + 1)
+    except OSError as error:
+        raise EvidenceError(f"{file} cannot be read: {error.strerror}.") from None
+    archive, members = _opened(file, content), dict[str, bytes]()
+    try:
+        for entry in archive.infolist():
+            members[entry.filename] = archive.read(entry)
+        if _zipped(members) != content:
+            raise Difference("the archive around its files is not as `evidence` writes it.")
+        sums = {name: members.pop(name) for name in (MANIFEST,) if name in members}
+        _hold(sums, {MANIFEST: _manifest(members)})
+        reports = {name: members[name] for name in members if name.startswith(f"{results.REPORTS}/")}
+        made = _compared({name: members[name] for name in members.keys() - reports.keys()})
+        _hold(reports, made)
+    except Exception as error:  # whatever it is: these files do not give this report
+        named = isinstance(error, Difference | PipelineError | zipfile.BadZipFile)
+        print(printable(f"{file}: {error if named else repr(error)}{_by_other_code(members)}"))
+        return 1
+    found = json.loads(made[f"{results.REPORTS}/comparison.json"])
+    data, rounds = found["dataset"], f"the rounds of {len(found['sessions'])} session(s) of the bench"
+    runs = f"the runs of {len(found['seeds'])} seed(s) of each of {len(found['variants'])} variants"
+    verified = (
+        f"{file}: commit {found['bench']['commit']}, environment {found['environment']['hash'][:12]}, data set "
+        f"{data['name']} (SHA-256 {data['sha256'][:12]}).\n"
+        f"Verified: the SHA-256 of {len(members)} files; and that every ratio, interval and verdict, and the whole "
+        f"report, follow from {rounds} and {runs}.\n{NOT_VERIFIED}"
+    )
+    print(printable(verified))
+    return 0
+
+
+def _inputs(config: Config) -> list[str]:
+    """What the comparison is made from, and what tells where that came from; of optional files, those that are here."""
+    paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.SESSIONS.glob("*.json")]
+    paths += [path for path in (LOCK, DATASET) if path.is_file()]
+    paths += [of(variant) for variant in config.variants for of in (results.result_file, results.history_file)]
+    return [path.as_posix() for path in paths]
+
+
+def _read(name: str) -> bytes:
+    try:
+        return redacted(Path(name).read_bytes().decode()).encode()
+    except (OSError, ValueError) as error:
+        raise EvidenceError(f"{name} cannot be read: run `dvc repro`, which makes it. ({error})") from None
+
+
+def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The report that follows from ``inputs``, made in a folder of its own: file -> content."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, content in inputs.items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_bytes(content)
+        config = params.load()
+        _equal("the archive", dict.fromkeys(inputs, "a file"), dict.fromkeys(_inputs(config), "a file"))
+        measured, histories = read_all(config)
+        for each in measured:
+            derived = results.summarise(each.runs)
+            _equal(f"results/{each.variant}.json", each.summary.model_dump(), derived.model_dump(), "summary")
+        sessions = [results.read_bench(), *results.read_sessions()]
+        _equal("bench.json, sessions", [each.rounds for each in sessions if each.rounds > MOST], [], "rounds")
+        if DATASET.is_file():
+            told = Description.model_validate_json(DATASET.read_bytes())
+            _equal(str(DATASET), told.sha256, told.digest(), "sha256")
+            _equal(str(results.BENCH_FILE), sessions[0].dataset.sha256, told.sha256, "dataset.sha256")
+        report.write(compare(measured, histories, sessions, config.compare, environment.read()), histories)
+        return {path.as_posix(): _read(str(path)) for path in sorted(results.REPORTS.rglob("*")) if path.is_file()}
+
+
+def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
+    """``content`` of ``file`` as an archive. Raises EvidenceError unless it can be unpacked without harm."""
+    if len(content) > LARGEST or content.count(b"PK\1\2") > MOST:
+        raise EvidenceError(f"{file} is no evidence: it has more than {LARGEST >> 20} MiB or {MOST} files.")
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(content))
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
+        raise EvidenceError(f"{file} is no evidence: it is no zip ({error}).") from None
+    names = [each.filename for each in archive.infolist()]
+    size = sum(each.file_size for each in archive.infolist())
+    for each in archive.infolist():
+        wrong = {
+            "is no name of a part of it": not NAME.fullmatch(each.filename),
+            "stands in it twice": names.count(each.filename) > 1,
+            "is encrypted, or marked in another way": each.flag_bits,
+            "is a link, or no regular file": stat.S_IFMT(each.external_attr >> 16) not in (0, stat.S_IFREG),
+            "is compressed": each.compress_type != zipfile.ZIP_STORED,
+            "would unpack to more than the file holds": size > len(content),
+        }
+        for why, so in wrong.items():
+            if so:
+                raise EvidenceError(f"{file} is no evidence: {each.filename!a} {why}.")
+    return archive
+
+
+def _zipped(members: Mapping[str, bytes]) -> bytes:
+    """The same members give the same bytes: in order of their names, without times."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, content in sorted(members.items()):
+            archive.writestr(zipfile.ZipInfo(name), content)  # of 1980, and not compressed
+    return made.getvalue()
+
+
+def _manifest(members: Mapping[str, bytes]) -> bytes:
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(members.items())}
+    return (json.dumps({"schema": 1, "sha256": sums}, indent=2) + "\n").encode()
+
+
+def _hold(said: Mapping[str, bytes], made: Mapping[str, bytes]) -> None:
+    """Raise Difference at the first file, and key, of which ``said`` says something else than ``made``."""
+    _equal("the archive", dict.fromkeys(said, "a file"), dict.fromkeys(made, "a file"))
+    order = ("reports/metrics/", "reports/comparison.json", "")  # what names the variant and the key first
+    for name in sorted(made, key=lambda name: next(n for n, start in enumerate(order) if name.startswith(start))):
+        if said[name] != made[name]:  # as it may be on another processor, whose logarithms round differently
+            try:
+                there, here = (_values(name, each[name].decode()) for each in (said, made))
+            except ValueError as error:
+                raise Difference(f"{name} cannot be read: {error}.") from None
+            _equal(name, there, here)
+
+
+def _values(name: str, text: str) -> Any:
+    if name.endswith(".json"):
+        values = json.loads(text)
+        if json.dumps(values, indent=2) + "\n" != text:
+            raise Difference(f"{name} is not written as it is by `compare`: a key stands twice, say.")
+        return values
+    cells = "," if name.endswith(".csv") else "\n"
+    return {f"line {number}": line.split(cells) for number, line in enumerate(text.split("\n"), 1)}
+
+
+def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
+    """Raise Difference, naming the key, unless ``said`` is ``made``, but for the rounding of figures."""
+    if type(said) is type(made) and isinstance(said, dict | list):
+        there, here = (each if isinstance(each, dict) else dict(enumerate(each)) for each in (said, made))
+        for inner in dict.fromkeys([*here, *there]):
+            path = f"{key}[{inner}]" if isinstance(said, list) else f"{key}.{inner}".lstrip(".")
+            _equal(name, there.get(inner, ...), here.get(inner, ...), path)
+    elif said != made or type(said) is not type(made):
+        with contextlib.suppress(ValueError):
+            figures = type(said) is type(made) and (isinstance(made, float) or name.endswith(".csv"))
+            if figures and math.isclose(float(said), float(made), rel_tol=1e-9, abs_tol=1e-12):
+                return
+        shown = ["missing" if each is ... else json.dumps(each)[:80] for each in (said, made)]
+        raise Difference(f"{name}: {key} is {shown[0]} there; from what it is made of follows {shown[1]}.")
+
+
+def _by_other_code(members: Mapping[str, bytes]) -> str:
+    """What may be the reason for a difference."""
+    with contextlib.suppress(Exception):
+        if json.loads(members["environment.json"])["stages"]["compare"]["code"] != code.of_stage("compare"):
+            return " (The code that compares here, or its Python, is not the one that made it: check with that commit.)"
+    return ""

@@ -1,0 +1,445 @@
+"""The evidence of a comparison: made, checked, forged, and made to do harm."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline import cli, report, results
+from pipeline.comparison.compare import compare
+from pipeline.data.prepared import Description
+from pipeline.environment import code
+from pipeline.results import Session
+from pipeline.tools import evidence
+from tests.conftest import ROOT
+from tests.factories import ENVIRONMENT, make_bench, make_histories, make_params, make_results
+
+DESCRIBED = Description(
+    name="fashion_mnist", classes=("no", "yes"), channels=1, height=28, width=28, train_count=60_000, test_count=10_000,
+    train_class_counts=(30_000, 30_000), test_class_counts=(5_000, 5_000), mean=(0.3,), std=(0.3,), files={},
+)  # fmt: skip
+MNIST = DESCRIBED.model_copy(update={"name": "mnist"})
+ANOTHER = MNIST.model_copy(update={"sha256": MNIST.digest()}).model_dump_json().encode()
+SECRETS = ("me:hunter2", "s1gned")
+MIRROR = f"file://{SECRETS[0]}@mirror/raw?key={SECRETS[1]}"
+Members = dict[str, bytes]
+Checked = Callable[[bytes], tuple[int, str]]
+
+
+def write_job() -> None:
+    """A job with two sessions of the bench, as `dvc repro` leaves it in the current directory."""
+    described = DESCRIBED.model_copy(update={"sha256": DESCRIBED.digest()})
+    Path("data/prepared").mkdir(parents=True)
+    Path("data/prepared/dataset.json").write_text(described.model_dump_json(indent=2))
+    measured = make_results()
+    dataset = measured[0].dataset.model_copy(update={"sha256": described.sha256})
+    measured = [each.model_copy(update={"dataset": dataset}) for each in measured]
+    histories = make_histories(measured)
+    for each in measured:
+        results.write(each, results.result_file(each.variant))
+        results.write_history(histories[each.variant], results.history_file(each.variant))
+    another = Session(
+        start_utc="2026-11-21T08:00:00+00:00", boot_id="c", uptime_seconds=60.0, load_average=0.1, steal_fraction=0.0
+    )
+    sessions = [make_bench(measured), make_bench(measured, noise=0.02, session=another)]
+    for bench, file in zip(sessions, ("bench.json", "sessions/20261121T080000.json"), strict=True):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text(bench.to_json())
+    config = make_params(measured, fetch={"mirror": MIRROR})
+    Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    stages = {"fetch": {"settings": {"mirror": MIRROR}}, "compare": {"code": code.of_stage("compare")}}
+    Path("environment.json").write_text(json.dumps(ENVIRONMENT | {"stages": stages}, indent=2) + "\n")
+    Path("dvc.lock").write_text("schema: '2.0'\n")
+    report.write(compare(measured, histories, sessions, config.compare, ENVIRONMENT), histories)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with contextlib.chdir(tmp_path_factory.mktemp("job")):
+        write_job()
+        return Path.cwd()
+
+
+@pytest.fixture(scope="module")
+def made(job: Path) -> bytes:
+    with contextlib.chdir(job):
+        evidence.write()
+        return (job / "evidence.zip").read_bytes()
+
+
+@pytest.fixture
+def members(made: bytes, tmp_path: Path) -> Members:
+    (tmp_path / "made.zip").write_bytes(made)
+    with zipfile.ZipFile(tmp_path / "made.zip") as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture
+def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Checked:
+    """Check a file of this content from the command line: the exit code, and what was said."""
+
+    def run(content: bytes) -> tuple[int, str]:
+        file = tmp_path / "evidence.zip"
+        file.write_bytes(content)
+        capsys.readouterr()
+        code = cli.main(["evidence", "check", str(file)])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def zipped_anew(members: Members) -> bytes:
+    """With a manifest that fits them, as a forger would."""
+    rest = {name: content for name, content in members.items() if name != "manifest.json"}
+    return evidence._zipped(rest | {"manifest.json": evidence._manifest(rest)})
+
+
+def test_what_is_made_holds(made: bytes, members: Members, checked: Checked) -> None:
+    code, said = checked(made)
+    assert code == 0
+    assert (
+        f"commit {'c' * 40}, environment {'e' * 12}, data set fashion_mnist (SHA-256 {DESCRIBED.digest()[:12]})" in said
+    )
+    assert f"Verified: the SHA-256 of {len(members) - 1} files" in said
+    assert "2 session(s) of the bench and the runs of 3 seed(s) of each of 3 variants" in said
+    assert "Not verified" in said
+    files = {"manifest.json", "params.yaml", "environment.json", "dvc.lock", "bench.json"}
+    assert {name.partition("/")[0] for name in members} == files | {"data", "sessions", "results", "reports"}
+
+
+def test_the_same_files_make_the_same_bytes(
+    job: Path, made: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job)
+    for file in job.rglob("*.json"):
+        file.touch()
+    assert cli.main(["evidence", str(tmp_path / "again.zip")]) == 0
+    assert (tmp_path / "again.zip").read_bytes() == made
+
+
+def test_it_takes_neither_torch_nor_the_data_nor_the_checkout(made: bytes, tmp_path: Path) -> None:
+    (tmp_path / "some.zip").write_bytes(made)
+    never = ["torch", "torchvision", "mlflow", "sklearn", "dvc", "PIL", "matplotlib", "pandas", "requests"]
+    program = (
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nsys.modules.update(dict.fromkeys({never!r}))\n"
+        "from pipeline.cli import main\nsys.exit(main(['evidence', 'check', 'some.zip']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_holds_no_secret(members: Members) -> None:
+    assert b"mirror/raw" in members["params.yaml"]
+    assert b"mirror/raw" in members["environment.json"]
+    assert not [secret for secret in SECRETS for each in members.values() if secret.encode() in each]
+
+
+# Made.
+
+
+def test_a_report_of_other_files_is_no_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_job()
+    params = Path("params.yaml").read_text()
+    Path("params.yaml").write_text(params.replace("throughput: 0.03", "throughput: 0.7"))
+    assert cli.main(["evidence"]) == 2
+    assert 'reports/metrics/ddp.json: verdict is "pays" there' in capsys.readouterr().err
+    Path("params.yaml").write_text(params)
+    Path("reports/comparison.md").unlink()
+    assert cli.main(["evidence"]) == 2
+    assert "reports/comparison.md cannot be read" in capsys.readouterr().err
+    assert not list(tmp_path.glob("evidence.zip*"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["a.zip", "b.zip"], ["no/such/folder/a.zip"], ["check", "no.zip"], ["check", "."]]
+)
+def test_what_cannot_be_is_named(
+    arguments: list[str], job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(job)
+    assert cli.main(["evidence", *arguments]) == 2
+    assert arguments[-2 if "b.zip" in arguments else -1] in capsys.readouterr().err
+
+
+# Changed.
+
+
+def test_a_changed_byte_of_any_file_is_found_and_named(members: Members, checked: Checked) -> None:
+    """Also where the zip's own checksum was made anew."""
+    for name, content in members.items():
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        code, said = checked(evidence._zipped(members | {name: bytes(flipped)}))
+        assert (code, name in said) == (1, True), said
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_changed_byte_anywhere_passes(data: st.DataObject, made: bytes, tmp_path: Path) -> None:
+    place = data.draw(st.integers(0, len(made) - 1) | st.integers(len(made) - 4000, len(made) - 1))
+    changed = data.draw(
+        st.sampled_from([made[:place], made[:place] + made[place + 1 :], made[place:], made + made[place:]])
+        | st.integers(1, 255).map(lambda bits: made[:place] + bytes([made[place] ^ bits]) + made[place + 1 :])
+    )
+    file = tmp_path / "changed.zip"
+    file.write_bytes(changed)
+    if changed == made:  # from its first byte on
+        return
+    with contextlib.suppress(evidence.EvidenceError):
+        assert evidence.check(file) == 1
+
+
+def of_json(change: Callable[[Any], None], indent: int = 2) -> Callable[[bytes], bytes]:
+    def edit(content: bytes) -> bytes:
+        values = json.loads(content)
+        change(values)
+        return (json.dumps(values, indent=indent) + "\n").encode()
+
+    return edit
+
+
+def slower(bench: Any) -> None:
+    for sample in next(arm for arm in bench["arms"] if arm["name"] == "ddp")["samples"]:
+        sample["samples_per_second"] = sample["samples_per_second"] and 0.5 * sample["samples_per_second"]
+
+
+def a_little_faster(bench: Any) -> None:
+    next(arm for arm in bench["arms"] if arm["name"] == "ddp")["samples"][0]["samples_per_second"] *= 1.001
+
+
+def endless(bench: Any) -> None:
+    bench["arms"][0]["samples"] *= 200
+
+
+def wider(said: Any) -> None:
+    said["noise_memory"]["high"] *= 1.000001
+
+
+def righter(result: Any) -> None:
+    result["runs"][0].update(test_correct=9900, test_accuracy=0.99)
+
+
+def replaced(old: str, new: str) -> Callable[[bytes], bytes]:
+    def edit(content: bytes) -> bytes:
+        assert old.encode() in content
+        return content.replace(old.encode(), new.encode(), 1)
+
+    return edit
+
+
+FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
+    "a round": (
+        {
+            "bench.json": of_json(a_little_faster, indent=1),
+            "reports/comparison.json": of_json(lambda said: a_little_faster(said["bench"])),
+        },
+        r"reports/comparison\.json: variants\[1\]\.throughput\.sessions\[0\]\.low is 1\.\d+ there; .* follows 1\.",
+    ),
+    "rounds that would give another verdict": (
+        {
+            "bench.json": of_json(slower, indent=1),
+            "sessions/20261121T080000.json": of_json(slower, indent=1),
+            "reports/comparison.json": of_json(lambda said: slower(said["bench"])),
+        },
+        r'reports/metrics/ddp\.json: verdict is "pays" there; .* follows "costs"\.',
+    ),
+    "a round of another session": (
+        {"sessions/20261121T080000.json": of_json(slower, indent=1)},
+        r"reports/metrics/ddp\.json: ",
+    ),
+    "a verdict": (
+        {"reports/comparison.json": of_json(lambda said: said["variants"][2].update(verdict="pays"))},
+        r'reports/comparison\.json: variants\[2\]\.verdict is "pays" there; .* follows "trades"',
+    ),
+    "an interval": (
+        {"reports/comparison.json": of_json(lambda said: said["variants"][1]["throughput"].update(low=1.5))},
+        r"reports/comparison\.json: variants\[1\]\.throughput\.low is 1\.5 there",
+    ),
+    "a figure by a millionth": (
+        {"reports/comparison.json": of_json(wider)},
+        r"reports/comparison\.json: noise_memory\.high is",
+    ),
+    "a key that stands twice": (
+        {"reports/comparison.json": replaced('"verdict": "trades",', '"verdict": "pays", "verdict": "trades",')},
+        r"reports/comparison\.json is not written as it is by `compare`",
+    ),
+    "a key more": (
+        {"reports/comparison.json": of_json(lambda said: said.update(note=None))},
+        r"reports/comparison\.json: note is null there; .* follows missing",
+    ),
+    "a type": (
+        {"reports/comparison.json": of_json(lambda said: said.update(parameter_count=21840.0))},
+        r"reports/comparison\.json: parameter_count is 21840\.0 there; .* follows 21840\.",
+    ),
+    "rounds without end": (
+        {"bench.json": of_json(endless, indent=1)},
+        r"bench\.json, sessions: rounds\[0\] is 2400 there",
+    ),
+    "a sentence": (
+        {"reports/comparison.md": replaced("**trades**", "**pays**")},
+        r"reports/comparison\.md: line \d+",
+    ),
+    "a row": (
+        {"reports/ratios.csv": replaced("ddp,throughput,1.", "ddp,throughput,2.")},
+        r"reports/ratios\.csv: line 2\[2\]",
+    ),
+    "a metric": (
+        {"reports/metrics/ddp.json": of_json(lambda said: said.update(verdict="costs"))},
+        r"reports/metrics/ddp\.json: verdict",
+    ),
+    "a score": ({"results/memory.json": of_json(righter)}, r"results/memory\.json: summary\."),
+    "an evaluation": (
+        {"results/ddp/history.csv": lambda content: re.sub(rb"0\.8\r\n", b"0.89\r\n", content)},
+        r"reports/metrics/ddp\.json: time_to_target_seconds",
+    ),
+    "a margin": (
+        {"params.yaml": replaced("throughput: 0.03", "throughput: 0.02")},
+        r"reports/comparison\.json: margins\.throughput",
+    ),
+    "the data set's description": (
+        {"data/prepared/dataset.json": replaced('"train_count": 60000', '"train_count": 60001')},
+        r"data/prepared/dataset\.json: sha256",
+    ),
+    "another data set's": (
+        {"data/prepared/dataset.json": lambda _: ANOTHER},
+        r"bench\.json: dataset\.sha256",
+    ),
+    "a file that cannot be read": (
+        {"reports/metrics/ddp.json": lambda _: b"\xff{"},
+        r"reports/metrics/ddp\.json cannot be read",
+    ),
+    "a file without end": ({"results/ddp.json": lambda _: b"[" * 10**6}, r"results/ddp\.json"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forgery_whose_sums_fit_is_found_and_named(what: str, members: Members, checked: Checked) -> None:
+    edits, named = FORGED[what]
+    forged = members | {name: edit(members[name]) for name, edit in edits.items()}
+    assert all(forged[name] != members[name] for name in edits)
+    code, said = checked(zipped_anew(forged))
+    assert code == 1
+    assert re.search(named, said), said
+
+
+@pytest.mark.parametrize(
+    ("gone", "more"),
+    [
+        ("results/memory.json", None),
+        ("reports/loss.csv", None),
+        (None, "results/other.json"),
+        (None, "reports/other.csv"),
+    ],
+)
+def test_a_file_less_or_more_is_named(gone: str | None, more: str | None, members: Members, checked: Checked) -> None:
+    changed = {name: content for name, content in members.items() if name != gone} | ({more: b"{}"} if more else {})
+    code, said = checked(zipped_anew(changed))
+    assert (code, str(gone or more) in said) == (1, True), said
+
+
+def test_what_another_processor_rounds_differently_is_no_difference(members: Members, checked: Checked) -> None:
+    def nudge(said: Any) -> None:
+        said["noise_memory"]["high"] *= 1 + 1e-14
+
+    content = of_json(nudge)(members["reports/comparison.json"])
+    assert content != members["reports/comparison.json"]
+    assert checked(zipped_anew(members | {"reports/comparison.json": content}))[0] == 0
+
+
+def test_where_other_code_compares_it_says_so(members: Members, checked: Checked) -> None:
+    def older(said: Any) -> None:
+        said["stages"]["compare"]["code"]["pipeline/results.py"] = "0" * 16
+
+    changed = {"environment.json": of_json(older)(members["environment.json"]), "reports/comparison.md": b""}
+    code, said = checked(zipped_anew(members | changed))
+    assert (code, "check with that commit" in said) == (1, True)
+    assert "that commit" not in checked(zipped_anew(members | {"reports/comparison.md": b""}))[1]
+
+
+# Made to do harm.
+
+
+def test_nothing_in_it_speaks_to_the_terminal(members: Members, checked: Checked) -> None:
+    inputs = {name: each for name, each in members.items() if not re.match("reports/|manifest", name)}
+    inputs["bench.json"] = of_json(lambda said: said.update(commit="\x1b]0;mine\x07"), 1)(inputs["bench.json"])
+    code, said = checked(zipped_anew(inputs | evidence._compared(inputs)))
+    assert (code, r"commit \x1b]0;mine\x07," in said) == (0, True)
+
+
+def entry(name: str = "bench.json", kind: int = 0, **fields: Any) -> zipfile.ZipInfo:
+    made = zipfile.ZipInfo(name)
+    made.external_attr = (kind | 0o600) << 16
+    for field, value in fields.items():
+        setattr(made, field, value)
+    return made
+
+
+HARMFUL = {
+    "an absolute path": [entry("/tmp/bench.json")],
+    "a path that leads out": [entry("../bench.json")],
+    "one that leads out further on": [entry("results/../../history.csv")],
+    "code": [entry("numpy.py")],
+    "words for the terminal": [entry("results/\x1b]0;x\x07.json")],
+    "two of one name": [entry(), entry()],
+    "a link": [entry(kind=stat.S_IFLNK)],
+    "a folder": [entry("results/")],
+    "something compressed": [entry(compress_type=zipfile.ZIP_DEFLATED)],
+    "a bomb": [entry(compress_type=zipfile.ZIP_DEFLATED)],
+}
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where nothing may be left or written."""
+    (tmp_path / "here" / "temporary").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here" / "temporary"))
+    yield
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["evidence.zip", "here", "temporary"]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("what", HARMFUL)
+@pytest.mark.usefixtures("nowhere")
+def test_what_would_do_harm_is_refused_by_name(what: str, tmp_path: Path, checked: Checked) -> None:
+    with zipfile.ZipFile(tmp_path / "evidence.zip", "w") as archive:
+        for each in HARMFUL[what]:
+            archive.writestr(each, b"0" * 10**7 if "bomb" in what else b"{}")
+    code, said = checked((tmp_path / "evidence.zip").read_bytes())
+    assert (code, ascii(HARMFUL[what][0].filename) in said) == (2, True), said
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_so_is_what_says_something_else_than_it_is(
+    made: bytes, tmp_path: Path, checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evidence.zip").write_bytes(made)
+    central = made.index(b"PK\1\2")
+    encrypted = made[: central + 8] + b"\1" + made[central + 9 :]
+    code, said = checked(encrypted)
+    assert (code, "is encrypted" in said) == (2, True)
+    larger = made[: central + 20] + 2 * (2**30).to_bytes(4, "little") + made[central + 28 :]
+    assert "would unpack to more" in checked(larger)[1]
+    for broken in (b"", b"PK\5\6", made[:-1], made[central:]):
+        assert checked(broken)[0] == 2
+    assert "2000 files" in checked(b"PK\1\2" * 3_000)[1]
+    monkeypatch.setattr(evidence, "LARGEST", 2**20)
+    assert "1 MiB" in checked(made + bytes(2**20))[1]
