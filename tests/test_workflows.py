@@ -102,11 +102,15 @@ def test_who_may_write_what() -> None:
         if right != "read"
     }
     assert writing == {
+        ("gpu", "evidence", "attestations"),
+        ("gpu", "evidence", "id-token"),
         ("gpu", "report", "pull-requests"),
         ("gpu", "session", "contents"),
         ("gpu", "session", "pull-requests"),
         ("release", "image", "packages"),
+        ("release", "notes", "attestations"),
         ("release", "notes", "contents"),
+        ("release", "notes", "id-token"),
     }
 
 
@@ -348,7 +352,7 @@ def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
     checkout, tools = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "tools"
     measuring = 'if [ -n "${MEASURES-}" ]; then mkdir -p checkpoints/bench && touch checkpoints/bench/now.json; fi'
     log = recorder(tools, "dvc", f'if [ "$1" = config ]; then echo "${{REMOTE-}}"; fi; {measuring}')
-    gate = f'echo "python $* as ${{AWS_ACCESS_KEY_ID-nobody}}" >> "{log}"; exit "${{GATE:-0}}"'
+    gate = f'echo "python $* as ${{AWS_ACCESS_KEY_ID-nobody}}" >> "{log}"; [ "$3" != gate ] || exit "${{GATE:-0}}"'
     executable(tools, "python", f"#!/usr/bin/env bash\n{gate}\n")
 
     def run(arguments: str, *, history: bool = True, **variables: str) -> tuple[int, list[str], str]:
@@ -365,7 +369,8 @@ def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
     return run
 
 
-GATED = "python -m pipeline gate --against main as nobody"
+def gated(against: str = "main", user: str = "nobody") -> list[str]:
+    return [f"python -m pipeline evidence as {user}", f"python -m pipeline gate --against {against} as {user}"]
 
 
 @pytest.mark.parametrize(
@@ -373,20 +378,20 @@ GATED = "python -m pipeline gate --against main as nobody"
     [
         *(  # what was measured is shared, however the gate ends
             ("main", {"REMOTE": "storage", "GATE": str(code), "PUSH": "yes"}, code,
-             ["dvc repro --pull", GATED, "dvc push --run-cache"])
+             ["dvc repro --pull", *gated(), "dvc push --run-cache"])
             for code in range(4)
         ),
         # A clean clone of main takes over what lies in the run cache: a pull request must not put anything there.
-        ("main", {"REMOTE": "storage", "PUSH": ""}, 0, ["dvc repro --pull", GATED]),
-        ("main", {"AWS_ACCESS_KEY_ID": "", "PUSH": "yes"}, 0, ["dvc repro", GATED]),  # no remote, no secret
-        ("main", {"AWS_ACCESS_KEY_ID": "me"}, 0, ["dvc repro", GATED.replace("nobody", "me")]),
-        ("main", {"PROMOTE": "yes"}, 0, ["dvc repro", GATED, "python -m pipeline promote as nobody"]),
-        ("main", {"PROMOTE": ""}, 0, ["dvc repro", GATED]),
-        ("main", {"PROMOTE": "yes", "GATE": "1"}, 1, ["dvc repro", GATED]),  # only what passes becomes the champion
+        ("main", {"REMOTE": "storage", "PUSH": ""}, 0, ["dvc repro --pull", *gated()]),
+        ("main", {"AWS_ACCESS_KEY_ID": "", "PUSH": "yes"}, 0, ["dvc repro", *gated()]),  # no remote, no secret
+        ("main", {"AWS_ACCESS_KEY_ID": "me"}, 0, ["dvc repro", *gated(user="me")]),
+        ("main", {"PROMOTE": "yes"}, 0, ["dvc repro", *gated(), "python -m pipeline promote as nobody"]),
+        ("main", {"PROMOTE": ""}, 0, ["dvc repro", *gated()]),
+        ("main", {"PROMOTE": "yes", "GATE": "1"}, 1, ["dvc repro", *gated()]),  # only what passes becomes the champion
         ("main", {"SESSION": "yes"}, 0,
-         ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro", GATED]),
-        ("main", {"SESSION": "yes", "MEASURES": "yes"}, 0, ["dvc repro", GATED]),  # a bench of just now is a session
-        ("", {}, 0, ["dvc repro", GATED.replace("main", "OLD")]),  # the week before
+         ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro", *gated()]),
+        ("main", {"SESSION": "yes", "MEASURES": "yes"}, 0, ["dvc repro", *gated()]),  # a bench of just now is a session
+        ("", {}, 0, ["dvc repro", *gated("OLD")]),  # the week before
     ],
 )  # fmt: skip
 def test_the_run_on_the_machine(
@@ -655,14 +660,14 @@ def test_what_github_refuses_is_an_error_with_its_reason(github: GitHub, post: P
 def test_the_release_names_the_digest(tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "gh")
     given = {"DIGEST": "sha256:12ab", "REPOSITORY": "Somebody/Pipeline", "TAG": "v1.2.3"}
-    [step] = steps("release", "notes")
+    step = running("release", "notes", "gh release create")
     summary = tmp_path / "summary.md"
     done = shell(step["run"], tmp_path, tmp_path / "tools", GITHUB_STEP_SUMMARY=str(summary), **given)
     assert done.returncode == 0, done.stderr
     image = "`ghcr.io/somebody/pipeline@sha256:12ab`"  # a registry knows no capitals
     assert image in summary.read_text(encoding="utf-8")
     call = log.read_text(encoding="utf-8")
-    assert call.startswith("gh release create v1.2.3 --repo Somebody/Pipeline --verify-tag ")
+    assert call.startswith("gh release create v1.2.3 evidence.zip --repo Somebody/Pipeline --verify-tag ")
     assert shlex.split(call)[-2:] == ["--notes", f"Image: {image}"]
 
 
@@ -671,3 +676,13 @@ def test_nothing_is_released_that_ci_refuses_and_all_of_it_has_its_papers() -> N
     assert the("release", "image")["needs"] == "ci"
     [build] = [step["with"] for step in steps("release", "image") if "build-push-action" in step.get("uses", "")]
     assert (build["push"], build["sbom"], build["provenance"]) == (True, True, "mode=max")
+
+
+@pytest.mark.parametrize(
+    ("workflow", "job", "path"), [("gpu", "evidence", "gpu/evidence.zip"), ("release", "notes", "evidence.zip")]
+)
+def test_what_signs_the_evidence_runs_none_of_the_code_that_made_it(workflow: str, job: str, path: str) -> None:
+    attesting = [step["with"] for step in steps(workflow, job) if step.get("uses", "").startswith("actions/attest@")]
+    assert attesting == [{"subject-path": path}]
+    assert not any("checkout@" in step.get("uses", "") for step in steps(workflow, job))
+    assert workflow == "release" or "github.event_name == 'schedule'" in the(workflow, job)["if"]
