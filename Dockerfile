@@ -28,13 +28,15 @@ ENV PIP_CONSTRAINT="" \
 # Where packages come from a mirror, or by way of a certificate authority of your own:
 # docker build --secret id=pip.conf,src=/etc/pip.conf --secret id=ca.crt,src=/etc/ssl/my-ca.crt; nothing of it stays in
 # the image. Keep such files outside of the checkout; .dockerignore lets in only what it names.
-COPY requirements.lock /opt/
+COPY requirements-build.lock requirements.lock /opt/
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
     if [ -e /run/secrets/ca.crt ]; then export PIP_CERT=/run/secrets/ca.crt; fi \
     && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --quiet --disable-pip-version-check --no-cache-dir --require-hashes \
-        --requirement /opt/requirements.lock
+    && for lock in requirements-build requirements; do \
+        /opt/venv/bin/pip install --quiet --disable-pip-version-check --no-cache-dir --require-hashes \
+            --no-build-isolation --requirement "/opt/$lock.lock" || exit 1; \
+    done
 
 # Any other user can be chosen at run time too (--user): the home directory is everybody's, and names are given.
 ARG UID=1000

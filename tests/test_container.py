@@ -50,6 +50,14 @@ def test_the_base_has_the_cuda_of_the_locked_torch() -> None:
     assert base == locked
 
 
+def test_what_builds_a_package_is_the_locked_one() -> None:
+    """No build fetches anything of its own."""
+    build, lock = ((ROOT / f"requirements{of}.lock").read_text(encoding="utf-8") for of in ("-build", ""))
+    assert build.partition("    #")[0] in lock
+    for file in ("Dockerfile", "Makefile"):
+        assert "--no-build-isolation" in (ROOT / file).read_text(encoding="utf-8")
+
+
 def test_a_driver_that_torch_can_use_is_not_refused_for_the_bases_sake() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     variables = dockerfile.rpartition("\nENV ")[2].partition("\n\n")[0]

@@ -15,6 +15,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from pipeline.gate.decision import GateError
 
 LOCK = "requirements.lock"
+BUILD_LOCK = "requirements-build.lock"
+"""What packages that come as source are built with."""
 CACHE = Path(".dvc", "tmp", "gate-environments")
 KEPT = 3
 """So many environments stay, those used last: with torch for CUDA one takes some 6 GB."""
@@ -100,7 +102,11 @@ def _made(lock: Path) -> Path:
         print(f"gate: installing {lock} into {folder}; the first time takes some minutes", file=sys.stderr, flush=True)
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
         making = [sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)]
-        for command in (making, [*pip, "install", "--require-hashes", "--requirement", str(lock)]):
+        install, build = [*pip, "install", "--require-hashes"], lock.with_name(BUILD_LOCK)
+        if build.is_file():  # older commits have none
+            install += ["--no-build-isolation"]
+        asked = [[*install, "--requirement", str(each)] for each in (build, lock) if each.is_file()]
+        for command in (making, *asked):
             if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise GateError(f"{lock} cannot be installed; what pip wrote stands above.")
