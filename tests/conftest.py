@@ -36,7 +36,7 @@ for _variable in (
 os.environ["DVC_NO_ANALYTICS"] = "1"  # in repositories without this one's settings DVC would report to its makers
 
 settings.register_profile("quick", max_examples=50, deadline=None)
-settings.register_profile("fuzz", max_examples=5000, deadline=None)
+settings.register_profile("fuzz", max_examples=10_000, deadline=None)
 settings.load_profile("quick")
 
 SET_BY_LIBRARIES = {

@@ -95,6 +95,18 @@ def test_a_new_variant_is_a_stage(clone: Callable[..., Clone]) -> None:
     assert [stage for stage in stages if stage.startswith("train@")] == ["train@baseline", "train@ddp", "train@tried"]
 
 
+@pytest.mark.slow
+def test_a_shell_command_in_a_variants_name_is_not_run(clone: Callable[..., Clone]) -> None:
+    """Also where the stage that would refuse the name is left out: DVC finds no plan of it."""
+    tried, name = clone({"fetch.dataset": "digits"}), "x; touch owned; true"
+    tried.run("dvc", "repro", "prepare")
+    tried.edit({f"variants.{name}": {}})
+    for stages in ([], ["--single-item", f"train@{name}"], ["--single-item", "bench"]):
+        output = tried.run("dvc", "repro", *stages, fails=True)
+        assert name in output or "variants" in output
+    assert not (tried.path / "owned").exists()
+
+
 def test_a_value_set_for_an_experiment_reaches_params_yaml_and_leaves_its_comments(clone: Callable[..., Clone]) -> None:
     tried = clone()
     before = (tried.path / "params.yaml").read_text(encoding="utf-8")

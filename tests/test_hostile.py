@@ -23,6 +23,10 @@ def params(**sections: Any) -> bytes:
     return yaml.safe_dump({"variants": {"baseline": {}}} | sections).encode()
 
 
+def variant(name: str) -> dict[str, Any]:
+    return {"variants": {"baseline": {}, name: {}}}
+
+
 def digits(images: bytes, labels: bytes = b"") -> Files:
     raw = "data/raw/digits"
     return {"params.yaml": params(fetch={"dataset": "digits"}),
@@ -62,11 +66,13 @@ def png(width: int, height: int, bits: int = 1) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 20)
+BASELINE = b"variants: {baseline: {}}\n"
+OPTIONS = BASELINE.decode() + "train:\n  model_options:\n"
+LAUGHS = f"{OPTIONS}    a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"    a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 20)
 )
-MERGED = "m0: &m0 {x: 1}\n" + "".join(
-    f"m{level}: &m{level} {{<<: [{', '.join([f'*m{level - 1}'] * 10)}]}}\n" for level in range(1, 20)
+MERGED = f"{OPTIONS}    m0: &m0 {{x: 1}}\n" + "".join(
+    f"    m{level}: &m{level} {{<<: [{', '.join([f'*m{level - 1}'] * 10)}]}}\n" for level in range(1, 20)
 )
 CODE = b"cos\nsystem\n(S'touch owned'\ntR."
 ESCAPE = "\x1b]0;owned\x07"
@@ -75,16 +81,16 @@ ESCAPE = "\x1b]0;owned\x07"
 @pytest.mark.parametrize(
     ("command", "files", "named"),
     [
-        ("environment", {"params.yaml": LAUGHS.encode()}, "more than 10,000 values"),
-        ("environment", {"params.yaml": MERGED.encode()}, "more than 10,000 values"),
-        ("environment", {"params.yaml": b"train: &a\n  model_options: {x: *a}\n"}, "more than 10,000 values"),
-        ("environment", {"params.yaml": b"- x\n" * 20_000}, "more than 10,000 values"),
+        ("environment", {"params.yaml": LAUGHS.encode()}, "10,000 values"),
+        ("environment", {"params.yaml": MERGED.encode()}, "10,000 values"),
+        ("environment", {"params.yaml": BASELINE + b"train:\n  model_options: &a {x: *a}\n"}, "10,000 values"),
+        ("environment", {"params.yaml": b"- x\n" * 20_000}, "10,000 values"),
         ("environment", {"params.yaml": b"train: " + b"[" * 5_000}, "is not YAML"),
         ("environment", {"params.yaml": b"x" * 300_000}, "more than 262,144 characters"),
-        ("environment", {"params.yaml": b"train: {epochs: 0x" + b"f" * 5_000 + b"}"}, "more than 2,000 characters"),
-        ("environment", {"params.yaml": b"train: {epochs: " + b"9" * 1_500 + b"}"}, "train.epochs: found 999"),
-        ("environment", {"params.yaml": params(variants={"x" * 300: {}})}, "up to 100 characters"),
-        ("environment", {"params.yaml": params(variants={"x; touch owned": {}})}, "variants.x; touch owned: found"),
+        ("environment", {"params.yaml": BASELINE + b"train: {epochs: 0x" + b"f" * 5_000 + b"}"}, "2,000 characters"),
+        ("environment", {"params.yaml": BASELINE + b"train: {epochs: " + b"9" * 1_500 + b"}"}, "epochs: found 999"),
+        ("environment", {"params.yaml": params(**variant("x" * 300))}, "up to 100 characters"),
+        ("environment", {"params.yaml": params(**variant("x; touch owned"))}, "variants.x; touch owned: found"),
         ("environment", {"params.yaml": params(**{ESCAPE: 1})}, r"\x1b]0;owned\x07: unknown key"),
         ("environment", {"params.yaml": params(**{"x\n::error::y\n##[z]": 1})}, "\n\\::error::y\n##\\[z]: unknown key"),
         ("environment", {"params.yaml": params(train={"seeds": [2**32]})}, "train.seeds.0: found 4294967296"),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from pipeline.data.sources.places import take_members
 from pipeline.data.sources.store import RawFile, SourceError, Store
 from pipeline.errors import PipelineError
 from pipeline.tracking import promoting
+from pipeline.training import checkpoints
 from tests.data.test_datasets import cifar10_batch, idx
 from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
 from tests.test_params import SHIPPED, places
@@ -101,6 +103,7 @@ DESCRIPTION = prepared.Description(
     name="d", classes=("a",), channels=1, height=2, width=2, train_count=3, test_count=3, train_class_counts=(3,),
     test_class_counts=(3,), mean=(0.5,), std=(0.2,), files={},
 )  # fmt: skip
+WEIGHTS = saved(lambda out: torch.save({"identity": "job", "weights": torch.arange(9.0)}, out))
 GATE = {"outcome": "passed", "against": "main", "head": {"commit": "c"}, "base": {"commit": None}}
 
 
@@ -138,6 +141,7 @@ PARSERS = {
     "comparison": of_file(
         "comparison.json", COMPARISON, lambda path: results.read_document(path, Comparison, "make it again")
     ),
+    "checkpoint": of_file("seed-0.pt", WEIGHTS, lambda path: checkpoints.load(path, "job")),
     "gate": Parser("reports/gate.json", of(GATE), lambda folder: promoting._passed(folder, "c")),
 }
 
