@@ -58,7 +58,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
                 if changes:
                     print(f"MLflow: writing {wanted.name} ...", flush=True)
                     _apply(changes, wanted, store, config)
-                    store.client.set_experiment_tag(experiment_id, views.TAG + views.key(wanted), views.state(wanted))
+                    store.client.set_experiment_tag(experiment_id, views.TAG + wanted.name, views.state(wanted))
                 stamps.write(store, experiment, wanted)
         except PipelineError:
             raise

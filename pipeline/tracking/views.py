@@ -19,10 +19,6 @@ BARS = ("test_accuracy", *COMPARED)
 LINES = ("history/train_loss", "history/test_accuracy")
 
 
-def key(wanted: Wanted) -> str:
-    return wanted.name
-
-
 def state(wanted: Wanted) -> str:
     """The view, in the form of MLflow's page. What it does not understand, the page ignores."""
     variants = dict.fromkeys(child.variant for child in wanted.children.values())
@@ -56,7 +52,7 @@ def state(wanted: Wanted) -> str:
 
 def link(uri: str, experiment_id: str, wanted: Wanted) -> str:
     """Opens the view, once its tag is set; in the server's page, or in that of `make ui` for an embedded store."""
-    return f"{page(uri)}/#/experiments/{experiment_id}/runs?compareRunsMode=CHART&viewStateShareKey={key(wanted)}"
+    return f"{page(uri)}/#/experiments/{experiment_id}/runs?compareRunsMode=CHART&viewStateShareKey={wanted.name}"
 
 
 def page(uri: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from pipeline.data.batches import Batch, Placement
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import own_part
 from pipeline.profiling.ledger.allocation_trace import Tape
+from pipeline.profiling.quiet import quiet
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
 
@@ -163,7 +163,7 @@ class DeviceWatch(Watch):
     @contextmanager
     def recording(self) -> Iterator[Tape]:
         tape = Tape()
-        with _profiled() as profile:
+        with quiet(), profiler.profile(profile_memory=True) as profile:
             yield tape
         events = list(_events(profile, self._device))
         held: set[int] = set()
@@ -206,7 +206,7 @@ class KernelWatch(Watch, TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[Tape]:
-        with _profiled() as profile, self:
+        with quiet(), profiler.profile(profile_memory=True) as profile, self:
             yield Tape()
         total = before = highest = 0
         for event in _events(profile, "cpu"):
@@ -256,20 +256,6 @@ class _Event:
     name: str = ""
     key: int = 0
     size: int = 0
-
-
-@contextmanager
-def _profiled() -> Iterator[profiler.profile]:
-    """Profile memory, without the profiler's messages about itself."""
-    quiet = "KINETO_LOG_LEVEL" not in os.environ
-    if quiet:
-        os.environ["KINETO_LOG_LEVEL"] = "99"
-    try:
-        with profiler.profile(profile_memory=True) as profile:
-            yield profile
-    finally:
-        if quiet:
-            del os.environ["KINETO_LOG_LEVEL"]
 
 
 def _events(profile: profiler.profile, device: str) -> list[_Event]:

@@ -6,12 +6,11 @@ The profiler slows down what it watches, so nothing in here is a speed: ``bench`
 from __future__ import annotations
 
 import gzip
-import os
 import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from pipeline.distributed import launch
 from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
+from pipeline.profiling.quiet import quiet
 from pipeline.profiling.steps import trace
 from pipeline.profiling.steps.findings import Facts, findings
 from pipeline.profiling.steps.profile_file import Operator, Profile, StepTimes
@@ -123,7 +123,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     windows = schedule(wait=0, warmup=1, active=1, repeat=1)
     with (
         annotated(training.take_step),
-        _quiet(device),
+        quiet() if device.type == "cpu" else nullcontext(),
         profile(activities=activities, schedule=windows) as profiler,
     ):
         left = per_epoch - training.steps % per_epoch
@@ -134,20 +134,6 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     plain += advance()
     gpu = (device.index or 0) if device.type == "cuda" else None
     return trace.Trace(trace.read(file), gpu), statistics.median(plain), statistics.median(profiled)
-
-
-@contextmanager
-def _quiet(device: torch.device) -> Iterator[None]:
-    """On a CPU, keep the profiler's library (Kineto) from calling it an error that there is no GPU."""
-    name = "KINETO_LOG_LEVEL"
-    silenced = device.type == "cpu" and name not in os.environ
-    if silenced:
-        os.environ[name] = "99"
-    try:
-        yield
-    finally:
-        if silenced:
-            del os.environ[name]
 
 
 def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any]) -> None:

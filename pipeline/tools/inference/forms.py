@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipeline.environment import software
 from pipeline.errors import first_line
 from pipeline.models import Classifier
 
@@ -198,14 +199,5 @@ def _export(classifier: nn.Module, samples: torch.Tensor) -> torch.export.Export
 
 def _need_compiler(device: torch.device) -> None:
     """Raise Unavailable if torch.compile cannot build code for the CPU here."""
-    if device.type != "cpu":
-        return
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise Unavailable(
-            "torch.compile needs a C++ compiler on a CPU, and there is none: install g++, or name one in CXX"
-        ) from None
+    if device.type == "cpu" and (reason := software.no_kernels(software.cpu_compiler())):
+        raise Unavailable(f"torch.compile cannot build code for this CPU: {reason}")
