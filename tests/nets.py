@@ -17,6 +17,7 @@ from pipeline.params import Train, Variant
 from pipeline.plans import Plan
 from pipeline.step import Losses, TrainingStep
 from pipeline.techniques import Inputs, Technique
+from pipeline.training.loop import Training
 from pipeline.training.losses import HostLosses
 
 
@@ -100,6 +101,16 @@ def batches_of(
         device=joined.device,
         workers=plan.applied.loader_workers,
     )
+
+
+def stopped(training: Training, after: int) -> dict[str, Any]:
+    """The state of a training that was stopped after so many steps, as a job saves it: the main rank's."""
+    steps = training.run()
+    for _ in range(after):
+        next(steps)
+    with training.paused():
+        state = training.world.broadcast(training.state())
+    return {**state, "model": {name: value.clone() for name, value in state["model"].items()}}
 
 
 def changed(model: nn.Module, techniques: Sequence[Technique]) -> nn.Module:

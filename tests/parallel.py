@@ -17,7 +17,7 @@ from pipeline.plans import plan
 from pipeline.techniques.sharded_state import Layout
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
-from tests.nets import batches_of, first
+from tests.nets import batches_of, first, stopped
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -71,13 +71,7 @@ def observe(
     losses = [row.train_loss for _ in range(STEPS - 1) if (row := next(straight))]
     weights = copied(training.model_state.read())
 
-    stopped = make_training(dataset, joined, net, train, **applied)
-    steps = stopped.run()
-    for _ in range(STEPS // 2):
-        next(steps)
-    with stopped.paused():
-        state = joined.broadcast(stopped.state())  # as a job does it, which saves the main rank's
-    state["model"] = copied(state["model"])
+    state = stopped(make_training(dataset, joined, net, train, **applied), STEPS // 2)
     resumed = make_training(dataset, joined, net, train, **applied)
     torch.manual_seed(12345)
     resumed.restore(state)

@@ -23,7 +23,7 @@ def serving(reply: Reply) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_PATCH = do_GET
 
         def log_message(self, *_: object) -> None:
             pass

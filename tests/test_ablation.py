@@ -168,16 +168,6 @@ def test_interactions_are_named_where_alone_and_beside_others_disagree(
         assert sentence.count("The effect") == 1
 
 
-def test_an_interaction_shows_both_ratios() -> None:
-    share = found(bench_of(alone=(1.3, 1.3), variant=(0.8, 1.0)))["channels_last"]
-    numbers = [share.stacked_throughput, share.added_throughput, share.stacked_memory, share.added_memory]
-    beside, alone, *memory = [f"{each.estimate:.2f} ({each.low:.2f} to {each.high:.2f})" for each in numbers if each]
-    assert share.interaction == (
-        f"The effect on throughput turns round beside the other techniques: {beside}, against {alone} alone. "
-        f"The effect on peak memory is smaller beside the other techniques: {memory[0]}, against {memory[1]} alone."
-    )
-
-
 def test_intervals_that_overlap_are_no_interaction() -> None:
     """Far apart by their estimates, on a machine on which nobody can tell."""
     noisy = [

@@ -40,7 +40,7 @@ from pipeline.plans import plans
 from pipeline.results import Window, read_bench
 from tests.conftest import ROOT
 from tests.factories import JOB, make_bench, make_window
-from tests.workspaces import furnish
+from tests.workspaces import enter
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
@@ -481,10 +481,7 @@ PARAMS: dict[str, Any] = {
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory as a checkout is when the bench stage is due; the current one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    Path("params.yaml").write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
-    furnish(parse(PARAMS))
+    enter(tmp_path, monkeypatch, PARAMS)
     return tmp_path
 
 

@@ -446,24 +446,24 @@ def repository(plain_git: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return plain_git
 
 
-def test_what_dvc_says_of_a_repository(repository: Path) -> None:
-    (repository / ".dvc" / "cache" / "files" / "md5").mkdir(parents=True)
-    answer = facts.ask("dvc")
-    assert_judged(checks.cache, {"root": repository, "dvc": answer}, ("ok", ".dvc/cache/files/md5"))
-    assert_judged(checks.remote, {"dvc": answer}, ("not applicable", "dvc remote add --default storage"))
-
-
-def test_what_dvc_says_where_there_is_none(plain_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(plain_git, "init", "--quiet")
-    monkeypatch.chdir(plain_git)
-    answer = {"dvc": facts.ask("dvc")}
-    assert_judged(checks.cache, answer, ("problem", "cd to the top of the checkout"))
-    assert_judged(checks.remote, answer, ("not applicable", "see above"))
-
-
-def test_settings_that_dvc_cannot_read(repository: Path) -> None:
-    (repository / ".dvc" / "config").write_text("[cache\n", encoding="utf-8")
-    assert_judged(checks.cache, {"dvc": facts.ask("dvc")}, ("problem", ".dvc/config.local"))
+@pytest.mark.parametrize(
+    ("config", "cache", "remote"),
+    [
+        ("", ("ok", ".dvc/cache/files/md5"), "dvc remote add --default storage"),
+        ("[cache\n", ("problem", ".dvc/config.local"), "see above"),
+        (None, ("problem", "cd to the top of the checkout"), "see above"),  # no repository
+    ],
+)
+def test_what_dvc_says_of_a_repository(
+    config: str | None, cache: tuple[str, str], remote: str, repository: Path
+) -> None:
+    if config is None:
+        shutil.rmtree(repository / ".dvc")
+    else:
+        (repository / ".dvc" / "config").write_text(config, encoding="utf-8")
+    answer = {"root": repository, "dvc": facts.ask("dvc")}
+    assert_judged(checks.cache, answer, cache)
+    assert_judged(checks.remote, answer, ("not applicable", remote))
 
 
 def test_a_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,19 +38,11 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
-    [("AMP", "bf16"), ("torch.utils.checkpoint", "activation_checkpointing"), ("nhwc", "channels_last")],
-)
-def test_they_are_found_by_the_names_that_people_search_for(
-    words: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert name in described(capsys, LAPTOP, words)
-    assert len(described(capsys, LAPTOP, words)) < len(CATALOGUE)
-
-
-@pytest.mark.parametrize(
     ("words", "names"),
     [
+        ("AMP", {"bf16"}),
+        ("torch.utils.checkpoint", {"activation_checkpointing"}),
+        ("nhwc", {"channels_last"}),
         ("DataParallel", {"data_parallel", "ddp"}),
         ("no_sync", {"gradient_accumulation"}),
         ("bucket size", {"bucket_mb"}),
@@ -78,7 +70,8 @@ def test_they_are_found_by_the_names_that_people_search_for(
     ],
 )
 def test_each_is_found_by_what_people_call_it(words: str, names: set[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert names <= described(capsys, LAPTOP, *words.split()).keys()
+    found = described(capsys, LAPTOP, *words.split())
+    assert names <= found.keys() < {entry.name for entry in CATALOGUE}
 
 
 def test_with_a_single_gpu_nothing_can_be_shared_out(capsys: pytest.CaptureFixture[str]) -> None:

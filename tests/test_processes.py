@@ -15,18 +15,17 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from pipeline import results
 from pipeline.benchmark.server import Server
 from pipeline.distributed import forked, launch, world
 from pipeline.distributed.worlds import STORE
-from pipeline.params import Config, Machine, parse
+from pipeline.params import Config, Machine
 from pipeline.plans import plan
 from pipeline.profiling import steps
 from pipeline.tools.verification.observing import Task, observer
 from pipeline.training import job
-from tests.workspaces import PREPARED, furnish
+from tests.workspaces import PREPARED, enter
 
 ROOT = Path(__file__).parent.parent
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -43,11 +42,7 @@ LOOPBACK = {"127.0.0.1", "::1"}
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """What params.yaml says in a directory that is furnished like a checkout; the current one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    Path("params.yaml").write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
-    furnish(parse(PARAMS))
-    return parse(PARAMS)
+    return enter(tmp_path, monkeypatch, PARAMS)
 
 
 def addresses(process: psutil.Process) -> set[str]:

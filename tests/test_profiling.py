@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from pipeline import environment, results
 from pipeline.data.prepared import Dataset
@@ -26,11 +25,10 @@ from pipeline.profiling.steps.findings import RULES, Facts, findings
 from pipeline.profiling.steps.intervals import difference, intersection, length, partition, union
 from pipeline.profiling.steps.profile_file import StepTimes
 from pipeline.profiling.steps.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, PARTS, STEP, Event, Trace
-from tests.conftest import ROOT
 from tests.nets import conv_net
 from tests.ranks import run_ranks
 from tests.test_training import make_training
-from tests.workspaces import PREPARED, furnish
+from tests.workspaces import PREPARED, enter
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 TRAIN = Train(epochs=3, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=10**9)
@@ -349,17 +347,13 @@ def test_what_begins_after_the_warm_up_of_the_rate_is_profiled_too(digits: Datas
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A directory as a checkout is when the stage is due; the current one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     params = {
         "fetch": {"dataset": "digits"},
         "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},
         "profile": {"steps": 4},
         "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
     }
-    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    furnish(parse(params))
-    return parse(params)
+    return enter(tmp_path, monkeypatch, params)
 
 
 @pytest.mark.parametrize("variant", ["baseline", pytest.param("ddp", marks=pytest.mark.slow)])

@@ -170,9 +170,10 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
     path = tmp_path / "bench.json"
     with pytest.raises(ResultError, match=r"bench\.json is missing; run `dvc repro bench`"):
         results.read_bench(path)
-    path.write_text("[]")
-    with pytest.raises(ResultError, match=r"bench\.json is not a bench .*`dvc repro bench`"):
-        results.read_bench(path)
+    for content in ("[]", make_bench().to_json().replace('"schema": 2', '"schema": 1', 1)):
+        path.write_text(content)
+        with pytest.raises(ResultError, match=r"bench\.json is not a bench .*`dvc repro bench`"):
+            results.read_bench(path)
 
 
 def test_history_comes_back_row_by_row(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def resumes_exactly(whole: Training, half: Training, resumed: Training) -> bool:
     """Whether ``resumed`` goes on from where ``half`` was left as ``whole`` does, which is not interrupted."""
     whole.advance(30)
     half.advance(13)
-    state = half.state()
+    state = half.world.broadcast(half.state())  # as a job does it, which saves the main rank's
     resumed.restore({**state, "model": {name: value.clone() for name, value in state["model"].items()}})
     resumed.advance(17)
     return weights(resumed) == weights(whole)

@@ -10,9 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -21,6 +20,7 @@ import pytest
 import yaml
 
 from tests.conftest import Clone
+from tests.servers import serving
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -451,17 +451,13 @@ def test_without_a_week_before_it_says_so(machine: Callable[..., tuple[int, list
 REPOSITORY = "somebody/pipeline"
 
 
-class GitHub(ThreadingHTTPServer):
-    """As much of GitHub's API as comments need, on the loopback: 100 a page at most, oldest first."""
+class GitHub:
+    """As much of GitHub's API as comments need: 100 a page at most, oldest first."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Api)
         self.comments: list[dict[str, Any]] = []
         self.refuses = False
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        self.address = ""
 
     def add(self, login: str, body: str) -> dict[str, Any]:
         identity = len(self.comments) + 1
@@ -470,46 +466,31 @@ class GitHub(ThreadingHTTPServer):
         )
         return self.comments[-1]
 
-
-class Api(BaseHTTPRequestHandler):
-    server: GitHub
-
-    def answer(self) -> None:
-        asked = urlsplit(self.path)
-        length = int(self.headers.get("Content-Length") or 0)
-        fields = json.loads(self.rfile.read(length)) if length else {}
-        answer: Any = None
-        if self.server.refuses or self.headers["Authorization"] != "Bearer token":
-            self.send_response(403)
+    def reply(self, request: BaseHTTPRequestHandler) -> tuple[int, str]:
+        asked = urlsplit(request.path)
+        length = int(request.headers.get("Content-Length") or 0)
+        fields = json.loads(request.rfile.read(length)) if length else {}
+        if self.refuses or request.headers["Authorization"] != "Bearer token":
+            return 403, ""
+        answer: Any
+        if asked.path != f"/repos/{REPOSITORY}/issues/7/comments":
+            [identity] = re.findall(rf"^/repos/{REPOSITORY}/issues/comments/(\d+)$", asked.path)
+            answer = self.comments[int(identity) - 1]
+            answer["body"] = fields["body"]
+        elif request.command == "POST":
+            answer = self.add("github-actions[bot]", fields["body"])
         else:
-            self.send_response(200)
-            if asked.path != f"/repos/{REPOSITORY}/issues/7/comments":
-                [identity] = re.findall(rf"^/repos/{REPOSITORY}/issues/comments/(\d+)$", asked.path)
-                answer = self.server.comments[int(identity) - 1]
-                answer["body"] = fields["body"]
-            elif self.command == "POST":
-                answer = self.server.add("github-actions[bot]", fields["body"])
-            else:
-                asks = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
-                size, page = min(asks.get("per_page", 30), 100), asks.get("page", 1)
-                answer = self.server.comments[size * (page - 1) : size * page]
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    do_GET = do_POST = do_PATCH = answer
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+            asks = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
+            size, page = min(asks.get("per_page", 30), 100), asks.get("page", 1)
+            answer = self.comments[size * (page - 1) : size * page]
+        return 200, json.dumps(answer)
 
 
 @pytest.fixture
 def github() -> Iterator[GitHub]:
-    with GitHub() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    made = GitHub()
+    with serving(made.reply) as made.address:
+        yield made
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pipeline.techniques.communication import LOCAL_STEPS, RANK
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
-from tests.nets import ALONE, conv_net, first, make_plan
+from tests.nets import ALONE, conv_net, first, make_plan, stopped
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights
 
@@ -142,12 +142,7 @@ def _resume(joined: World, dataset: Dataset, hook: str, stops: list[int], applie
     list(whole.run())
     ends = [joined.gather(weights(whole))]
     for stop in stops:
-        interrupted = make_training(dataset, joined, **options)
-        steps = interrupted.run()
-        for _ in range(stop):
-            next(steps)
-        with interrupted.paused():
-            saved = joined.broadcast(interrupted.state())  # as the main rank saves it
+        saved = stopped(make_training(dataset, joined, **options), stop)
         resumed = make_training(dataset, joined, model=conv_net(seed=5), **options)
         resumed.restore(saved)
         list(resumed.run())

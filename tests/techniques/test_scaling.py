@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
@@ -12,7 +11,7 @@ from pipeline.params import Machine, parse
 from pipeline.plans import plan
 from pipeline.training.assembly import Assembly
 from pipeline.training.loop import Training
-from tests.nets import ALONE, conv_net
+from tests.nets import ALONE, batches_of, conv_net
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN
 
@@ -47,12 +46,7 @@ def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], li
         "variants": {"baseline": WEAK if weak else {}},
     })  # fmt: skip
     found = plan(config, "baseline", CPU)
-    job = found.train
-    batches = TrainBatches(
-        dataset, batch_size=job.batch_size, micro_batches=1, rank=joined.rank, world_size=joined.size, seed=0,
-        augment=job.augment, placement="resident", device=joined.device,
-    )  # fmt: skip
-    training = Training(found, conv_net(), dataset, batches, joined, 0)
+    training = Training(found, conv_net(), dataset, batches_of(dataset, found, joined), joined, 0)
     rows = [row for row in training.run() if row]
     return [row.train_loss for row in rows], [row.learning_rate for row in rows], training.steps
 

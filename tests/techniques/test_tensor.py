@@ -123,21 +123,3 @@ def test_ranks_of_one_model_draw_alike_and_their_parts_of_a_mask_differ(digits: 
     assert first == second != third == fourth
     assert not torch.equal(one, other)
     assert {round(value, 4) for mask in (one, other) for value in mask.flatten().tolist()} == {0.0, round(1 / 0.7, 4)}
-
-
-def _measured(joined: World, dataset: Dataset) -> tuple[int, int, int]:
-    from pipeline.profiling import ledger
-
-    training = make_training(dataset, joined, headed_net, **TENSOR)
-    training.advance(4)
-    found = ledger.measured(training, 10**9)
-    assert found is not None
-    held = sum(parameter.nbytes for parameter in training.model.parameters())
-    held += sum(buffer.nbytes for buffer in training.model.buffers())
-    return found.parameters_bytes, held, found.gradients_bytes
-
-
-def test_the_measured_ledger_counts_a_rank_s_own_parts(digits: Dataset) -> None:
-    for parameters, held, gradients in run_ranks(_measured, digits):
-        assert parameters == held
-        assert 0.5 * held < gradients < held
