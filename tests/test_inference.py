@@ -269,21 +269,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clockwork:
 
 def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
     order: list[str] = []
+    seen: list[bytes] = []
 
     def form(name: str, cost: float) -> Any:
         def predict(images: torch.Tensor) -> torch.Tensor:
             if not order or order[-1] != name:
                 order.append(name)
             clock.now += cost * len(images)
+            seen.extend(image.numpy().tobytes() for image in images)
             return images
 
         return predict
 
-    images = torch.zeros(8, 1)
+    images = torch.zeros(8, 1, 2, 2, dtype=torch.uint8)
     called = {"slow": form("slow", 1 / 64), "fast": form("fast", 1 / 128)}
     found = timing.in_rounds(called, images, [1, 8], rounds=6, seconds=0.5, synchronise=lambda: None)
     assert order[:4] == ["slow", "fast", "slow", "fast"]
     assert order.count("slow") >= 9
+    assert len(set(seen)) == len(seen), "what a model remembers is no speed"
     latency = timing.latency_of(found["slow"])
     assert latency.p50_ms == 15.625
     assert latency.calls == 6 * 32

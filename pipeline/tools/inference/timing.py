@@ -19,6 +19,8 @@ FEWEST_FOR_P99 = 100
 """Calls without which a 99th percentile would be no more than the slowest one."""
 FEWEST_CALLS = 3
 """In a slice, however long one takes."""
+MOST_UNSEEN_BYTES = 1 << 28
+"""Of batches made before they are timed."""
 
 Synchronise = Callable[[], None]
 
@@ -46,16 +48,17 @@ def in_rounds(
 
     ``images`` uint8 [n, C, H, W], n at least the largest batch. The forms are warm: each has been called with every
     size. They take turns within a round, whose order is reversed every other round, so that what the machine does for
-    some seconds hits all of them.
+    some seconds hits all of them. No call gets an image twice.
     """
+    unseen = Unseen(images)
     found = {name: Slices(rates={size: [] for size in batch_sizes}) for name in forms}
     for number in range(rounds):
         names = list(forms)[:: 1 if number % 2 == 0 else -1]
         for name in names:
-            found[name].latencies.append(_calls(forms[name], images[:1], seconds, synchronise))
+            found[name].latencies.append(_calls(forms[name], unseen, seconds, synchronise))
         for size in batch_sizes:
             for name in names:
-                found[name].rates[size].append(_rate(forms[name], images[:size], seconds, synchronise))
+                found[name].rates[size].append(_rate(forms[name], unseen, size, seconds, synchronise))
     return found
 
 
@@ -102,28 +105,53 @@ def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["c
     return found
 
 
-def _calls(predict: Predict, images: torch.Tensor, seconds: float, synchronise: Synchronise) -> list[float]:
+class Unseen:
+    """Batches of which no two hold the same image: an answer that a model remembers from before serves it nothing."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self._images, self._made, self.image_bytes = images, 0, images[0].nbytes
+
+    def batches(self, size: int, count: int) -> list[torch.Tensor]:
+        """uint8 [size, C, H, W] each: the first images with a number, other every time, in their first four bytes."""
+        found = []
+        for _ in range(count):
+            batch = self._images[:size].clone(memory_format=torch.contiguous_format)
+            numbers = torch.arange(self._made, self._made + size, dtype=torch.int32, device=batch.device)
+            bytes_ = batch.view(size, -1)[:, :4]
+            bytes_.copy_(numbers.view(torch.uint8).view(size, 4)[:, : bytes_.shape[1]])
+            self._made += size
+            found.append(batch)
+        return found
+
+
+def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchronise) -> list[float]:
     """Seconds of each call, from the call to the answer."""
     calls: list[float] = []
-    synchronise()
     end = time.perf_counter() + seconds
     while len(calls) < FEWEST_CALLS or time.perf_counter() < end:
+        (image,) = unseen.batches(1, 1)
+        synchronise()
         start = time.perf_counter()
-        predict(images)
+        predict(image)
         synchronise()
         calls.append(time.perf_counter() - start)
     return calls
 
 
-def _rate(predict: Predict, images: torch.Tensor, seconds: float, synchronise: Synchronise) -> float:
-    """Samples a second of calls one after the other; the device is waited for at the end alone."""
-    synchronise()
-    start = time.perf_counter()
-    predict(images)
-    synchronise()
-    count = max(FEWEST_CALLS, round(seconds / (time.perf_counter() - start)))
-    start = time.perf_counter()
-    for _ in range(count):
-        predict(images)
-    synchronise()
-    return count * len(images) / (time.perf_counter() - start)
+def _rate(predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise) -> float:
+    """Samples a second of calls one after the other; the device is waited for after ``MOST_UNSEEN_BYTES`` and at the
+    end alone."""
+
+    def timed(count: int) -> float:
+        batches = unseen.batches(size, count)
+        synchronise()
+        start = time.perf_counter()
+        for batch in batches:
+            predict(batch)
+        synchronise()
+        return time.perf_counter() - start
+
+    count = max(FEWEST_CALLS, round(seconds / timed(1)))
+    at_once = max(1, MOST_UNSEEN_BYTES // (size * unseen.image_bytes))
+    taken = sum(timed(min(at_once, count - done)) for done in range(0, count, at_once))
+    return count * size / taken
