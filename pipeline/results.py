@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pipeline.errors import PipelineError
-from pipeline.files import naming, write_text
+from pipeline.files import write_text
 from pipeline.params import Config, Seed, Train, Variant, VariantName
 
 RESULTS = Path("results")
@@ -142,6 +142,9 @@ class Dataset(Record):
     sha256: str
     train_count: int
     test_count: int
+    test_in_train_count: int | None = None
+    """Test images that are training images too; this and the next as ``dataset.json`` has them."""
+    test_repeated_count: int | None = None
 
 
 class Summary(Record):
@@ -513,7 +516,7 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
 
 def append_history(row: HistoryRow, path: Path) -> None:
     """Add one row to a file that ``write_history`` began."""
-    with naming(path), path.open("a", newline="", encoding="utf-8") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         csv.DictWriter(file, list(HistoryRow.model_fields)).writerow(row.model_dump())
 
 

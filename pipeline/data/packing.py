@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from pipeline.data import DataError, file_sha256
 from pipeline.data.datasets import Chunk, decode
 from pipeline.data.prepared import DESCRIPTION, Description
-from pipeline.files import write_array
 from pipeline.params import Config
 
 STATISTICS_CHUNK_BYTES = 16 << 20
@@ -33,10 +33,10 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        class_counts = [
-            _write_split(work, split, chunks, decoded.shape, len(decoded.classes))
-            for split, chunks in (("train", decoded.train), ("test", decoded.test))
-        ]
+        classes = len(decoded.classes)
+        train_counts, train_digests = _write_split(work, "train", decoded.train, decoded.shape, classes)
+        test_counts, test_digests = _write_split(work, "test", decoded.test, decoded.shape, classes)
+        known = set(train_digests)
         mean, std = pixel_statistics(np.load(work / "train_images.npy", mmap_mode="r"))
         channels, height, width = decoded.shape
         description = Description(
@@ -45,10 +45,12 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             channels=channels,
             height=height,
             width=width,
-            train_count=sum(class_counts[0]),
-            test_count=sum(class_counts[1]),
-            train_class_counts=class_counts[0],
-            test_class_counts=class_counts[1],
+            train_count=len(train_digests),
+            test_count=len(test_digests),
+            train_class_counts=train_counts,
+            test_class_counts=test_counts,
+            test_in_train_count=sum(each in known for each in test_digests),
+            test_repeated_count=len(test_digests) - len(set(test_digests)),
             mean=mean,
             std=std,
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
@@ -61,7 +63,8 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test images "
-        f"of {channels}x{height}x{width}, {len(decoded.classes)} classes",
+        f"of {channels}x{height}x{width}, {classes} classes; {description.test_in_train_count:,} test images are "
+        f"training images too, {description.test_repeated_count:,} repeat another",
         file=sys.stderr,
     )
 
@@ -94,9 +97,9 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
 
 def _write_split(
     directory: Path, split: str, chunks: Iterable[Chunk], shape: tuple[int, int, int], classes: int
-) -> tuple[int, ...]:
-    """Write one split's two files. Returns the number of samples of each class."""
-    labels = []
+) -> tuple[tuple[int, ...], list[bytes]]:
+    """Write one split's two files. Returns the number of samples of each class, and each image's digest."""
+    labels, digests = [], []
     count = 0
     with (directory / f"{split}_images.npy").open("wb") as file:
         _write_header(file, (0, *shape))
@@ -104,6 +107,7 @@ def _write_split(
             assert images.dtype == np.uint8
             assert images.shape == (len(chunk_labels), *shape)
             file.write(np.ascontiguousarray(images).data)
+            digests += [hashlib.sha256(image.tobytes()).digest() for image in images]
             labels.append(chunk_labels)
             count += len(chunk_labels)
         file.seek(0)
@@ -113,8 +117,8 @@ def _write_split(
     together = np.concatenate(labels)
     if together.min() < 0 or together.max() >= classes:
         raise DataError(f"{split} labels are {together.min()} to {together.max()}, but there are {classes} classes.")
-    write_array(directory / f"{split}_labels.npy", together)
-    return tuple(np.bincount(together, minlength=classes).tolist())
+    np.save(directory / f"{split}_labels.npy", together)
+    return tuple(np.bincount(together, minlength=classes).tolist()), digests
 
 
 def _write_header(file: BinaryIO, shape: Sequence[int]) -> None:

@@ -57,6 +57,10 @@ class Dataset:
     """Channels, height, width."""
     train: Split
     test: Split
+    test_in_train_count: int | None = None
+    """Test images that are training images too, to the last pixel; None, like the next: not counted."""
+    test_repeated_count: int | None = None
+    """Test images that repeat an earlier one."""
 
 
 class Description(BaseModel):
@@ -74,15 +78,19 @@ class Description(BaseModel):
     test_count: int
     train_class_counts: tuple[int, ...]
     test_class_counts: tuple[int, ...]
+    test_in_train_count: int | None = None
+    """As in ``Dataset``, like the next."""
+    test_repeated_count: int | None = None
     mean: tuple[float, ...]
     std: tuple[float, ...]
     files: dict[str, str]
     """File name -> SHA-256."""
     sha256: str = ""
-    """Of all the above."""
+    """Of all the above, but for what is counted of the arrays."""
 
     def digest(self) -> str:
-        content = json.dumps(self.model_dump(mode="json", exclude={"sha256"}), sort_keys=True)
+        counted = {"sha256", "test_in_train_count", "test_repeated_count"}
+        content = json.dumps(self.model_dump(mode="json", exclude=counted), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -111,6 +119,8 @@ def read(directory: Path) -> Dataset:
         shape=shape,
         train=split("train", description.train_count),
         test=split("test", description.test_count),
+        test_in_train_count=description.test_in_train_count,
+        test_repeated_count=description.test_repeated_count,
     )
 
 

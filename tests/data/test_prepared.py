@@ -116,6 +116,23 @@ def test_any_difference_changes_the_overall_checksum(raw: Path, tmp_path: Path, 
     assert read(tmp_path / "other").sha256 != read(digits).sha256
 
 
+def test_test_images_that_were_seen_before_are_counted(tmp_path: Path) -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (9, 6, 6, 3), dtype=np.uint8)
+    # Of seven test images three are training images, and three repeat an earlier one.
+    for split, numbers in (("train", (0, 1, 2, 2, 3)), ("test", (0, 2, 2, 7, 7, 7, 8))):
+        for place, number in enumerate(numbers):
+            file = tmp_path / f"pictures/{split}/{'ab'[place % 2]}/{place}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pictures[number]).save(file)
+    fetched = {"dataset": "image_folder", "image_folder": str(tmp_path / "pictures")}
+    made = parse({"fetch": fetched, "prepare": {"image_size": [6, 6]}, "variants": {"baseline": {}}})
+    fetch(made.fetch, tmp_path / "raw")
+    prepare(made, tmp_path / "raw", tmp_path / "prepared")
+    found = read(tmp_path / "prepared")
+    assert (found.test_in_train_count, found.test_repeated_count) == (3, 3)
+    assert len(found.test) == 7
+
+
 def test_a_failure_leaves_the_old_content_whole(
     raw: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
