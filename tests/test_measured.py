@@ -54,6 +54,7 @@ def window(
         world=SimpleNamespace(gather=lambda mine: [mine, *others]),
         train=SimpleNamespace(warmup_steps=10, batch_size=batch_size),
         batches=SimpleNamespace(placement=placement),
+        work=lambda: None,
     )
     return window_of(cast(Training, training), asked_steps=asked, max_input_wait=max_input_wait)
 

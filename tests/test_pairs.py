@@ -190,6 +190,7 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
             with Assembly(each, world, dataset, placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
+                assert training.work() == (each.train.batch_size,) * 3
                 assert all(map(math.isfinite, losses)), losses
                 assert training.score is not None
                 assert training.score.count == len(dataset.test)

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +23,7 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked
 from pipeline.errors import PipelineError
 from pipeline.interpreter import terminate_with_parent
-from pipeline.measurement.detectors import detectors
+from pipeline.measurement.detectors import children_seconds, detectors, of_turns
 from pipeline.measurement.malloc import keep_freed_memory, return_freed_memory
 from pipeline.params import Config, Machine, Variant
 from pipeline.plans import Plan
@@ -136,11 +137,22 @@ def _measure_in_turns(
                 training.settle(warmup)
             training.detectors = watching
             training.advance(warmup)
-            while turn := (yield None):
+            aside = 0.0
+            turn = yield None
+            while turn:
                 training.advance(turn)
+                children, own = children_seconds(os.getpid()), time.process_time()
+                turn = yield None
+                aside += time.process_time() - own
+                aside += children_seconds(os.getpid()) - children
             if on_cpu:
                 training.memory = memory
-            window = window_of(training, asked_steps=steps, max_input_wait=_allowed_wait(training, config))
+            window = window_of(
+                training,
+                asked_steps=steps,
+                max_input_wait=_allowed_wait(training, config),
+                seen=of_turns(aside, training.clock),
+            )
             device_name = device_name_of(world, fingerprint)
             found = _ledgers(training, window) if ledgers else None
             counted = _flops(training, device_name) if ledgers else None

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
@@ -31,6 +30,7 @@ from pipeline.results import HistoryRow, Result, Run, Setup, summarise
 from pipeline.techniques import of_plan
 from pipeline.training import checkpoints
 from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
+from pipeline.training.counting import WorkLeftOut
 from pipeline.training.loop import Training
 from pipeline.training.measured import dataset_of, device_name_of, setup_of, window_of
 
@@ -82,7 +82,7 @@ def _work(
         sys.exit(heard.exit_code)
     if world.is_main:  # the last act: up to here, an interruption finds all of it again
         for seed in config.train.seeds:
-            checkpoints.discard(checkpoints.checkpoint_file(plan.name, seed))
+            checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
 
 
 class Job:
@@ -118,8 +118,7 @@ class Job:
         forget_last_run(self.world)
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
         identity = self._identity(seed)
-        found = checkpoints.load(checkpoint, identity) if self.world.is_main else None
-        saved, source = self.world.broadcast(found) or (None, checkpoint)
+        saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
         watching = detectors(
             self.world.devices(self.plan.devices_per_process),
             root_pid=os.getppid() if self.world.backend else os.getpid(),
@@ -137,14 +136,19 @@ class Job:
             if self.world.is_main:
                 results.write_history(self.history, self.history_file)
             if saved and saved["run"]:
-                self._say(f"seed {seed}: complete in {source}")
+                self._say(f"seed {seed}: complete in {checkpoint}")
                 run = Run.model_validate(saved["run"])
             else:
                 if saved:
                     resumes += 1
-                    self._say(f"seed {seed}: resuming after step {training.steps} from {source}")
+                    self._say(f"seed {seed}: resuming after step {training.steps} from {checkpoint}")
                 startup_seconds = time.time() - self.started
                 for row in self._shown(training, seed):
+                    if training.steps == 1 and (work := training.work()) and work.left_out:
+                        raise WorkLeftOut(
+                            f"variants.{self.plan.name}: {work}, so its numbers would be of other work than the "
+                            "others'. Take out the technique that leaves them out, or mend it."
+                        )
                     if row:
                         self.history.append(row)
                         if self.world.is_main:
@@ -181,7 +185,6 @@ class Job:
     def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
         """The training's steps, with a progress bar for a person and a line an epoch for a log."""
         label = f"{self.plan.name} seed {seed}"
-        tqdm.set_lock(RLock())  # its own is a semaphore, which a rank that is killed would leave in the system
         bar = tqdm(
             total=training.total_steps,
             initial=training.steps,
@@ -213,7 +216,7 @@ class Job:
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
-            checkpoints.keep(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
+            checkpoints.save(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
 
     def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
         """The record of a finished run, from what every rank measured."""

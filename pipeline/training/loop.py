@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipeline.results import HistoryRow
 from pipeline.step import Losses, TrainingStep
 from pipeline.techniques import Checkpointed, Inputs, Stored, chosen
 from pipeline.training import checkpoints
+from pipeline.training.counting import Counted, Work, counted, work_of
 from pipeline.training.evaluation import Score, UnshardedModel, evaluate
 from pipeline.training.failures import (
     OutOfMemory,
@@ -88,6 +89,7 @@ class Training:
             technique.begin_after(optimizers.rising_steps(train, self.total_steps))
         self.steps = 0
         """Optimizer steps taken."""
+        self._counted: Counted | None = None
         self.settled = train.warmup_steps
         """The step after which this process is warm and windows are measured."""
         self.score: Score | None = None
@@ -115,7 +117,7 @@ class Training:
             self._open()
             for _ in range(start, per_epoch):
                 self._set_learning_rate()
-                with self._located():
+                with self._located(), nullcontext() if self.steps else self._counting():
                     self.take_step(batches)
                 self.steps += 1
                 self.clock.step()
@@ -172,6 +174,21 @@ class Training:
             pass
         if self.steps % per_epoch:
             self._close()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Around the first step, which no window holds: all others are as if it had not been counted."""
+        with counted(self.take_step, self.model) as self._counted:
+            yield
+
+    def work(self) -> Work | None:
+        """What the first step took, the same on every rank; None where an earlier process has taken it.
+
+        All ranks call it together.
+        """
+        if self._counted is None:
+            return None
+        return work_of(self.world.gather(self._counted), self.train.batch_size, self.plan.model_processes)
 
     def settle(self, steps: int) -> None:
         """Forget what was measured: ``advance`` warms up for so many steps before it measures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.detectors import of_clock, of_memory, of_ranks, of_steps
+from pipeline.measurement.detectors import Refusal, of_clock, of_memory, of_ranks, of_steps
 from pipeline.measurement.windows import percentile_ms
 from pipeline.results import Setup, Window
 from pipeline.training.loop import Training
@@ -18,7 +19,12 @@ from pipeline.training.loop import Training
 def dataset_of(dataset: Dataset) -> results.Dataset:
     """What a result says of its data set."""
     return results.Dataset(
-        name=dataset.name, sha256=dataset.sha256, train_count=len(dataset.train), test_count=len(dataset.test)
+        name=dataset.name,
+        sha256=dataset.sha256,
+        train_count=len(dataset.train),
+        test_count=len(dataset.test),
+        test_in_train_count=dataset.test_in_train_count,
+        test_repeated_count=dataset.test_repeated_count,
     )
 
 
@@ -47,19 +53,24 @@ def setup_of(training: Training, device_name: str) -> Setup:
     )
 
 
-def window_of(training: Training, *, asked_steps: int, max_input_wait: float | None) -> Window:
+def window_of(
+    training: Training, *, asked_steps: int, max_input_wait: float | None, seen: Sequence[Refusal] = ()
+) -> Window:
     """What all ranks measured in the training's windows so far, as one record, the same on every rank.
 
     Refused figures are None: fewer measured steps than ``asked_steps``, a share of waiting for input above
-    ``max_input_wait``, and whatever the training's detectors saw.
+    ``max_input_wait``, samples left out of the step that was counted, what was ``seen`` on this rank, and whatever the
+    training's detectors saw.
     """
     clock, memory, world = training.clock, training.memory, training.world
-    seen = [refusal for detector in training.detectors for refusal in detector.refusals()]
-    seen += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident") + of_memory(memory)
-    ranks = world.gather((clock.state(), memory.state(), seen))
+    mine = [*seen, *(refusal for detector in training.detectors for refusal in detector.refusals())]
+    mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident") + of_memory(memory)
+    ranks = world.gather((clock.state(), memory.state(), mine))
     clocks, memories, refusals = zip(*ranks, strict=True)
     steps = [len(each["step_seconds"]) for each in clocks]
     refused = of_steps(steps, asked=asked_steps, warmup=training.train.warmup_steps) + of_ranks(refusals)
+    if (work := training.work()) and work.left_out:
+        refused.append(Refusal(f"{work}: its speed is that of other work", voids_memory=True))
     slowest = max(clocks, key=lambda each: each["measured_seconds"])
     peaks = tuple(each["peak_bytes"] for each in memories)
     held = [each["driver_bytes"] for each in memories]

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pipeline.measurement.detectors.base import Refusal
 from pipeline.measurement.windows import Clock, Memory
 
+MAX_ASIDE_FRACTION = 0.05
+"""Of an arm's measured seconds: so much faster, at most, can it seem by what it does between its turns."""
+
 
 def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Refusal]:
     """What the step times of one rank say against themselves. None for ``max_input_wait``: any wait for input goes.
@@ -38,6 +41,19 @@ def of_memory(memory: Memory) -> list[Refusal]:
             f"the allocator ran out of memory and flushed its cache {memory.retries} time(s); lower train.batch_size "
             "or apply a technique that saves memory",
             voids_memory=True,
+        )
+    ]
+
+
+def of_turns(aside_seconds: float, clock: Clock) -> list[Refusal]:
+    """``aside_seconds``: CPU time that an arm used from one of its turns to the next, while others were measured."""
+    if aside_seconds <= MAX_ASIDE_FRACTION * clock.measured_seconds:
+        return []
+    return [
+        Refusal(
+            f"it used {aside_seconds:.2f} s of CPU time between its turns, beside {clock.measured_seconds:.2f} s of "
+            f"measured ones (at most {MAX_ASIDE_FRACTION:.0%} is allowed): what is done there is in no figure of its "
+            "own and in the others'; let a technique's threads and processes wait while no step is taken"
         )
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def job_ticks(root_pid: int) -> dict[int, int]:
         job[pid] = ticks.get(pid, 0)
         found += children[pid]
     return job
+
+
+def children_seconds(root_pid: int) -> float:
+    """CPU time so far of all descendants of a process that live; 0 where there is no /proc."""
+    if not (PROC / "stat").exists():
+        return 0.0
+    ticks = job_ticks(root_pid)
+    return (sum(ticks.values()) - ticks[root_pid]) / os.sysconf("SC_CLK_TCK")
 
 
 def name_of(pid: int) -> str:

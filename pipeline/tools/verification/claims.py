@@ -200,7 +200,7 @@ class Verifier:
         """How many claims of ``variants.<name>`` there are, if all can be tried."""
         plan = planned(self.config, name, self.machine, self.prepared)
         changes = {each.changes for each in params.asked(plan.applied)}
-        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + 2
+        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + 3
 
     def claims(self, name: str) -> Iterator[Claim]:
         """Those of ``variants.<name>``. What cannot be tried here is not promised, and says so."""
@@ -220,6 +220,7 @@ class Verifier:
         yield from self._against_one_device(plan, entries)
         yield from self._without(plan, entries, first)
         yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
+        yield self._worked(plan, entries, first)
         yield evaluated(plan, first, self.config.train.metric)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
@@ -332,6 +333,19 @@ class Verifier:
             note = f"not promised: {' and '.join(loose)}"
             return Claim(plan.name, claim, difference, unit="values", note=note, undecided=UNPROMISED)
         return Claim(plan.name, claim, difference, 0, difference == 0, "values")
+
+    def _worked(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Claim:
+        """A step takes all that it is credited with. Nothing sees into a compiled graph: without it is told."""
+        work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
+        assert work is not None  # of a run
+        claim = f"a step takes all of its {work.credited:,} samples"
+        if compilers and (reduced := self._without_these(plan, compilers).plan):
+            try:
+                work = self._observe(reduced, [Task("run")])[0].work or work
+            except WorkerError as error:
+                return Claim(plan.name, claim, note=f"without the compiler: {error}", undecided=UNTRIED)
+        note = str(work) if work.left_out else ""
+        return Claim(plan.name, claim, work.left_out, 0, not work.left_out, "samples", note)
 
     def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> _Expected:
         """The plan of the same variant, with these taken out."""

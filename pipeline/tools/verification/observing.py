@@ -23,6 +23,7 @@ from pipeline.errors import first_line
 from pipeline.plans import Plan
 from pipeline.tools.verification.natures import keep_still
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
+from pipeline.training.counting import Work
 from pipeline.training.failures import OutOfMemory, is_out_of_memory
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
@@ -98,6 +99,8 @@ class Observed:
     expected_correct: float = 0.0
     """The same as one process finds it alone, from the same weights."""
     expected_count: int = 0
+    work: Work | None = None
+    """What the first step of a run took."""
     ties: int = 0
     """Test samples whose two largest logits are closer than rounding."""
 
@@ -150,7 +153,8 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
                 not_finite = str(error)
         after = _copied(training)
         left_out = any(now < then for then, now in zip(scales, _loss_scales(training), strict=True))
-        seen = Observed(file, losses, not_finite, left_out, training.plan.decided.get(DETERMINISTIC, ""))
+        unsteady = training.plan.decided.get(DETERMINISTIC, "")
+        seen = Observed(file, losses, not_finite, left_out, unsteady, work=training.work())
         if training.world.is_main:
             torch.save(after, file)
             moved = {

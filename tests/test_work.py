@@ -1,0 +1,286 @@
+"""Work is counted: a technique that leaves samples out is refused by training, bench and verify."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipeline import cli
+from pipeline.benchmark.server import Server
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
+from pipeline.measurement.detectors.figures import of_turns
+from pipeline.measurement.windows import Clock
+from pipeline.params import Machine, Variant, asked, outside, parse
+from pipeline.plans import plan
+from pipeline.results import Window
+from pipeline.tools.verification.claims import Verifier
+from pipeline.tools.verification.observing import Observed
+from pipeline.training.counting import Counted, Work, work_of
+from tests.conftest import ROOT
+from tests.nets import ALONE
+from tests.outside import forget, put_on_path, write_metadata
+from tests.ranks import run_ranks
+from tests.test_training import make_training
+from tests.workspaces import furnish
+
+TECHNIQUES = """
+import threading
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.params import Entry
+from pipeline.techniques import Technique
+
+
+def entry(name):
+    return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(), does="", pays="", costs="", source="",
+                 changes="statistics", asked=lambda variant: name in variant.extra)
+
+
+half, fewer, padded, whole, twice, busy = map(entry, ("half", "fewer", "padded", "whole", "twice", "busy"))
+inside = replace(entry("inside"), layer="model")
+
+
+class Half(Technique):
+    name = "half"
+
+    def change_step(self, step):
+        forward = step.forward
+        step.forward = lambda images, labels: forward(images[::2], labels[::2])
+
+
+class Fewer(Technique):
+    name = "fewer"
+
+    def change_step(self, step):
+        step.syncs = [True]  # of all micro-batches, the first
+
+
+class Padding(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(images[::2]).repeat_interleave(2, 0)
+
+
+class Padded(Technique):
+    name = "padded"
+
+    def change_model(self, model, inputs):
+        return Padding(model)
+
+
+class Inside(Padded):
+    name = "inside"
+
+
+class Recomputed(Padding):
+    def forward(self, images):
+        return checkpoint(self.model, images, use_reentrant=False)
+
+
+class Whole(Technique):
+    name = "whole"
+
+    def change_model(self, model, inputs):
+        return Recomputed(model)
+
+
+class Twice(Technique):
+    name = "twice"
+
+    def change_step(self, step):
+        forward = step.forward
+        step.forward = lambda images, labels: (forward(images, labels) + forward(images, labels)) / 2
+
+
+class Busy(Technique):
+    name = "busy"
+
+    def change_step(self, step):
+        def work():
+            values = torch.ones(2**16)
+            while True:
+                values.mul_(1.0)
+        threading.Thread(target=work, daemon=True).start()
+"""
+NAMES = ("half", "inside", "fewer", "padded", "whole", "twice", "busy")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_techniques(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with techniques of a user's own."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_techniques.py").write_text(TECHNIQUES)
+    points = {
+        outside.CATALOGUE: {name: f"own_techniques:{name}" for name in NAMES},
+        outside.TECHNIQUES: {name: f"own_techniques:{name.capitalize()}" for name in NAMES},
+    }
+    write_metadata(folder, "own-techniques", "1.0", points)
+    with pytest.MonkeyPatch.context() as patch:
+        put_on_path(patch, folder)
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, folder))))
+        yield folder
+    forget()
+
+
+def _first_step(joined: World, dataset: Dataset, variant: dict[str, Any]) -> tuple[Work | None, ...]:
+    """What is counted of a first step, and of a training whose first step was another process's."""
+    training, later = make_training(dataset, joined, **variant), make_training(dataset, joined, **variant)
+    step, modules = training.take_step, [*training.take_step.model.modules(), training.model]
+    before = step.criterion, step.backward, [len(each._forward_pre_hooks) for each in modules]
+    training.advance(2)
+    assert (step.criterion, step.backward, [len(each._forward_pre_hooks) for each in modules]) == before
+    later.restore(training.state())
+    later.advance(2)
+    return training.work(), later.work()
+
+
+@pytest.mark.parametrize(
+    ("variant", "model", "loss"),
+    [
+        ({}, 32, 32),
+        ({"gradient_accumulation": 4}, 32, 32),
+        ({"compile": "default"}, 32, 32),
+        ({"extra": {"half": {}}}, 16, 16),
+        ({"extra": {"half": {}}, "compile": "default"}, 16, 16),
+        ({"extra": {"fewer": {}}, "gradient_accumulation": 4}, 8, 8),
+        ({"extra": {"padded": {}}}, 16, 32),
+        ({"extra": {"inside": {}}}, 16, 32),
+        ({"extra": {"inside": {}}, "compile": "default"}, 32, 32),  # what enters the graph, which nothing stays in
+        ({"extra": {"whole": {}}}, 32, 32),
+        ({"extra": {"twice": {}}}, 64, 64),
+    ],
+    ids=str,
+)
+def test_samples_are_counted_where_they_enter(
+    variant: dict[str, Any], model: int, loss: int, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", _without_kernels)
+    found = Work(32, model, loss)
+    assert _first_step(ALONE, digits, variant) == (found, None)
+    assert found.left_out == max(0, 32 - min(model, loss))
+
+
+_compile = torch.compile
+
+
+def _without_kernels(model: Any, **options: Any) -> Any:
+    return _compile(model, backend="eager", fullgraph=options["fullgraph"], dynamic=options["dynamic"])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{"parallelism": "ddp"}, {"parallelism": "pipeline", "gradient_accumulation": 2}, {"parallelism": "fsdp"}],
+    ids=lambda variant: variant["parallelism"],
+)
+def test_and_added_up_over_replicas(variant: dict[str, Any], digits: Dataset) -> None:
+    for counted in run_ranks(_first_step, digits, variant):
+        assert counted == (Work(32, 32, 32), None)
+    if variant["parallelism"] == "ddp":
+        halved = variant | {"extra": {"half": {}}}
+        assert [work for work, _ in run_ranks(_first_step, digits, halved)] == [Work(32, 16, 16)] * 2
+
+
+def test_of_ranks_that_hold_a_model_together_the_first_has_its_input_and_the_last_its_loss() -> None:
+    ranks = [Counted() for _ in range(4)]
+    for rank, model, loss in zip(ranks, (8, 9, 8, 9), (0, 8, 0, 7), strict=True):
+        rank.model, rank.loss = [model], [loss]
+    assert work_of(ranks, 16, 2) == Work(16, 16, 15)
+    ranks[3].loss = []  # a loss of its own
+    assert work_of(ranks, 16, 2) == Work(16, 16, None)
+    assert Work(16, 16, None).left_out == 0
+    assert Work(16, 12, None).left_out == 4
+
+
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 128, "warmup_steps": 2},
+    "bench": {"max_foreign_load": 1.0, "max_input_wait": 1.0},
+    "publish": {"live": False},
+    "variants": {"baseline": {}, **{name: {"extra": {name: {}}} for name in ("half", "busy")}},
+}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
+    furnish(parse(PARAMS))
+    return tmp_path
+
+
+def values_of(name: str) -> dict[str, Any]:
+    return Variant.model_validate(PARAMS["variants"][name]).model_dump(mode="json")
+
+
+def test_half_of_each_batch_is_refused_by_training(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "half"]) == 2
+    said = capfd.readouterr().err
+    assert "variants.half: of a step's 128 samples, 64 entered the model and 64 the loss" in said
+    assert not (workspace / "results/half.json").exists()
+
+
+def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
+    with Server() as server:
+        plain, half = (
+            Window.model_validate(server.measure(name, values_of(name), 4)["window"]) for name in ("baseline", "half")
+        )
+    assert plain.refusals == ()
+    assert plain.samples_per_second
+    (reason,) = half.refusals
+    assert "64 entered the model and 64 the loss" in reason
+    assert (half.samples_per_second, half.step_p50_ms, half.peak_memory_bytes) == (None, None, None)
+
+
+def test_and_by_verify(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+    job = parse(PARAMS | {"train": PARAMS["train"] | {"batch_size": 32}})
+    verifier = Verifier(job, CPU_ONLY, digits_folder, digits, tmp_path)
+    claims = list(verifier.claims("half"))
+    assert len(claims) == verifier.count("half")
+    (claim,) = [each for each in claims if each.claim == "a step takes all of its 32 samples"]
+    assert (claim.measured, claim.bound, claim.holds) == (16, 0, False)
+
+
+def test_verify_looks_into_what_is_compiled(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+    variant = {"compile": "default", "extra": {"inside": {}}}
+    train, variants = PARAMS["train"] | {"batch_size": 32}, {"baseline": {}, "tried": variant}
+    job = parse(PARAMS | {"train": train, "variants": variants})
+    verifier = Verifier(job, CPU_ONLY, digits_folder, digits, tmp_path)
+    made = plan(job, "tried", CPU_ONLY)
+    claim = verifier._worked(made, asked(made.applied), Observed(tmp_path / "state.pt", work=Work(32, 32, 32)))
+    assert (claim.measured, claim.holds) == (16, False)
+
+
+def test_work_between_an_arm_s_turns_is_seen_and_rejected(workspace: Path) -> None:  # noqa: ARG001
+    with Server() as server:
+        for name in ("baseline", "busy"):
+            server.open(name, values_of(name), 8)
+        for _ in range(2):
+            for name in ("baseline", "busy"):
+                server.turn(name, 4)
+            threading.Event().wait(0.2)  # while others are measured
+        plain, busy = (Window.model_validate(server.close(name)["window"]) for name in ("baseline", "busy"))
+    assert ["between its turns" in " ".join(each.refusals) for each in (plain, busy)] == [False, True]
+    assert busy.samples_per_second is None
+
+
+def test_a_twentieth_of_its_window_is_nothing() -> None:
+    clock = Clock(torch.device("cpu"))
+    clock.measured_seconds = 2.0
+    assert of_turns(0.1, clock) == []
+    assert "0.11 s of CPU time between its turns, beside 2.00 s" in of_turns(0.11, clock)[0].reason
