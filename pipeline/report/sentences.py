@@ -24,10 +24,13 @@ from pipeline.report.formats import (
     size,
     unbelieved,
 )
-from pipeline.results import Bench, rejected, rejections, session_starts
+from pipeline.results import Bench, Dataset, rejected, rejections, session_starts
 
 FEW_TEST_IMAGES = 2_000
 """Fewer are a small sample themselves, which no interval over seeds knows of."""
+
+SITTINGS = 1.2
+"""Speeds of two sittings on one machine differ by 10 to 20%; so may the ratio of two trainings, one after the other."""
 
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
 """Of ``results.Ledger``, in the order in which they are shown."""
@@ -187,10 +190,22 @@ def basis(comparison: Comparison) -> list[str]:
         *([f"Measured no further, as round upon round lay on one side of the margins: {early}."] if early else []),
         f"Accuracy: {seeds}, paired, with two one-sided tests{few}. What goes wrong in one training of ten, {seeds} "
         f"miss{'es' if len(comparison.seeds) == 1 else ''} in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
+        *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",
         f"A/A, {comparison.baseline} against itself: {_calm(comparison.noise_throughput, 'throughput')}, "
         f"{_calm(comparison.noise_memory, 'peak memory')}.",
+    ]
+
+
+def _not_new(dataset: Dataset) -> list[str]:
+    """Of which test images the accuracy tells nothing, or not by themselves."""
+    known, twice = dataset.test_in_train_count, dataset.test_repeated_count
+    if not (known or twice):
+        return []
+    return [
+        f"Of the {dataset.test_count:,} test images {known:,} are training images too and {twice:,} repeat "
+        "another one, to the last pixel: on the former a net can be right by heart."
     ]
 
 
@@ -223,6 +238,26 @@ def remarks(each: Compared) -> list[str]:
     return found
 
 
+def contradicted(each: Compared, baseline: Compared) -> list[str]:
+    """Where a variant's trainings and its bench tell another ratio of speeds, beyond all noise of either.
+
+    The trainings' ratio is as uncertain as its seeds lie apart, whichever are paired, and two sittings more; fewer than
+    two seeds tell no noise.
+    """
+    both, ratio = (each.runs, baseline.runs), each.throughput
+    ours, theirs = ([run.samples_per_second for run in runs if run.samples_per_second] for runs in both)
+    if not (ratio and ratio.low and ratio.high) or ratio.decision == "untrusted" or min(len(ours), len(theirs)) < 2:
+        return []
+    low, high = min(ours) / max(theirs), max(ours) / min(theirs)
+    if low / SITTINGS <= ratio.high and ratio.low <= high * SITTINGS:
+        return []
+    return [
+        f"Bench and trainings contradict each other: {estimate(ratio)} the throughput ({interval(ratio)}) in the one, "
+        f"{low:.2f} to {high:.2f} times the baseline's in the others, which sittings do not explain. Look for what the "
+        "variant does otherwise where it is only measured."
+    ]
+
+
 def disturbed(each: Compared) -> tuple[str, ...]:
     """Of which seeds the training times are not to be trusted, as something was rejected; empty where all stand."""
     seeds = [run.seed for run in each.runs if run.refusals]
@@ -242,6 +277,7 @@ def notes(comparison: Comparison) -> list[tuple[str, str]]:
             (name, f"Rejected in training, seed {_listed(seeds)}: {reason.rstrip('.')}.")
             for reason, seeds in rejected([(run.seed, run) for run in each.runs]).items()
         ]
+        found += [(name, text) for text in contradicted(each, comparison.variants[0])]
         resumed = [run.seed for run in each.runs if run.resumes]
         if resumed:
             found.append((name, f"Interrupted and resumed: seed {_listed(resumed)}."))

@@ -39,10 +39,11 @@ def every_verdict() -> Made:
         "untrusted": [make_run(seed, test_correct=9150 + 30 * seed) for seed in range(3)],
     }
     disturbed = (
-        make_run(0, test_correct=8990),
-        make_run(1, test_correct=9035, refusals=("the GPU throttled",)),
-        make_run(2, test_correct=8995, refusals=("the GPU throttled", "something recompiled."), resumes=1),
-    )
+        make_run(0, test_correct=8990, samples_per_second=16_000.0),
+        make_run(1, test_correct=9035, samples_per_second=None, refusals=("the GPU throttled",)),
+        make_run(2, test_correct=8995, refusals=("the GPU throttled", "something recompiled."), resumes=1,
+                 samples_per_second=None),
+    )  # fmt: skip
     weak = {
         "applied": {**ddp.applied, "scaling": "weak", "gradient_accumulation": "auto", "data_loading": "dataloader"},
         "batch_size": 512, "learning_rate": 0.2, "micro_batches": 2,

@@ -21,7 +21,7 @@ def test_metrics_are_the_verdict_and_flat_numbers(usual: Made) -> None:
     )
     assert (values["throughput_pairs"], values["refused_samples"]) == (11, 1)
     assert values["accuracy_difference_mean_fraction"] == pytest.approx(0.001 / 3)
-    assert values["training_samples_per_second"] == 20_000.0
+    assert values["training_samples_per_second"] == 32_000.0
     assert values["time_to_target_seconds"] == ddp.time_to_target.train_seconds
     assert all(isinstance(value, int | float | None) for name, value in values.items() if name != "verdict")
 
