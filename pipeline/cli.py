@@ -13,6 +13,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.params import Config, Machine
 
 RAW = Path("data/raw")
 PREPARED = Path("data/prepared")
@@ -27,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import pydantic  # noqa: F401  (as every command does)
 
-        from pipeline.errors import PipelineError, printable, redacted
+        from pipeline.errors import printable, redacted, said
     except ModuleNotFoundError as error:
         print(
             f"error: {sys.executable} has no {error.name}: run `make repro`, which installs into .venv, and "
@@ -45,12 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _reader_has_left():
             raise
         return 128 + signal.SIGPIPE
-    except PipelineError as error:
-        print(f"error: {printable(redacted(str(error)))}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        message = said(error)
+        if message is None:
+            raise
+        print(f"error: {printable(redacted(message))}", file=sys.stderr)
+        return 2
 
 
 def _reader_has_left() -> bool:
@@ -150,24 +157,44 @@ def _environment(_: argparse.Namespace) -> None:
             print(f"variants.{name}: {technique} is left out: {reason}")
 
 
+def _ready() -> tuple[Config, Machine]:
+    """What params.yaml says, and of which machine; environment.json is made where no `dvc repro` has.
+
+    But not by a launcher's worker: numbers depend on variables that a launcher sets.
+    """
+    from pipeline import environment, params
+
+    config, machine = params.load(), environment.machine()
+    if not environment.ENVIRONMENT_FILE.exists():
+        from pipeline.distributed import launched_size
+
+        if launched_size() is None:
+            _environment(argparse.Namespace())
+    return config, machine
+
+
 def _fetch(_: argparse.Namespace) -> None:
     from pipeline import params
     from pipeline.data import sources
+    from pipeline.files import naming
 
-    sources.fetch(params.load().fetch, RAW)
+    with naming(RAW):
+        sources.fetch(params.load().fetch, RAW)
 
 
 def _prepare(_: argparse.Namespace) -> None:
     from pipeline import params
     from pipeline.data import packing
+    from pipeline.files import naming
 
-    packing.prepare(params.load(), RAW, PREPARED)
+    with naming(PREPARED):
+        packing.prepare(params.load(), RAW, PREPARED)
 
 
 def _train(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, interpreter, params
+    from pipeline import interpreter
 
-    config, machine = params.load(), environment.machine()  # a mistake shows before torch is imported
+    config, machine = _ready()  # a mistake shows before torch is imported
     with interpreter.importing():
         from pipeline.training import job
 
@@ -175,10 +202,9 @@ def _train(parsed: argparse.Namespace) -> None:
 
 
 def _bench(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, params
     from pipeline.benchmark import rounds
 
-    rounds.run(params.load(), environment.machine(), again=parsed.again)
+    rounds.run(*_ready(), again=parsed.again)
 
 
 def _arms(_: argparse.Namespace) -> None:
@@ -192,9 +218,9 @@ def _arms(_: argparse.Namespace) -> None:
 
 
 def _profile(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, interpreter, params
+    from pipeline import interpreter
 
-    config, machine = params.load(), environment.machine()
+    config, machine = _ready()
     with interpreter.importing():
         from pipeline.profiling import steps
 
@@ -202,9 +228,9 @@ def _profile(parsed: argparse.Namespace) -> None:
 
 
 def _infer(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, interpreter, params
+    from pipeline import interpreter
 
-    config, machine = params.load(), environment.machine()
+    config, machine = _ready()
     with interpreter.importing():
         from pipeline.tools import inference
 

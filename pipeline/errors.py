@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 _CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -17,6 +18,24 @@ class PipelineError(Exception):
 
 class ConfigError(PipelineError, ValueError):
     """params.yaml, or what it asks of this machine, cannot be. The message says where and what to do."""
+
+
+_ROOM = "make room there and run it again: what was finished is kept"
+_RIGHTS = "let this user read and write there, and run it again"
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
+}
+
+
+def said(error: BaseException) -> str | None:
+    """What a person is told: of what can be put right, a disk that is full or read-only included. None of the rest,
+    which needs its traceback."""
+    if isinstance(error, PipelineError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        return f"{error.filename or 'a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
+    return None
 
 
 def redacted(text: str) -> str:

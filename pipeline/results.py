@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pipeline.errors import PipelineError
-from pipeline.files import write_text
+from pipeline.files import naming, write_text
 from pipeline.params import Config, Seed, Train, Variant, VariantName
 
 RESULTS = Path("results")
@@ -516,7 +516,7 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
 
 def append_history(row: HistoryRow, path: Path) -> None:
     """Add one row to a file that ``write_history`` began."""
-    with path.open("a", newline="", encoding="utf-8") as file:
+    with naming(path), path.open("a", newline="", encoding="utf-8") as file:
         csv.DictWriter(file, list(HistoryRow.model_fields)).writerow(row.model_dump())
 
 

@@ -11,9 +11,10 @@ from pipeline.training import checkpoints
 def test_a_checkpoint_of_the_same_job_comes_back(tmp_path: Path) -> None:
     path = checkpoints.checkpoint_file("ddp", 3, tmp_path)
     checkpoints.save({"identity": "job", "weights": torch.arange(3.0)}, path)
-    state = checkpoints.load(path, "job")
-    assert state is not None
-    assert state["weights"].tolist() == [0.0, 1.0, 2.0]
+    found = checkpoints.load(path, "job")
+    assert found is not None
+    state, file = found
+    assert (state["weights"].tolist(), file) == ([0.0, 1.0, 2.0], path)
     assert [file.name for file in path.parent.iterdir()] == ["seed-3.pt"]
 
 
@@ -24,13 +25,29 @@ def test_a_checkpoint_of_another_job_is_none(tmp_path: Path) -> None:
     assert checkpoints.load(tmp_path / "absent.pt", "job") is None
 
 
-def test_a_broken_checkpoint_is_named_and_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_was_cut_or_changed_is_named_and_the_one_before_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "seed-0.pt"
-    checkpoints.save({"identity": "job", "weights": torch.zeros(1000)}, path)
-    for broken in (path.read_bytes()[:500], b"garbage", b""):
+    for steps in (1, 2, 3):
+        checkpoints.keep({"identity": "job", "steps": steps, "weights": torch.full((40,), float(steps))}, path)
+    written = path.read_bytes()
+    flipped = [
+        written[:at] + bytes([written[at] ^ 1 << at % 8]) + written[at + 1 :] for at in range(0, len(written), 5)
+    ]
+    refused = 0
+    for broken in (b"", b"garbage", written[:500], written[:-1], *flipped):
         path.write_bytes(broken)
-        assert checkpoints.load(path, "job") is None
-        assert str(path) in capsys.readouterr().out
+        found = checkpoints.load(path, "job")
+        assert found is not None
+        (state, file), said = found, capsys.readouterr().out
+        refused += file != path
+        steps = 3 if file == path else 2  # a bit that holds no content may be flipped
+        assert (state["steps"], state["weights"].tolist()) == (steps, [float(steps)] * 40)
+        assert (str(path) in said) is (steps == 2)
+    assert refused > len(flipped) / 2
+    checkpoints.discard(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
@@ -38,9 +55,9 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     checkpoints.save({"identity": "job", "steps": 1}, path)
     with pytest.raises(Exception, match=r"pickle|local object"):
         checkpoints.save({"identity": "job", "steps": lambda: 2}, path)
-    state = checkpoints.load(path, "job")
-    assert state is not None
-    assert state["steps"] == 1
+    found = checkpoints.load(path, "job")
+    assert found is not None
+    assert found[0]["steps"] == 1
 
 
 def test_the_random_state_comes_back() -> None:

@@ -201,3 +201,18 @@ def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
         listing.stdout.close()
         assert listing.stderr.read() == ""
     assert listing.returncode == 128 + signal.SIGPIPE
+
+
+def test_without_dvc_a_command_describes_the_machine_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text("fetch: {dataset: digits}\ntrain: {device: cpu}\nvariants: {baseline: {}}\n")
+    with monkeypatch.context() as launched:
+        for name in ("RANK", "WORLD_SIZE"):  # a launcher has set others, on which numbers depend
+            launched.setenv(name, "1")
+        cli._ready()
+    assert not environment.ENVIRONMENT_FILE.exists()
+    config, _ = cli._ready()
+    assert set(environment.read()["variants"]) == set(config.variants)
+    written = environment.ENVIRONMENT_FILE.stat().st_mtime_ns
+    cli._ready()
+    assert environment.ENVIRONMENT_FILE.stat().st_mtime_ns == written

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pipeline.data import DataError, file_sha256
 from pipeline.data.datasets import Chunk, decode
 from pipeline.data.prepared import DESCRIPTION, Description
+from pipeline.files import write_array
 from pipeline.params import Config
 
 STATISTICS_CHUNK_BYTES = 16 << 20
@@ -117,7 +118,7 @@ def _write_split(
     together = np.concatenate(labels)
     if together.min() < 0 or together.max() >= classes:
         raise DataError(f"{split} labels are {together.min()} to {together.max()}, but there are {classes} classes.")
-    np.save(directory / f"{split}_labels.npy", together)
+    write_array(directory / f"{split}_labels.npy", together)
     return tuple(np.bincount(together, minlength=classes).tolist()), digests
 
 

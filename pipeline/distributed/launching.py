@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 from pipeline.distributed.worlds import STORE, launched_size
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, said
 from pipeline.interpreter import end_with_parent
 
 T = TypeVar("T")
@@ -184,10 +184,8 @@ def _forked(
         value, failure = None, None
         try:
             value = answers.send(request)
-        except PipelineError as error:
-            failure = str(error)
-        except BaseException:
-            failure = traceback.format_exc()
+        except BaseException as error:
+            failure = said(error) or traceback.format_exc()
         # Plain pickle: torch's own would hand tensors over by a socket that dies with this process.
         pipe.send_bytes(pickle.dumps((value, failure)))
     if inspect.getgeneratorstate(answers) != inspect.GEN_CREATED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -45,6 +46,12 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._sample_until_stopped()
+        except OSError as error:  # what needs the file more says what to do
+            print(f"{self._path} ends here: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _sample_until_stopped(self) -> None:
         with self._path.open("w", newline="", encoding="utf-8") as file:
             writer: csv.DictWriter[str] | None = None
             more = True

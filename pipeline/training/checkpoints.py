@@ -1,23 +1,33 @@
-"""Resume points: written whole or not at all, and exact."""
+"""Resume points: written whole or not at all, checked when they are read, and exact."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline import results
+from pipeline import files, results
 from pipeline.errors import first_line
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
 """Not an output of any stage: DVC deletes outputs before it runs a stage, and a resume point must survive that."""
 
-UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, KeyError, ImportError, pickle.UnpicklingError)
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    KeyError,
+    ImportError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 """What ``torch.load`` raises for a file that is not what it should be."""
 
 
@@ -26,33 +36,61 @@ def checkpoint_file(variant: str, seed: int, root: Path = CHECKPOINTS) -> Path:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write ``state`` (tensors and plain values) to ``path``, whole or not at all, also when the power fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    """Write ``state`` (tensors and plain values) to ``path``, as ``files.whole`` does."""
+    with files.whole(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's writer, of bytes that it lacks
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
-def load(path: Path, identity: str) -> dict[str, Any] | None:
-    """The state at ``path``, on the CPU, if there is one and it was saved by the very same job.
+def before(path: Path) -> Path:
+    """Where the checkpoint stands that the one at ``path`` came after."""
+    return path.with_name(f"{path.name}.before")
 
-    ``identity`` stands for all that the run depends on; a checkpoint of another job, or one that cannot
-    be read, is no resume point: None.
+
+def keep(state: dict[str, Any], path: Path) -> None:
+    """``save`` a checkpoint, and keep the one that is there as the one ``before``."""
+    with suppress(FileNotFoundError):
+        path.replace(before(path))  # first, so that the disk has to hold no more than two
+    save(state, path)
+
+
+def discard(path: Path) -> None:
+    """Delete the checkpoint, and the one before."""
+    for file in (path, before(path)):
+        file.unlink(missing_ok=True)
+
+
+def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
+    """The state at ``path``, on the CPU, and its file, if there is one and it was saved by the very same job; else
+    those of the one ``before``.
+
+    ``identity`` stands for all that the run depends on; a checkpoint of another job, or one that is not as it was
+    written, is no resume point.
     """
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        return None
-    except UNREADABLE as error:
-        print(
-            f"{path} cannot be read and is ignored; the run starts from the beginning. ({first_line(error)})",
-            flush=True,
-        )
-        return None
-    return state if isinstance(state, dict) and state.get("identity") == identity else None
+    for file in (path, before(path)):
+        try:
+            with zipfile.ZipFile(
+                file
+            ) as written:  # as torch writes it: with a CRC-32 of each part, which it never checks
+                if part := written.testzip():
+                    raise zipfile.BadZipFile(f"{part} is not as it was written")
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            continue
+        except UNREADABLE as error:
+            print(
+                f"{file} is damaged and is ignored; the run goes on from the checkpoint before, or starts from the "
+                f"beginning. ({first_line(error)})",
+                flush=True,
+            )
+            continue
+        if isinstance(state, dict) and state.get("identity") == identity:
+            return state, file
+    return None
 
 
 def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.Tensor]:

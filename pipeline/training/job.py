@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
@@ -82,7 +83,7 @@ def _work(
         sys.exit(heard.exit_code)
     if world.is_main:  # the last act: up to here, an interruption finds all of it again
         for seed in config.train.seeds:
-            checkpoints.checkpoint_file(plan.name, seed).unlink(missing_ok=True)
+            checkpoints.discard(checkpoints.checkpoint_file(plan.name, seed))
 
 
 class Job:
@@ -118,7 +119,8 @@ class Job:
         forget_last_run(self.world)
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
         identity = self._identity(seed)
-        saved = self.world.broadcast(checkpoints.load(checkpoint, identity) if self.world.is_main else None)
+        found = checkpoints.load(checkpoint, identity) if self.world.is_main else None
+        saved, source = self.world.broadcast(found) or (None, checkpoint)
         watching = detectors(
             self.world.devices(self.plan.devices_per_process),
             root_pid=os.getppid() if self.world.backend else os.getpid(),
@@ -136,12 +138,12 @@ class Job:
             if self.world.is_main:
                 results.write_history(self.history, self.history_file)
             if saved and saved["run"]:
-                self._say(f"seed {seed}: complete in {checkpoint}")
+                self._say(f"seed {seed}: complete in {source}")
                 run = Run.model_validate(saved["run"])
             else:
                 if saved:
                     resumes += 1
-                    self._say(f"seed {seed}: resuming after step {training.steps} from {checkpoint}")
+                    self._say(f"seed {seed}: resuming after step {training.steps} from {source}")
                 startup_seconds = time.time() - self.started
                 for row in self._shown(training, seed):
                     if training.steps == 1 and (work := training.work()) and work.left_out:
@@ -185,6 +187,7 @@ class Job:
     def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
         """The training's steps, with a progress bar for a person and a line an epoch for a log."""
         label = f"{self.plan.name} seed {seed}"
+        tqdm.set_lock(RLock())  # its own is a semaphore, which a rank that is killed would leave in the system
         bar = tqdm(
             total=training.total_steps,
             initial=training.steps,
@@ -216,7 +219,7 @@ class Job:
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
-            checkpoints.save(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
+            checkpoints.keep(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
 
     def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
         """The record of a finished run, from what every rank measured."""

@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.data import IMAGE_LISTING, LIMIT_BYTES, SYNTHETIC_DESCRIPTION, DataError, file_sha256
 from pipeline.data.sources.store import progress, say
 from pipeline.errors import printable
+from pipeline.files import write_array
 from pipeline.params import Fetch, Synthetic
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -24,8 +25,8 @@ def export_digits(target: Path) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    np.save(target / "images.npy", digits.images.astype(np.uint8))
-    np.save(target / "labels.npy", digits.target.astype(np.uint8))
+    write_array(target / "images.npy", digits.images.astype(np.uint8))
+    write_array(target / "labels.npy", digits.target.astype(np.uint8))
 
 
 def describe_synthetic(asked: Synthetic, target: Path) -> None:

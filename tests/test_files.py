@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import files
+from pipeline.cli import main
+from pipeline.errors import PipelineError, said
+from pipeline.training import checkpoints
+
+FULL = Path("/dev/full")
+"""Nothing can be written to it: as if the disk were full."""
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="Linux alone has it")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: files.write_text(path, "x" * 10_000),
+        lambda path: files.write_array(path, np.zeros(10)),
+        lambda path: checkpoints.save({"weights": torch.zeros(10_000)}, path),
+    ],
+)
+def test_on_a_full_disk_the_file_stays_and_the_error_names_it(write: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    path.write_text("before")
+    path.with_name("kept.partial").symlink_to(FULL)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["kept"]
+    assert path.read_text() == "before"
+    assert str(path) in str(said(caught.value))
+
+
+def test_what_a_person_can_put_right_is_said_and_no_other_error() -> None:
+    assert said(PipelineError("a mistake")) == "a mistake"
+    assert "make room" in str(said(OSError(errno.ENOSPC, "No space left on device")))
+    assert "'" not in str(said(OSError(errno.EROFS, "Read-only file system", "results")))
+    assert said(OSError(errno.ESPIPE, "Illegal seek")) is None
+    assert said(ValueError("a fault of ours")) is None
+
+
+def test_a_command_ends_with_2_where_it_may_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "params.schema.json")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files, "write_text", refuse)
+    assert main(["schema"]) == 2
+    assert capsys.readouterr().err.startswith("error: params.schema.json: Read-only file system; ")
