@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import stat
 import subprocess
@@ -176,7 +178,16 @@ def test_a_report_of_other_files_is_no_evidence(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["a.zip", "b.zip"], ["no/such/folder/a.zip"], ["check", "no.zip"], ["check", "."]]
+    "arguments",
+    [
+        ["a.zip", "b.zip"],
+        ["params.yaml/a.zip"],
+        ["params.yaml/b/a.zip"],
+        ["."],
+        ["results"],
+        ["check", "no.zip"],
+        ["check", "."],
+    ],
 )
 def test_what_cannot_be_is_named(
     arguments: list[str], job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -184,6 +195,14 @@ def test_what_cannot_be_is_named(
     monkeypatch.chdir(job)
     assert cli.main(["evidence", *arguments]) == 2
     assert arguments[-2 if "b.zip" in arguments else -1] in capsys.readouterr().err
+
+
+def test_a_full_disk_is_no_difference(made: bytes, checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert checked(made)[0] == 2
 
 
 # Changed.

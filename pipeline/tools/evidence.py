@@ -25,6 +25,7 @@ from pipeline.comparison.consistency import read_all
 from pipeline.data.prepared import DESCRIPTION, Description
 from pipeline.environment import code
 from pipeline.errors import PipelineError, printable, redacted
+from pipeline.files import whole
 from pipeline.params import Config
 
 FILE = Path("evidence.zip")
@@ -69,12 +70,11 @@ def write(file: Path = FILE) -> None:
     members = inputs | reports
     content = _zipped(members | {MANIFEST: _manifest(members)})
     _opened(file, content)
-    partial = file.with_name(file.name + ".partial")
     try:
-        partial.write_bytes(content)
-        partial.replace(file)
-    except OSError as error:
-        raise EvidenceError(f"{file} cannot be written: {error.strerror}.") from None
+        with whole(file) as written:
+            written.write(content)
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
+        raise EvidenceError(f"{file} cannot be written: it, or what it would lie in, is of another kind.") from None
     print(f"evidence: {len(members)} files in {file}, which `python -m pipeline evidence check {file}` recomputes")
 
 
@@ -100,6 +100,8 @@ def check(file: Path = FILE) -> int:
         reports = {name: members[name] for name in members if name.startswith(f"{results.REPORTS}/")}
         made = _compared({name: members[name] for name in members.keys() - reports.keys()})
         _hold(reports, made)
+    except (MemoryError, OSError):  # says something of this machine
+        raise
     except Exception as error:  # whatever it is: these files do not give this report
         named = isinstance(error, Difference | PipelineError | zipfile.BadZipFile)
         print(printable(f"{file}: {error if named else repr(error)}{_by_other_code(members)}"))
