@@ -35,6 +35,8 @@ def said(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         return f"{error.filename or 'a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
+    if isinstance(error, MemoryError):
+        return "this process may not have more memory; give it more, or ask for less of it in params.yaml."
     return None
 
 

@@ -405,6 +405,16 @@ def test_a_deleted_store_is_rebuilt_once_by_two_publishers_at_once(root: Path) -
     family(moved)
 
 
+def test_a_store_that_another_process_keeps_locked_holds_nobody_up(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stores, "LOCK_SECONDS", 0.2)
+    with stores.locked(stores.address(root)):
+        assert tracking.publish(config_of(), root).failed
+    assert "mlflow.db.lock locked for 0.2 s The result files are complete" in capsys.readouterr().err
+    assert tracking.publish(config_of(), root).written == 4
+
+
 def delete_run(root: Path, name: str) -> None:
     [victim] = [run.info.run_id for run in runs_of(root) if run.info.run_name.startswith(name)]
     client_of(root).delete_run(victim)

@@ -135,18 +135,23 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._began_ns = time.time_ns()
+        self._earlier = self._written()
         self._read = b""
 
-    def read(self) -> list[dict[str, str]]:
-        """Complete rows that were not read yet. A file that was last written before this object was made is of an
-        earlier training, and has none."""
+    def _written(self) -> tuple[int, int, int] | None:
+        """Stands for the file and when it was written last, by whatever clock; None: there is none."""
         try:
-            if self._path.stat().st_mtime_ns < self._began_ns:
-                return []
-            content = self._path.read_bytes()
+            found = self._path.stat()
         except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def read(self) -> list[dict[str, str]]:
+        """Complete rows that were not read yet. A file that was not written since this object was made is of an
+        earlier training, and has none."""
+        if self._written() in (None, self._earlier):
             return []
+        content = self._path.read_bytes()
         content = content[: content.rfind(b"\n") + 1]
         if not content.startswith(self._read):
             self._read = b""

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ PAGE = 1000
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
 SQLITE = "sqlite:///"
+LOCK_SECONDS = 60.0
 
 DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 """Ends the path of a file in a DVC cache, wherever that is."""
@@ -182,7 +184,8 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
 def locked(uri: str) -> Iterator[None]:
     """Keep other processes of this project out of an SQLite store; a server needs no such help.
 
-    MLflow's creation of a new SQLite file does not bear a second process, and two publishers would both write.
+    MLflow's creation of a new SQLite file does not bear a second process, and two publishers would both write. Raises
+    TimeoutError if it is not free for ``LOCK_SECONDS``.
     """
     if not uri.startswith(SQLITE):
         yield
@@ -192,7 +195,15 @@ def locked(uri: str) -> Iterator[None]:
     path = Path(uri.removeprefix(SQLITE) + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process has kept {path} locked for {LOCK_SECONDS:g} s") from None
+                time.sleep(0.1)
         yield
 
 

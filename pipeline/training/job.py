@@ -49,7 +49,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     An interrupted job goes on from its checkpoints. Raises PipelineError.
     """
     plan = planned(config, name, machine, prepared)
-    started = time.time() - age_seconds()
+    started = time.monotonic() - age_seconds()  # of all processes; nobody sets it
     depends_on = stages.training(plan)  # as the code is now, whatever environment.json says
     launch(_work, (config, plan, prepared, environment.read(), depends_on, started), plan.processes)
 
@@ -144,7 +144,7 @@ class Job:
                 if saved:
                     resumes += 1
                     self._say(f"seed {seed}: resuming after step {training.steps} from {source}")
-                startup_seconds = time.time() - self.started
+                startup_seconds = time.monotonic() - self.started
                 for row in self._shown(training, seed):
                     if training.steps == 1 and (work := training.work()) and work.left_out:
                         raise WorkLeftOut(
