@@ -7,7 +7,7 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro again test test-all rehearse fuzz kills lint docs ui bench gpu-check image image-check services-check lock clean
+.PHONY: repro again test test-all rehearse fuzz chaos lint docs ui bench gpu-check image image-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -20,10 +20,10 @@ again: .venv/installed  # one more session of the bench, which the comparison ta
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 test: .venv/installed-dev
-	$(PYTEST) -m 'not slow and not rehearsal and not kills'
+	$(PYTEST) -m 'not slow and not rehearsal'
 
 test-all: .venv/installed-dev
-	$(PYTEST) -m 'not rehearsal and not kills'
+	$(PYTEST) -m 'not rehearsal'
 
 rehearse: .venv/installed-dev  # what runs on GPUs, on a machine without: tests/as_if_cuda.py says how
 	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
@@ -32,8 +32,8 @@ rehearse: .venv/installed-dev  # what runs on GPUs, on a machine without: tests/
 fuzz: .venv/installed-dev  # what is tried on made-up values, on many more of them
 	$(PYTEST) --hypothesis-profile=fuzz -m hypothesis
 
-kills: .venv/installed-dev  # what is killed at many moments
-	$(PYTEST) -m kills
+chaos: .venv/installed-dev  # kills jobs at random instants for an hour; adds to benchmarks/figures/chaos.json
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/ruff check .

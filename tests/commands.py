@@ -49,5 +49,7 @@ def _run(arguments: tuple[str, ...], variables: dict[str, str], output: str) -> 
     with open(output, "wb") as file:  # noqa: PTH123
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if Path("sitecustomize.py").exists():  # which an interpreter of its own would have run
+        runpy.run_path("sitecustomize.py")
     sys.argv = ["pipeline", *arguments]
     runpy.run_module("pipeline", run_name="__main__", alter_sys=True)

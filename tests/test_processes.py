@@ -200,11 +200,7 @@ def assert_none_left(leader: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize(
     "moment",
-    [
-        pytest.param(4, marks=pytest.mark.slow),
-        "joined",
-        *(pytest.param(each, marks=pytest.mark.kills) for each in (2, 3, 5)),
-    ],
+    [pytest.param(4, marks=pytest.mark.slow), "joined"],
 )
 def test_ranks_end_with_a_launcher_that_is_killed(moment: int | str) -> None:
     """At the moment of so many processes: the launcher, two of the interpreter's own, and the ranks; or a little later,

@@ -169,7 +169,7 @@ def test_what_may_write_runs_the_code_of_the_base_and_says_so_also_when_the_gate
 # What CI runs, and what runs each week.
 
 MAKE = shutil.which("make")  # the image has none
-LARGER = {"fuzz", "kills", "rehearse", "services-check", "image", "image-check"}
+LARGER = {"fuzz", "chaos", "rehearse", "services-check", "image", "image-check"}
 
 
 def targets(workflow: str) -> set[str]:
@@ -234,7 +234,7 @@ def test_ci_tests_every_python_that_the_project_supports() -> None:
         ("test-all", ["python -m pytest"]),
         ("rehearse", ["python -m pytest .*tests/rehearsal"]),
         ("fuzz", ["python -m pytest .*-m hypothesis"]),
-        ("kills", ["python -m pytest .*-m kills"]),
+        ("chaos", ["python -m tests.chaos"]),
         ("services-check", [r"SERVICES_S3=\S+/moto_server \S+ -m pytest tests/services$"]),
         ("image", [r"docker build --tag pipeline "]),
         ("image-check", ["docker/check$"]),
