@@ -83,7 +83,7 @@ class Facts:
 def look(root: Path) -> Facts:
     """What there is in the checkout at ``root``, the current directory, and around it."""
     machine = None
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(2) as pool:  # more would make each late on a small machine: imports are work
         answers = pool.map(ask, PROBES)
         with suppress(Exception):  # the checks that miss it say so
             machine = environment.machine()
