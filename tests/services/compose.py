@@ -23,6 +23,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "compose.yaml"
+AUTHORISATION = "/workspace/docker/auth.ini"
+"""Where the image has it."""
 S3_SERVER = "SERVICES_S3"
 """Variable that names moto's server; `make services-check` sets it."""
 
@@ -118,6 +120,11 @@ class Services:
     def _here(self, text: str, name: str) -> str:
         """``text`` of service ``name``, with each service's address replaced by where it is here."""
         text = re.sub(r"(?<=//|\w@)(mlflow|postgres|s3):\d+", lambda match: f"127.0.0.1:{self.ports[match[1]]}", text)
+        if text == AUTHORISATION:
+            path = self._directory / "auth.ini"
+            settings = (ROOT / "docker" / "auth.ini").read_text(encoding="utf-8")
+            path.write_text(self._here(settings, name), encoding="utf-8")
+            return str(path)
         if name == "mlflow":  # what it says of itself
             text = re.sub(r"^--port=\d+$", f"--port={self.ports[name]}", text)
             text = re.sub(r"(?<=//127\.0\.0\.1:)5000(?=/)", str(self.ports[name]), text)

@@ -9,7 +9,7 @@ import yaml
 
 from tests.services import compose
 
-SECRETS = ("POSTGRES_PASSWORD", "S3_ACCESS_KEY", "S3_SECRET_KEY")
+SECRETS = ("POSTGRES_PASSWORD", "S3_ACCESS_KEY", "S3_SECRET_KEY", "MLFLOW_PASSWORD", "MLFLOW_SECRET_KEY")
 SERVICES: dict[str, Any] = compose.read({name: f"the {name}" for name in SECRETS})["services"]
 
 
@@ -32,9 +32,37 @@ def test_every_published_port_is_on_loopback() -> None:
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_only_the_server_knows_secrets() -> None:
-    knowing = {name for name, service in SERVICES.items() if any(secret in str(service) for secret in SECRETS)}
-    assert knowing == {"bucket", "mlflow", "postgres", "s3"}
+def test_who_knows_which_secret() -> None:
+    """What is trained knows its password alone."""
+    knowing = {name: {secret for secret in SECRETS if secret in str(service)} for name, service in SERVICES.items()}
+    storage = {"S3_ACCESS_KEY", "S3_SECRET_KEY"}
+    assert knowing == {
+        "bucket": storage,
+        "mlflow": set(SECRETS),
+        "pipeline": {"MLFLOW_PASSWORD"},
+        "pipeline-cpu": {"MLFLOW_PASSWORD"},
+        "postgres": {"POSTGRES_PASSWORD"},
+        "s3": storage,
+    }
+
+
+def test_clients_reach_the_server_alone() -> None:
+    networks = {name: set(service["networks"]) for name, service in SERVICES.items()}
+    assert networks == {
+        "mlflow": {"clients", "store"},
+        **{name: {"clients"} for name in ("pipeline", "pipeline-cpu")},
+        **{name: {"store"} for name in ("bucket", "postgres", "s3")},
+    }
+    assert yaml.safe_load(compose.FILE.read_text(encoding="utf-8"))["networks"]["store"] == {"internal": True}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_may_do_nothing_to_the_machine_or_to_its_own_image(name: str) -> None:
+    service = SERVICES[name]
+    assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+    assert service["read_only"] is True
+    assert any(each.partition(":")[0] == "/tmp" for each in service["tmpfs"])
+    assert not service.keys() & {"privileged", "cap_add", "network_mode", "pid", "ipc", "devices"}
 
 
 def test_a_service_starts_after_those_that_it_needs() -> None:

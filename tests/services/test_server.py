@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
 import os
@@ -36,7 +37,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what MLflow and boto3 do to each other is not ours
 ]
 
-SECRETS = {"POSTGRES_PASSWORD": "p@ss/word:1", "S3_ACCESS_KEY": "an-access-key", "S3_SECRET_KEY": "a-secret-key"}
+SECRETS = {
+    "POSTGRES_PASSWORD": "p@ss/word:1",
+    "S3_ACCESS_KEY": "an-access-key",
+    "S3_SECRET_KEY": "a-secret-key",
+    "MLFLOW_PASSWORD": "another-p@ss/word:2",
+    "MLFLOW_SECRET_KEY": "another-secret-key",
+}
 PARAMS: dict[str, Any] = {
     "fetch.dataset": "digits",
     "train.device": "cpu",
@@ -67,10 +74,9 @@ def services() -> Iterator[Services]:
 
 @pytest.fixture
 def client(services: Services, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
-    """A client that knows the server's address and nothing else, to an empty experiment."""
-    for name, value in stores.DEFAULTS.items():
+    """A client that knows the server's address and a password and nothing else, to an empty experiment."""
+    for name, value in (stores.DEFAULTS | services.environment("pipeline")).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", services.uri)
     mlflow.set_tracking_uri(services.uri)
     client = MlflowClient(services.uri)
     if found := client.get_experiment_by_name(EXPERIMENT):
@@ -85,7 +91,8 @@ class Training:
     def __init__(self, checkout: Clone, services: Services) -> None:
         self.checkout = checkout
         environment = services.environment("pipeline")
-        assert environment == {"MLFLOW_TRACKING_URI": services.uri}
+        assert environment["MLFLOW_TRACKING_URI"] == services.uri
+        assert {name.partition("_TRACKING_")[0] for name in environment} == {"MLFLOW"}
         self._log = checkout.path.parent / "output"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -174,11 +181,12 @@ def check_complete(client: MlflowClient, services: Services, checkout: Clone) ->
 
 
 def test_names_that_compose_gives_are_let_in_and_others_are_not(services: Services) -> None:
-    def status(host: str) -> int:
+    def status(host: str, password: str = SECRETS["MLFLOW_PASSWORD"]) -> int:
         request = urllib.request.Request(
             f"{services.uri}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default"
         )
         request.add_header("Host", host)
+        request.add_header("Authorization", f"Basic {base64.b64encode(f'admin:{password}'.encode()).decode()}")
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return int(answer.status)
@@ -190,6 +198,8 @@ def test_names_that_compose_gives_are_let_in_and_others_are_not(services: Servic
         assert status(host) == 200, host
     for host in ("example.org", "example.org:5000", "mlflow.example.org"):
         assert status(host) == 403, host
+    for password in ("", "password1234", SECRETS["MLFLOW_SECRET_KEY"]):
+        assert status("localhost", password) == 401, password
 
 
 def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
