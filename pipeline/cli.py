@@ -145,12 +145,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _environment(_: argparse.Namespace) -> None:
     from pipeline import environment, params, plans
-    from pipeline.environment import stages
+    from pipeline.environment import code, stages
 
     config = params.load()
     params.check_names(config.train)
     made = plans.plans(config, environment.machine())
     written = environment.write(relied_on=plans.relied_on(config), described=stages.described(config, made))
+    code.remember()
     print(f"environment {written[:12]}")
     for name, plan in made.items():
         for technique, reason in plan.skipped.items():
@@ -240,12 +241,13 @@ def _infer(parsed: argparse.Namespace) -> None:
 def _compare(_: argparse.Namespace) -> None:
     from pipeline import environment, params, report, results
     from pipeline.comparison.compare import compare
-    from pipeline.comparison.consistency import read_all
+    from pipeline.comparison.consistency import check_here, made_of, read_all
 
-    config = params.load()
+    config, here = params.load(), environment.read()
     measured, histories = read_all(config)
+    check_here(config, here)
     sessions = [results.read_bench(), *results.read_sessions()]
-    report.write(compare(measured, histories, sessions, config.compare, environment.read()), histories)
+    report.write(compare(measured, histories, sessions, config.compare, here, made_of(measured)), histories)
     print(f"report: {report.REPORTS / 'comparison.html'}")
 
 
@@ -262,9 +264,11 @@ def _gate(parsed: argparse.Namespace) -> int:
 
 
 def _promote(_: argparse.Namespace) -> int:
-    from pipeline import environment, params, tracking
+    from pipeline import environment, gate, params, tracking
 
-    return tracking.promote(params.load(), environment.checked_out())
+    config = params.load()
+    gate.check_current(config, list(config.variants))
+    return tracking.promote(config, environment.checked_out())
 
 
 def _plan(parsed: argparse.Namespace) -> None:

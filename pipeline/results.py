@@ -10,10 +10,12 @@ import csv
 import hashlib
 import io
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -45,6 +47,14 @@ class Record(BaseModel):
 
 
 R = TypeVar("R", bound=Record)
+D = TypeVar("D", bound="Document")
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Amount = Annotated[float, Field(ge=0, lt=1e15)]
+"""Of seconds or losses that cannot be negative, and shares."""
+Positive = Annotated[float, Field(gt=0, lt=1e15)]
+"""Speeds, and the times that they follow from: none is 0, and none that is larger was ever measured."""
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Document(Record):
@@ -52,6 +62,10 @@ class Document(Record):
 
     schema_: int = Field(default=1, ge=1, le=1, alias="schema")
     indent: ClassVar[int] = 2
+
+    def problems(self) -> list[str]:
+        """Where figures contradict each other, so that not all of them can have been measured."""
+        return []
 
     def to_json(self) -> str:
         """The file's text."""
@@ -65,71 +79,86 @@ class HistoryRow(Record):
     seed: Seed
     epoch: float
     """Passes over the training set so far; a whole number at the end of an epoch."""
-    step: int
-    train_seconds: float
+    step: Count
+    train_seconds: Amount
     """Wall time spent in training so far, on the main rank; evaluation and checkpoints are not in it."""
     learning_rate: float
     train_loss: float
     """Mean training loss over the steps since the last row."""
-    samples_per_second: float | None
+    samples_per_second: Positive | None
     """Global samples a second since the last row."""
     test_loss: float | None = None
     """Only at the end of an epoch, like test_accuracy."""
-    test_accuracy: float | None = None
+    test_accuracy: Share | None = None
 
 
 class Window(Record):
     """What was measured in a window of steps: warm, without evaluation, at a steady state."""
 
-    measured_steps: int
+    measured_steps: Count
     """Steps inside the window, on which the speeds and step times below rest."""
-    samples_per_second: float | None
+    samples_per_second: Positive | None
     """Samples of the global batch over wall seconds of the slowest rank."""
-    step_p50_ms: float | None
-    step_p90_ms: float | None
-    step_p99_ms: float | None
-    input_wait_fraction: float | None
+    step_p50_ms: Positive | None
+    step_p90_ms: Positive | None
+    step_p99_ms: Positive | None
+    input_wait_fraction: Amount | None
     """Share of the window spent waiting for input, on the rank that waited longest."""
-    peak_memory_bytes: int | None
+    peak_memory_bytes: Count | None
     """What counts. On GPUs, which have a memory each, the largest rank's; on a CPU the sum over the ranks, which share
     it. The ranks' own peaks need not fall together, so that sum can be a little more than was ever taken at once."""
-    peak_memory_rank_bytes: tuple[int | None, ...]
+    peak_memory_rank_bytes: tuple[Count | None, ...]
     """One a rank. CUDA: max_memory_allocated. CPU: own resident memory at its peak above that after import."""
-    peak_reserved_bytes: int | None
+    peak_reserved_bytes: Count | None
     """CUDA: max_memory_reserved, largest rank. None on CPU."""
-    driver_memory_bytes: int | None = None
+    driver_memory_bytes: Count | None = None
     """CUDA: what the driver held for the process when the window ended, largest rank, with the context and libraries.
     None on CPU, and where the driver does not tell."""
-    allocator_retries: int | None
+    allocator_retries: Count | None
     """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
     refusals: tuple[str, ...]
     """Why numbers above are None or not to be trusted; empty when all is well."""
+
+    def problems(self, batch_size: int) -> list[str]:
+        """Where its figures contradict each other. ``batch_size``: global, of the steps that were measured."""
+        if not (self.samples_per_second and self.step_p50_ms):
+            return []
+        found = [] if self.measured_steps else ["a speed over a window of no steps"]
+        if not self.step_p50_ms <= (self.step_p90_ms or 0) <= (self.step_p99_ms or 0):
+            found.append("percentiles of the step times that do not rise")
+        # Half of the steps take the median or longer, so that their mean is half of it at least.
+        if self.samples_per_second > 2.2 * batch_size / (self.step_p50_ms / 1e3):
+            found.append(
+                f"{self.samples_per_second:g} samples/s, although half of the steps of {batch_size} samples took "
+                f"{self.step_p50_ms:g} ms or longer"
+            )
+        return found
 
 
 class Run(Window):
     """What was measured of one seed."""
 
     seed: Seed
-    test_accuracy: float
+    test_accuracy: Share
     """Mean of ``train.metric`` over the test set, 0 to 1: test_correct / test_count."""
-    test_correct: int | float
+    test_correct: Count | Amount
     """Of accuracy, how many are right; of a metric of the user's own, the sum of the samples' scores."""
-    test_count: int
+    test_count: Count
     test_loss: float
     """Mean of ``train.loss`` over the test set; of cross-entropy, without label smoothing."""
     train_loss: float
     """Mean training loss of the last epoch."""
-    steps: int
+    steps: Count
     """Optimizer steps, warm-up included."""
-    startup_seconds: float | None
+    startup_seconds: Amount | None
     """Cold: from the start of the process to the first step. Only of the first seed: later ones start warm."""
-    first_step_seconds: float | None
+    first_step_seconds: Amount | None
     """Cold: the first step, with compilation, autotuning and allocation. Only of the first seed."""
-    train_seconds: float
+    train_seconds: Amount
     """All training steps, first and warm-up steps included, without evaluation and checkpoints."""
-    evaluate_seconds: float
+    evaluate_seconds: Amount
     """All evaluations together."""
-    resumes: int
+    resumes: Count
     """How often this run was interrupted and taken up again."""
     model_sha256: str
     """Over names, dtypes, shapes and bytes of the model's state, in order."""
@@ -137,14 +166,23 @@ class Run(Window):
     """What techniques found out on the main rank: bytes given back between phases, blocks chosen, and the like."""
 
 
+class Score(Record):
+    """What ``test_accuracy`` and the margin of accuracy are of."""
+
+    name: str
+    """``train.metric``."""
+    direction: Literal["higher is better"] = "higher is better"
+    unit: Literal["fraction"] = "fraction"
+
+
 class Dataset(Record):
     name: str
     sha256: str
-    train_count: int
-    test_count: int
-    test_in_train_count: int | None = None
+    train_count: Count
+    test_count: Count
+    test_in_train_count: Count | None = None
     """Test images that are training images too; this and the next as ``dataset.json`` has them."""
-    test_repeated_count: int | None = None
+    test_repeated_count: Count | None = None
 
 
 class Summary(Record):
@@ -196,7 +234,7 @@ class VariantDocument(Document):
     environment: str
     """Hash of what its numbers depend on: ``environment.hash_of`` the fingerprint and the variant, or the forms of
     inference."""
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     """``train`` and ``variant``, or ``train`` and ``infer``, as params.yaml asked for them."""
     dataset: Dataset
 
@@ -204,6 +242,13 @@ class VariantDocument(Document):
 class Result(Setup, VariantDocument):
     """``results/<variant>.json``."""
 
+    schema_: Literal[2] = Field(default=2, alias="schema")
+    """1: without the next three, so that nothing says what it was made from."""
+    key: str
+    """Digest of the code, plan, settings and environment it was trained with (``stages.key``)."""
+    history_sha256: str
+    """Of ``history.csv``, which was written with it."""
+    score: Score
     summary: Summary
     runs: tuple[Run, ...]
 
@@ -311,7 +356,7 @@ class Bench(Document):
     """The same, of all variants together."""
     commit: str | None
     """Checked out when this was measured, with "+" if files differed from it. None: no git here."""
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     """``train`` and ``bench`` as params.yaml asked for them."""
     dataset: Dataset
     baseline: VariantName
@@ -323,7 +368,7 @@ class Bench(Document):
     seconds: float
     """The whole measurement took."""
     interrupted: bool
-    arms: tuple[Arm, ...]
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     ledgers: dict[VariantName, Ledgers]
     """By variant."""
     flops: dict[VariantName, Flops]
@@ -332,13 +377,34 @@ class Bench(Document):
     """Variant -> technique -> why its share was not measured."""
     session: Session
     keys: dict[VariantName, str]
-    """By variant: digest of the code, plan, settings and environment it was measured with (``stages.keys``). Sessions
+    """By variant: digest of the code, plan, settings and environment it was measured with (``stages.key``). Sessions
     that have the same ones measured the same."""
 
     @property
     def rounds(self) -> int:
         """Of the baseline; a variant that was decided early has fewer samples, of the first rounds."""
         return max(len(arm.samples) for arm in self.arms)
+
+    def problems(self) -> list[str]:
+        found = [
+            f"{arm.name}, round {number}: {problem}"
+            for arm in self.arms
+            for number, sample in enumerate(arm.samples, 1)
+            for problem in (
+                *sample.problems(arm.batch_size),
+                *([f"{sample.measured_steps} of {self.steps} steps measured, and no reason"]
+                  if sample.measured_steps != self.steps and not sample.refusals else []),
+            )
+        ]  # fmt: skip
+        for one, other in combinations(self.arms, 2):
+            speeds = [
+                {each.samples_per_second for each in pair}
+                for pair in zip(one.samples, other.samples, strict=False)
+                if all(each.samples_per_second for each in pair)
+            ]
+            if speeds and all(len(each) == 1 for each in speeds):
+                found.append(f"{one.name} and {other.name} are equal sample for sample: one is a copy")
+        return found
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
         """The arm of this role; None if there is none."""
@@ -425,18 +491,21 @@ def read(path: Path, config: Config) -> Result:
     then = {"train": result.config.get("train"), "variants": {variant: said}}
     problems = [
         f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
-        for path, found, asked in _differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
+        for path, found, asked in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
         if path.removeprefix("train.") not in Train.OF_RESUMING  # DVC does not train again for these
     ]
     if result.variant != variant:
         problems.append(f"it holds the result of variant {result.variant!r}")
     if (seeds := [run.seed for run in result.runs]) != config.train.seeds:
         problems.append(f"it holds runs of the seeds {seeds}, not of train.seeds {config.train.seeds}")
+    if result.score.name != config.train.metric:
+        problems.append(f"its score is {result.score.name!r}, not train.metric {config.train.metric!r}")
     if problems:
         raise ResultError(
             f"{path} is not the result of what params.yaml says now: {'; '.join(problems)}. Run `dvc repro`, or "
             f"{train_again(variant)} if DVC takes it for up to date."
         )
+    _refuse(path, _contradictions(result, config.train), f"run {train_again(variant)}")
     return result
 
 
@@ -453,11 +522,11 @@ def train_again(variant: str) -> str:
     return f"`dvc repro --single-item --force train@{variant}`"
 
 
-def _differing(found: Any, asked: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differing(found: Any, asked: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """The dotted path of each value that is not the one asked for, and both values."""
     if isinstance(found, Mapping) and isinstance(asked, Mapping):
         for key in dict.fromkeys([*asked, *found]):
-            yield from _differing(found.get(key), asked.get(key), f"{path}.{key}" if path else key)
+            yield from differing(found.get(key), asked.get(key), f"{path}.{key}" if path else key)
     elif found != asked:
         yield path, found, asked
 
@@ -467,15 +536,17 @@ def read_bench(path: Path = BENCH_FILE) -> Bench:
     return read_document(path, Bench, "run `dvc repro bench`, which measures it")
 
 
-def read_document(path: Path, kind: type[R], remedy: str) -> R:
+def read_document(path: Path, kind: type[D], remedy: str) -> D:
     """Undo of ``to_json``. Raises ResultError, which names the file and its wrong keys, and ends in ``remedy``."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        document = kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise ResultError(f"{path} is missing; {remedy}.") from None
     except (OSError, ValueError) as error:
         what = f"is not a {kind.__name__.lower()} that this version can read"
         raise ResultError(f"{path} {what}; {remedy}. ({error})") from None
+    _refuse(path, document.problems(), remedy)
+    return document
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
@@ -520,9 +591,56 @@ def append_history(row: HistoryRow, path: Path) -> None:
         csv.DictWriter(file, list(HistoryRow.model_fields)).writerow(row.model_dump())
 
 
+def sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def digest(record: Record) -> str:
     """SHA-256 over a record's content: equal records, and only those, share it."""
     return hashlib.sha256(json.dumps(record.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _contradictions(result: Result, train: Train) -> list[str]:
+    """Where the figures of a result of the job ``train`` contradict it, its data or each other."""
+    found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
+    found += [
+        f"seeds {one.seed} and {other.seed} ended in the same weights, so one is no run of its own"
+        for one, other in combinations(result.runs, 2)
+        if one.model_sha256 == other.model_sha256
+    ]
+    told, expected = result.summary.model_dump(), summarise(result.runs).model_dump()
+    wrong = [key for key in told if not _close(told[key], expected[key])]
+    return found + [f"summary.{key} is {told[key]}, of its runs it is {expected[key]}" for key in wrong]
+
+
+def _of_run(run: Run, result: Result, train: Train) -> list[str]:
+    found = run.problems(result.batch_size)
+    asked = train.epochs * (result.dataset.train_count // max(1, result.batch_size))
+    if run.steps != asked:
+        found.append(f"{run.steps} steps, where the job has {asked}")
+    # Each process that took the run up warmed up anew.
+    fewest, most = (max(0, asked - train.warmup_steps * times) for times in (1 + run.resumes, 1))
+    if not fewest <= run.measured_steps <= most:
+        found.append(f"{run.measured_steps} of {run.steps} steps measured, where {fewest} to {most} are warm")
+    if run.test_count != result.dataset.test_count:
+        found.append(f"{run.test_count} samples tested of {result.dataset.test_count}")
+    if run.test_correct > run.test_count:
+        found.append(f"{run.test_correct} right of {run.test_count} test samples")
+    elif not _close(run.test_accuracy * run.test_count, run.test_correct):
+        found.append(f"test_accuracy is {run.test_accuracy}, where {run.test_correct} of {run.test_count} are right")
+    return found
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9))
+
+
+def _refuse(path: Path, problems: Sequence[str], remedy: str) -> None:
+    """Raise ResultError if there are any."""
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ResultError(f"{path} holds what was not measured: {'; '.join(problems[:5])}{more}. To go on, {remedy}.")
 
 
 def _median(values: Sequence[float | None]) -> float | None:

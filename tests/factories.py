@@ -14,6 +14,7 @@ import yaml
 
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
+from pipeline.environment import hash_of
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Compare, Config, Entry, Train, Variant, parse, techniques
 from pipeline.results import (
@@ -26,6 +27,7 @@ from pipeline.results import (
     Ledgers,
     Result,
     Run,
+    Score,
     Session,
     Setup,
     Window,
@@ -33,12 +35,13 @@ from pipeline.results import (
 )
 
 ENVIRONMENT: dict[str, Any] = {
-    "hash": "e" * 64,
+    "hash": None,
     "hardware": {"cpu": {"model": "Example CPU @ 2.0 GHz", "cores": 2, "flags": ["avx2"]}, "memory_gib": 8, "gpus": []},
     "software": {"system": "Linux x86_64", "image": None, "python": "3.12", "torch": "2.11.0"},
     "settings": {"OMP_NUM_THREADS": "2"},
 }
-"""The content of an environment.json."""
+"""The content of an environment.json, of the fingerprint alone."""
+ENVIRONMENT["hash"] = hash_of(ENVIRONMENT, "variants")
 
 SECRETS = (
     "hub-0a1b2c",
@@ -85,8 +88,8 @@ def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
         "test_count": 10_000,
         "test_loss": 0.28,
         "train_loss": 0.25,
-        "steps": 705,
-        "measured_steps": 695,
+        "steps": 468,
+        "measured_steps": 458,
         "samples_per_second": 20_000.0,
         "step_p50_ms": 12.5,
         "step_p90_ms": 13.5,
@@ -126,6 +129,9 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "placement": "resident",
         "dataset": Dataset(name="fashion_mnist", sha256="d" * 64, train_count=60_000, test_count=10_000),
         "parameter_count": 21_840,
+        "key": "k" * 64,
+        "history_sha256": "f" * 64,
+        "score": Score(name="accuracy"),
         "summary": summarise(runs),
         "runs": runs,
     }

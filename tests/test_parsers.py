@@ -104,7 +104,13 @@ DESCRIPTION = prepared.Description(
     test_class_counts=(3,), mean=(0.5,), std=(0.2,), files={},
 )  # fmt: skip
 WEIGHTS = saved(lambda out: torch.save({"identity": "job", "weights": torch.arange(9.0)}, out))
-GATE = {"outcome": "passed", "against": "main", "head": {"commit": "c"}, "base": {"commit": None}}
+GATE = {
+    "outcome": "passed",
+    "against": "main",
+    "head": {"commit": "c"},
+    "base": {"commit": None},
+    "dataset": {"sha256": "d"},
+}
 
 
 def history(folder: Path) -> None:

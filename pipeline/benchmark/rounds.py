@@ -354,7 +354,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
     ended = sitting.begin()
     # Before anything is measured: what is edited meanwhile was not.
-    commit, keys = environment.checked_out(), stages.keys(config, plans(config, machine), environment.read())
+    commit, content = environment.checked_out(), environment.read() | stages.described(config, plans(config, machine))
     with Server() as server:
         about = server.describe()
         variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
@@ -403,7 +403,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         flops=flops,
         not_ablated=not_ablated,
         session=session,
-        keys=keys,
+        keys={name: stages.key(content, "bench", name) for name in config.variants},
     )
     file = SESSIONS / _name(bench) if again else BENCH_FILE
     files.write_text(file, bench.to_json())

@@ -26,6 +26,7 @@ def compare(
     sessions: Sequence[Bench],
     settings: Compare,
     environment: Mapping[str, Any],
+    made_of: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Compare every result with the baseline's, over all ``sessions`` that measured the pair as the first did, which is
     the bench's own: figures that are no ratios are of it alone.
@@ -34,7 +35,7 @@ def compare(
     from the baseline that was not shown to matter counts as none, and one that is not trusted has no place there.
 
     Raises ComparisonError if the results and the bench are not those of one job in one environment: ``environment`` is
-    the content of environment.json.
+    the content of environment.json. ``made_of``: the files that all this was read from (``consistency.made_of``).
     """
     baseline = next((result for result in measured if result.variant == settings.baseline), None)
     if baseline is None:
@@ -73,6 +74,7 @@ def compare(
         baseline=baseline.variant,
         target_accuracy_fraction=target,
         margins=settings.margins,
+        made_of=made_of or {},
         environment=without_stages(environment),
         device=baseline.device,
         dataset=baseline.dataset,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline.comparison.ablation import Share
@@ -197,3 +198,8 @@ class Comparison(Document):
     """Of the techniques of ablated variants, in the bench's order."""
     bench: Bench
     """Whole, raw samples included."""
+    made_of: Mapping[str, str] = {}
+    """File -> SHA-256, of the results, histories, bench and sessions. Empty in one from before that was told."""
+
+    def problems(self) -> list[str]:
+        return self.bench.problems()

@@ -1,13 +1,18 @@
-"""Whether results and bench belong together: one job, one environment. What does not is not compared."""
+"""Whether files belong together: one job, one environment, as they were written. What does not is not compared."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import yaml
+
+from pipeline import environment as environments
 from pipeline import params, results
-from pipeline.environment import hash_of, optional_versions
+from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, stages
 from pipeline.errors import PipelineError
 from pipeline.params import Config, Train, Variant
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
@@ -38,9 +43,90 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
             problems.append(f"{history_file} is missing, so variant {variant!r} cannot be compared: {again}")
         except ValueError as error:
             problems.append(f"{history_file} is not a history that this version can read: {again} ({error})")
+    problems += broken_links(found, root.parent)
     if problems:
         raise ComparisonError("\n".join(problems))
     return found, histories
+
+
+LOCK = Path("dvc.lock")
+PREPARED = Path("data/prepared/dataset.json")
+
+
+def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[str]:
+    """Where files under ``root`` are not what those that they were made from, or dvc.lock, say: results, histories, the
+    bench and ``others``. What is not there is held against nothing."""
+    here = environments.read(root / ENVIRONMENT_FILE) if (root / ENVIRONMENT_FILE).exists() else None
+    problems = [_environment_problem(each, here) for each in measured if here]
+    files = [results.BENCH_FILE, *others]
+    for result in measured:
+        file, history = results.result_file(result.variant), results.history_file(result.variant)
+        files += [file, history]
+        again = f"Run {results.train_again(result.variant)}."
+        if (root / history).exists() and results.sha256(root / history) != result.history_sha256:
+            problems.append(f"{history} is not the one that was written with {file}. {again}")
+        if (root / PREPARED).exists() and _sha256_of_data(root / PREPARED) != result.dataset.sha256:
+            problems.append(f"{file} is of another data set than {PREPARED}: {_described(result.dataset)}. {again}")
+    recorded = _recorded(root / LOCK)
+    for file in files:
+        if (
+            str(file) in recorded
+            and (root / file).exists()
+            and hashlib.md5((root / file).read_bytes(), usedforsecurity=False).hexdigest() != recorded[str(file)]
+        ):
+            problems.append(
+                f"{file} is not what DVC recorded in {LOCK}. Run `dvc repro`, or `dvc checkout {file}` for what was "
+                "recorded; if you ran its stage by hand, `dvc commit`."
+            )
+    return [problem for problem in problems if problem]
+
+
+def check_here(config: Config, environment: Mapping[str, Any]) -> None:
+    """Raise ComparisonError if of the stages that measure, code or parameters are no longer as ``environment`` says:
+    whoever compares speaks of what is here."""
+    there = environment.get("stages", {})
+    changed = [
+        path
+        for stage, here in stages.described(config, {}, stages.MEASURING)["stages"].items()
+        for path, *_ in results.differing(
+            there.get(stage) if isinstance(there, dict) else None, here, f"stages.{stage}"
+        )
+        if path.rpartition(".")[2] not in stages.HOW_LONG
+    ]
+    if changed:
+        raise ComparisonError(f"{', '.join(changed)} changed since {ENVIRONMENT_FILE} was written. Run `dvc repro`.")
+
+
+def _sha256_of_data(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["sha256"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ComparisonError(f"{path} describes no data set: {error!r}. Run `dvc repro --force prepare`.") from None
+
+
+def _recorded(lock: Path) -> dict[str, str]:
+    """Output -> MD5, of what DVC says that its stages made, directories aside."""
+    try:
+        text = lock.read_text(encoding="utf-8")
+        made = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).get("stages", {}).values()
+        return {out["path"]: out["md5"] for stage in made for out in stage.get("outs", ()) if "md5" in out}
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ComparisonError(f"{lock} cannot be read: `git checkout {lock.name}`, or `dvc repro`. ({error})") from None
+
+
+def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
+    """File -> SHA-256, of what a comparison of these results is made from."""
+    files = [file(each.variant) for each in measured for file in (results.result_file, results.history_file)]
+    sessions = sorted(path.relative_to(root) for path in (root / results.SESSIONS).glob("*.json"))
+    return {path.as_posix(): results.sha256(root / path) for path in (*files, results.BENCH_FILE, *sessions)}
+
+
+def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
+    """What a comparison was made of that is another file now, or none."""
+    then = comparison.get("made_of", {})
+    return [name for name, sha in then.items() if not (root / name).is_file() or results.sha256(root / name) != sha]
 
 
 def check(
@@ -70,11 +156,27 @@ def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
 def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
     here = hash_of(environment, "variants", result.variant)
     if result.environment == here:
-        return ""
+        problem = _key_problem(result.key, environment, "train", result.variant)
+        return problem and f"{problem}. Run `dvc repro`, which trains it as it is now."
     return (
         f"variant {result.variant!r} was measured in environment {result.environment[:12]}, but environment.json is "
         f"{here[:12]}{_relied_on(environment, result.variant)}: numbers of different machines or software are not "
         "compared. Run `dvc repro` to measure it here."
+    )
+
+
+def _key_problem(
+    key: str | None, environment: Mapping[str, Any], stage: Literal["train", "bench"], variant: str
+) -> str:
+    """Whether a variant ran as environment.json says; a fingerprint alone says nothing."""
+    try:
+        if "stages" not in environment or key == stages.key(environment, stage, variant):
+            return ""
+    except (AttributeError, KeyError, TypeError):  # it knows no such variant, or is none
+        pass
+    return (
+        f"variant {variant!r} ran with other code, another plan or other settings than environment.json says "
+        f"(stages.{stage}, variants.{variant})"
     )
 
 
@@ -131,6 +233,12 @@ def _bench_problems(
             f"the bench was measured in environment {bench.environment[:12]}, but environment.json is {here[:12]}"
             f"{_relied_on(environment, *variants)}"
         )
+    else:
+        problems += [
+            problem
+            for each in measured
+            if (problem := _key_problem(bench.keys.get(each.variant), environment, "bench", each.variant))
+        ]
     if bench.baseline != baseline.variant:
         problems.append(f"the bench's baseline is {bench.baseline!r}, that of compare.baseline {baseline.variant!r}")
     elif not bench.arm("aa_control", baseline.variant):
@@ -139,7 +247,7 @@ def _bench_problems(
         problems.append(
             f"the bench trained on {_described(bench.dataset)}, the variants on {_described(baseline.dataset)}"
         )
-    ours, theirs = bench.config["train"], baseline.config["train"]
+    ours, theirs = bench.config.get("train", {}), baseline.config.get("train", {})
     problems += [
         f"the bench trained with train.{key} {ours.get(key)!r}, the variants with {theirs.get(key)!r}"
         for key in sorted(ours.keys() | theirs.keys())

@@ -101,11 +101,12 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
 def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
     """Of all that the numbers of ``users`` depend on: the fingerprint's hash, if they rely on nothing optional.
 
-    ``content``: a fingerprint.
+    ``content``: a fingerprint. Its hash is not believed, but taken of what stands there.
     """
     known = optional_versions(content, section)
     versions = {name: version for user in users for name, version in known.get(user, {}).items()}
-    return _sha256([content["hash"], versions]) if versions else str(content["hash"])
+    own = _sha256({name: content.get(name) for name in ("hardware", "software", "settings")})
+    return _sha256([own, versions]) if versions else own
 
 
 def optional_versions(

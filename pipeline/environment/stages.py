@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Collection, Mapping, Set
+from typing import Any, Literal
 
 from pipeline.environment import code, hash_of
 from pipeline.params import Config, Train, Variant, catalogue
 from pipeline.plans import Plan
 
+MEASURING = ("prepare", "train", "bench")
 
-def described(config: Config, plans: Mapping[str, Plan]) -> dict[str, Any]:
+
+def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] | None = None) -> dict[str, Any]:
     """``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}}``, plain values.
 
-    ``code`` is file -> digest (``code``). ``plans``: of every variant, on this machine.
+    ``code`` is file -> digest (``code``). ``plans``: of every variant, on this machine. ``only``: of these stages.
     """
     settings: dict[str, Any] = {
         "fetch": _plain(config.fetch),
@@ -30,28 +32,29 @@ def described(config: Config, plans: Mapping[str, Plan]) -> dict[str, Any]:
         "infer": {"max_spread": config.compare.max_spread, **_plain(config.infer, but=frozenset({"variants"}))},
         "compare": _plain(config.compare),
     }
-    found = {
-        "stages": {stage: {"code": code.of_stage(stage), "settings": each} for stage, each in settings.items()},
+    return {
+        "stages": {
+            stage: {"code": code.of_stage(stage), "settings": each}
+            for stage, each in settings.items()
+            if only is None or stage in only
+        },
         "variants": {name: _of_variant(plan) for name, plan in plans.items()},
     }
-    code.remember()
-    return found
 
 
 HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
 """Settings of the bench that change how much is measured, and not what."""
 
 
-def keys(config: Config, plans: Mapping[str, Plan], fingerprint: Mapping[str, Any]) -> dict[str, str]:
-    """By variant: digest of what its figures in the bench depend on, beside the data: sessions of one key add up."""
-    settings = {"baseline": config.compare.baseline, **_plain(config.bench, but=HOW_LONG)}
-    shared = [code.of_stage("bench"), settings]
-    return {
-        name: hashlib.sha256(
-            json.dumps([hash_of(fingerprint, "variants", name), *shared, _of_variant(plan)], sort_keys=True).encode()
-        ).hexdigest()
-        for name, plan in plans.items()
-    }
+def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str) -> str:
+    """Digest of what the variant's figures of this stage depend on beside the data: sessions of one key add up.
+
+    ``content``: of environment.json, with what was ``described``.
+    """
+    about = content["stages"][stage]
+    settings = {name: value for name, value in about["settings"].items() if stage == "train" or name not in HOW_LONG}
+    made_of = [hash_of(content, "variants", variant), about["code"], settings, content["variants"][variant]]
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
 def training(plan: Plan) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from pipeline.files import write_text
 from pipeline.gate.copies import commit_of
 from pipeline.gate.decision import EXIT_CODES, GateError
 from pipeline.gate.markdown import markdown
-from pipeline.gate.recording import recorded
+from pipeline.gate.recording import check_current, recorded
 from pipeline.gate.side_by_side import measured
 from pipeline.params import Config
 from pipeline.results import REPORTS
 
-__all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "run"]
+__all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "check_current", "run"]
 
 JSON_FILE = REPORTS / "gate.json"
 MARKDOWN_FILE = REPORTS / "gate.md"

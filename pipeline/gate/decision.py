@@ -15,7 +15,7 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
 from pipeline.errors import PipelineError
 from pipeline.params import Margins
-from pipeline.results import Arm, Document, Record, Window
+from pipeline.results import Arm, Dataset, Document, Record, Window
 
 Outcome = Literal["passed", "worse", "untrusted", "undecided"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
@@ -81,6 +81,8 @@ class Gated(Judged, Document):
     against: str
     """A revision, as it was given."""
     margins: Margins
+    dataset: Dataset
+    """Of both sides."""
     base: Side
     head: Side
     remarks: tuple[str, ...]

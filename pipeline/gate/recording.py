@@ -45,7 +45,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     names = held_variants(there, here, str(path))
     if problems := [*_environment_problems(base, head, names, path), *_job_problems(base, head, path)]:
         raise GateError("\n".join(problems))
-    _check_current(config, names)
+    check_current(config, names)
     margin = min(base.margins.accuracy, config.compare.margins.accuracy)
     trained = {name: _accuracies(base).get(name, {}) for name in names}
     compared = accuracies(head.dataset.test_count, trained, _accuracies(head), margin)
@@ -81,7 +81,7 @@ def _ratio(base: Arm, head: Arm, quantity: Quantity) -> str:
     return f"{statistics.median(known[0]) / statistics.median(known[1]):.3f}" if all(known) else "not known"
 
 
-def _check_current(config: Config, names: Sequence[str]) -> None:
+def check_current(config: Config, names: Sequence[str]) -> None:
     """Raise GateError unless the comparison is of what is here now: of this code, these settings and, by DVC's word,
     these files."""
     made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))

@@ -41,7 +41,7 @@ from pipeline.gate.decision import (
 )
 from pipeline.gate.settings import differences, judging, require
 from pipeline.params import Config
-from pipeline.results import Arm
+from pipeline.results import Arm, Dataset
 
 RULERS = (
     "benchmark/arm.py",
@@ -105,6 +105,7 @@ def measured(config: Config, revision: str) -> Gated:
         **dict(found),
         against=revision,
         margins=effective.compare.margins,
+        dataset=Dataset.model_validate(here["dataset"]),
         base=Side(
             commit=commit,
             environment=there["environment"],

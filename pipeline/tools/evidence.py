@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline import environment, params, report, results
 from pipeline.comparison.compare import compare
-from pipeline.comparison.consistency import read_all
+from pipeline.comparison.consistency import made_of, read_all
 from pipeline.data.prepared import DESCRIPTION, Description
 from pipeline.environment import code
 from pipeline.errors import PipelineError, printable, redacted
@@ -143,16 +143,14 @@ def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
         config = params.load()
         _equal("the archive", dict.fromkeys(inputs, "a file"), dict.fromkeys(_inputs(config), "a file"))
         measured, histories = read_all(config)
-        for each in measured:
-            derived = results.summarise(each.runs)
-            _equal(f"results/{each.variant}.json", each.summary.model_dump(), derived.model_dump(), "summary")
         sessions = [results.read_bench(), *results.read_sessions()]
         _equal("bench.json, sessions", [each.rounds for each in sessions if each.rounds > MOST], [], "rounds")
         if DATASET.is_file():
             told = Description.model_validate_json(DATASET.read_bytes())
             _equal(str(DATASET), told.sha256, told.digest(), "sha256")
             _equal(str(results.BENCH_FILE), sessions[0].dataset.sha256, told.sha256, "dataset.sha256")
-        report.write(compare(measured, histories, sessions, config.compare, environment.read()), histories)
+        compared = compare(measured, histories, sessions, config.compare, environment.read(), made_of(measured))
+        report.write(compared, histories)
         return {path.as_posix(): _read(str(path)) for path in sorted(results.REPORTS.rglob("*")) if path.is_file()}
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import results
+from pipeline.comparison import consistency
 from pipeline.environment import ENVIRONMENT_FILE
 from pipeline.params import Config, Train
-from pipeline.results import Result, Run
+from pipeline.results import Result, ResultError, Run
 
 LAYOUT = 2
 """Raise it when runs are to be logged differently: every run is then written again."""
@@ -102,7 +103,8 @@ class Wanted:
 def wanted(config: Config, root: Path) -> Wanted | None:
     """The comparison of the results that are there; None if there is none.
 
-    Raises ResultError, naming the file, for one that is no result, or not of what ``config`` says.
+    Raises ResultError, naming the file, for one that is no result, not of what ``config`` says, or not of what it was
+    made from or recorded as (``consistency.broken_links``).
     """
     found = []
     for variant in config.variants:
@@ -111,12 +113,14 @@ def wanted(config: Config, root: Path) -> Wanted | None:
             found.append(results.read(path, config))
     if not found:
         return None
+    if problems := consistency.broken_links(found, root, results.REPORTS / "comparison.json"):
+        raise ResultError("\n".join(problems))
     children = [child_of(config, root, result, run) for result in found for run in result.runs]
     profiles, inference = _profiles(config, root), _inference(config, root)
     shown = [*report_files(root), *_records(profiles, inference)]
     return Wanted(
         key=_digest([LAYOUT, *sorted(results.digest(result) for result in found)]),
-        report=_digest([REPORT_LAYOUT, *([file.name, sha256(file)] for file in shown)]),
+        report=_digest([REPORT_LAYOUT, *([file.name, results.sha256(file)] for file in shown)]),
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,
@@ -146,10 +150,6 @@ def report_files(root: Path) -> list[Path]:
 def context_files(root: Path) -> list[Path]:
     """What a comparison rests on beside its results. No change of these alone makes a parent run out of date."""
     return [file for file in (root / ENVIRONMENT_FILE, root / "params.yaml", root / "dvc.lock") if file.exists()]
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _profiles(config: Config, root: Path) -> dict[str, list[Path]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import results
+from pipeline.comparison.consistency import changed_since
 from pipeline.environment import ENVIRONMENT_FILE, hash_of
 from pipeline.params import Config
 from pipeline.results import Result
@@ -114,12 +115,28 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
 
 
 def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
-    """The content of comparison.json; empty without one, and if it compares other runs than those in the results."""
-    measured = {child.variant: child.result for child in wanted.children.values()}
-    runs = {variant: [run.model_dump(mode="json") for run in result.runs] for variant, result in measured.items()}
+    """The content of comparison.json; empty without one, and if it is ``stale``."""
+    return {} if stale(wanted, root) else _comparison(root)
+
+
+def stale(wanted: Wanted, root: Path) -> list[str]:
+    """What comparison.json was made of that is something else here."""
+    runs = {child.variant: [run.model_dump(mode="json") for run in child.result.runs]
+            for child in wanted.children.values()}  # fmt: skip
+    content = _comparison(root)
+    told = [each for each in content.get("variants", ()) if each["runs"] != runs.get(each["variant"])]
+    return changed_since(content, root) or [f"the runs of {each['variant']}" for each in told]
+
+
+def _comparison(root: Path) -> dict[str, Any]:
     path = root / results.REPORTS / "comparison.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return content if all(each["runs"] == runs.get(each["variant"]) for each in content.get("variants", ())) else {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if all(each["runs"] and each["variant"] for each in content.get("variants", ())):
+            return dict(content)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise results.ResultError(f"{path} is no comparison: run `dvc repro compare`.")
 
 
 def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
@@ -175,8 +192,8 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
-    if known and hash_of(known, "variants", result.variant) == result.environment:
-        tags["environment"] = known["hash"]  # what all variants have in common, to be searched for
+    if known:  # the result's, or ``comparisons.wanted`` had refused it
+        tags["environment"] = hash_of(known, "variants")  # what all variants have in common, to be searched for
         if known["software"]["image"]:
             tags["image"] = known["software"]["image"]
     if lock.exists():

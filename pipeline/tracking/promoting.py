@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GATE = (REPORTS / "gate.json", REPORTS / "gate.md")
 ALIAS = "champion"
+GATE_AGAIN = "Run `python -m pipeline gate --against REVISION`."
 FEWEST_SESSIONS = 3
 """Fewer say too little of whether a gain is there tomorrow."""
 TOO_FEW = 3
@@ -49,7 +50,11 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     wanted = comparisons.wanted(config, root)
     compared = labels.compared(wanted, root) if wanted else {}
     if wanted is None or not compared:
-        raise PromotionError("there is no comparison of the results that are here; run `dvc repro`, which makes it.")
+        other = wanted and labels.stale(wanted, root)
+        why = f" (reports/comparison.json was made of other: {', '.join(other)})" if other else ""
+        raise PromotionError(
+            f"there is no comparison of the results that are here{why}; run `dvc repro`, which makes it."
+        )
     best = compared["champion"]
     variant = best["variant"] if best else compared["baseline"]
     if best and (count := sessions_of(compared, variant)) < FEWEST_SESSIONS:
@@ -70,6 +75,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
     if child is None:
         raise PromotionError(f"the comparison is of {variant!r}, which is not under variants; run `dvc repro`.")
+    if gate["dataset"]["sha256"] != child.result.dataset.sha256:
+        raise PromotionError(f"the gate judged by another data set than {child.result_file} is of. {GATE_AGAIN}")
     if child.model_file is None:
         raise PromotionError(
             f"the model of {child.name} cannot be made here: that takes publish.models, its weights and {PREPARED}; "
@@ -120,20 +127,19 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
 
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
     """The gate's decision, if it let ``commit`` pass."""
-    again = "Run `python -m pipeline gate --against REVISION`."
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
-        outcome, judged = gate["outcome"], gate["head"]["commit"]
+        outcome, judged, _ = gate["outcome"], gate["head"]["commit"], gate["dataset"]["sha256"]
     except FileNotFoundError:
-        raise PromotionError(f"{GATE[0]} is missing: only what has passed the gate is promoted. {again}") from None
+        raise PromotionError(f"{GATE[0]} is missing: only what has passed the gate is promoted. {GATE_AGAIN}") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {again}") from None
+        raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {GATE_AGAIN}") from None
     if outcome != "passed":
         raise PromotionError(f"the gate did not pass against {gate['against']}: {outcome}. {GATE[1]} says why.")
     if commit is None:
         raise PromotionError("no commit is checked out here, so nobody could find the champion's code again.")
     if judged != commit:
-        raise PromotionError(f"the gate judged commit {judged}, but {commit} is checked out. {again}")
+        raise PromotionError(f"the gate judged commit {judged}, but {commit} is checked out. {GATE_AGAIN}")
     if commit.endswith("+"):
         raise PromotionError(f"files differ from commit {commit[:-1]}: commit them, then run the gate again.")
     return gate

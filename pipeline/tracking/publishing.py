@@ -56,6 +56,11 @@ def publish(config: Config, root: Path = Path()) -> Published:
                 experiment_id = store.experiment_id
                 changes = reconcile(wanted, store.runs(wanted.key), stores.checkout(root))
                 if changes:
+                    if other := labels.stale(wanted, root):
+                        names = ", ".join(other)
+                        stores.warn(
+                            f"the report was made of other files than are here ({names}): no verdict is taken of it."
+                        )
                     print(f"MLflow: writing {wanted.name} ...", flush=True)
                     _apply(changes, wanted, store, config)
                     store.client.set_experiment_tag(experiment_id, views.TAG + wanted.name, views.state(wanted))

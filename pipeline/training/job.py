@@ -27,7 +27,8 @@ from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.measurement.sampling import SystemSampler
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
-from pipeline.results import HistoryRow, Result, Run, Setup, summarise
+from pipeline.plans import plan as plan_of
+from pipeline.results import HistoryRow, Result, Run, Score, Setup, sha256, summarise
 from pipeline.techniques import of_plan
 from pipeline.training import checkpoints
 from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
@@ -50,8 +51,10 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = planned(config, name, machine, prepared)
     started = time.monotonic() - age_seconds()  # of all processes; nobody sets it
-    depends_on = stages.training(plan)  # as the code is now, whatever environment.json says
-    launch(_work, (config, plan, prepared, environment.read(), depends_on, started), plan.processes)
+    # As the code is now, whatever environment.json says; which knows no launcher, and so the plan without.
+    depends_on, fingerprint = stages.training(plan), environment.read()
+    key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
+    launch(_work, (config, plan, prepared, fingerprint, depends_on, key, started), plan.processes)
 
 
 def _work(
@@ -60,9 +63,11 @@ def _work(
     prepared: Path,
     fingerprint: dict[str, Any],
     depends_on: dict[str, Any],
+    key: str,
     started: float,
 ) -> None:
-    """What each process does. ``fingerprint``: the environment's. ``depends_on``: see ``stages.training``."""
+    """What each process does. ``fingerprint``: the environment's. ``depends_on``: see ``stages.training``. ``key``:
+    the result's."""
     keep_freed_memory()
     with assembled(plan, prepared) as assembly:
         world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
@@ -78,7 +83,7 @@ def _work(
             job = Job(config, assembly, environment_hash, depends_on, device_name, started, sampler, heard)
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
-                job.write_result(runs)
+                job.write_result(runs, key)
     if heard.signal:  # too late to stop anything, but no next stage should begin
         sys.exit(heard.exit_code)
     if world.is_main:  # the last act: up to here, an interruption finds all of it again
@@ -169,7 +174,7 @@ class Job:
             checkpoints.save(trained, results.model_file(self.plan.name, seed))
         return run
 
-    def write_result(self, runs: list[Run]) -> None:
+    def write_result(self, runs: list[Run], key: str) -> None:
         """Write the result, now that every seed is done."""
         config, plan = self.config, self.plan
         assert self.setup is not None
@@ -179,6 +184,9 @@ class Job:
             config={"train": config.train.model_dump(mode="json"), "variant": plan.requested.model_dump(mode="json")},
             **dict(self.setup),
             dataset=dataset_of(self.assembly.dataset),
+            key=key,
+            history_sha256=sha256(self.history_file),
+            score=Score(name=config.train.metric),
             summary=summarise(runs),
             runs=tuple(runs),
         )

@@ -225,7 +225,8 @@ def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
 
     checkout.commit()
     head = {"commit": checkout.run("git", "rev-parse", "HEAD").strip()}
-    gate = {"outcome": "passed", "against": "main", "head": head, "base": head}
+    measured = json.loads((checkout.path / "results/baseline.json").read_text(encoding="utf-8"))
+    gate = {"outcome": "passed", "against": "main", "head": head, "base": head, "dataset": measured["dataset"]}
     files.write_text(checkout.path / "reports/gate.json", json.dumps(gate))
     promoted = checkout.run("python", "-m", "pipeline", "promote", MLFLOW_TRACKING_URI=services.uri)
     assert f"its champion: {services.uri}/#/models/{EXPERIMENT}" in promoted

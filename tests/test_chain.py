@@ -1,0 +1,273 @@
+"""Files of a job are believed only as they were written, of one job, and where their figures can have been measured."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import cli, results
+from pipeline.environment import code, hash_of, stages
+from pipeline.gate import recording
+from pipeline.params import Machine, load, parse
+from pipeline.plans import plans
+from pipeline.results import Result
+from pipeline.tracking import comparisons, labels
+from tests.factories import ENVIRONMENT, make_bench, make_history, make_result, make_run
+
+PARAMS: dict[str, Any] = {
+    "train": {"device": "cpu"},
+    "publish": {"models": False},
+    "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
+}
+OF_STAGE = functools.cache(code.of_stage)  # a test changes files, no code
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+RESULT, HISTORY, BENCH, DATA, HERE, PARAMETERS, REPORT = (
+    "results/ddp.json", "results/ddp/history.csv", "bench.json", "data/prepared/dataset.json", "environment.json",
+    "params.yaml", "reports/comparison.json",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a job, as `dvc repro` leaves them."""
+    root = tmp_path_factory.mktemp("job")
+    config = parse(PARAMS)
+    here = ENVIRONMENT | stages.described(config, plans(config, CPU))
+    save(root / HERE, here)
+    save(root / DATA, {"sha256": "d" * 64})
+    (root / PARAMETERS).write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
+    measured = []
+    for name, right in (("baseline", 9000), ("ddp", 9010)):
+        runs = [make_run(seed, test_correct=right + seed) for seed in (0, 1, 2)]
+        applied = config.variants[name].model_dump()
+        parallel: dict[str, Any] = {"world_size": 2, "backend": "gloo"} if name == "ddp" else {}
+        asked = {"train": config.train.model_dump(mode="json"), "variant": applied}
+        history = results.history_file(name, root / "results")
+        results.write_history(make_history(), history)
+        measured.append(
+            make_result(
+                name, runs, applied=applied, config=asked, key=stages.key(here, "train", name),
+                environment=hash_of(here, "variants", name), history_sha256=results.sha256(history), **parallel,
+            )
+        )  # fmt: skip
+        results.write(measured[-1], results.result_file(name, root / "results"))
+    keys = {each.variant: stages.key(here, "bench", each.variant) for each in measured}
+    (root / BENCH).write_text(make_bench(measured, keys=keys).to_json(), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert cli.main(["compare"]) == 0
+    record(root)
+    return root
+
+
+@pytest.fixture
+def job(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "job"
+    shutil.copytree(made, root)
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(code, "of_stage", OF_STAGE)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # whatever is refused does not come so far
+    return root
+
+
+def save(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def record(root: Path) -> None:
+    """As DVC does: what lies there is what the stages made."""
+    outs = [[f"results/{name}.json", f"results/{name}/history.csv"] for name in PARAMS["variants"]]
+    locked = {
+        f"stage {number}": {
+            "outs": [
+                {"path": path, "hash": "md5", "md5": hashlib.md5((root / path).read_bytes()).hexdigest()}
+                for path in paths
+            ]
+        }
+        for number, paths in enumerate([*outs, [BENCH], [REPORT]])
+    }
+    (root / "dvc.lock").write_text(yaml.safe_dump({"stages": locked}), encoding="utf-8")
+
+
+def at(path: str, value: Any) -> Callable[[Any], None]:
+    """Sets what a dotted path names; a function as the value is given what stands there."""
+
+    def change(content: Any) -> None:
+        *way, last = [int(key) if key.lstrip("-").isdigit() else key for key in path.split(".")]
+        for key in way:
+            content = content[key]
+        content[last] = value(content[last]) if callable(value) else value
+
+    return change
+
+
+def copied(from_: int, to: int) -> Callable[[Any], None]:
+    def change(bench: Any) -> None:
+        bench["arms"][to]["samples"] = bench["arms"][from_]["samples"]
+
+    return change
+
+
+def edit(file: str, change: Callable[[Any], None]) -> None:
+    path = Path(file)
+    text = path.read_text(encoding="utf-8")
+    content = yaml.safe_load(text) if file == PARAMETERS else json.loads(text)
+    change(content)
+    path.write_text(yaml.safe_dump(content) if file == PARAMETERS else json.dumps(content), encoding="utf-8")
+
+
+OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
+    ("training parameters", PARAMETERS, at("train.epochs", 3), "train.epochs is 2 there and 3"),
+    ("a variant's parameters", PARAMETERS, at("variants.ddp.bucket_mb", 5), "variants.ddp.bucket_mb is null there"),
+    ("code of the training", RESULT, at("key", "0" * 64), "(stages.train, variants.ddp)"),
+    ("its environment", RESULT, at("environment", "0" * 64), "was measured in environment 000000000000"),
+    ("content under an old hash", HERE, at("software.torch", "9.9"), "was measured in environment"),
+    ("a data set", DATA, at("sha256", "0" * 64), "of another data set than data/prepared/dataset.json"),
+    ("a data set in the result", RESULT, at("dataset.sha256", "0" * 64), "SHA-256 000000000000"),
+    ("no data set", DATA, at("sha256", None), "of another data set"),
+    ("a history", RESULT, at("history_sha256", "0" * 64), "history.csv is not the one that was written with"),
+    ("another score", RESULT, at("score.name", "f1"), "its score is 'f1', not train.metric 'accuracy'"),
+    ("a direction of no score", RESULT, at("score.direction", "lower is better"), "score.direction"),
+    ("an older schema", RESULT, at("schema", 1), "schema"),
+    ("equal weights", RESULT, 
+     lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0 and 2"),
+    ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed over a window of no steps"),
+    ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps measured, where 458 to 458 are warm"),
+    ("a short job", RESULT, at("runs.1.steps", 46), "46 steps, where the job has 468"),
+    ("more right than tested", RESULT, at("runs.0.test_correct", 10_001), "10001 right of 10000"),
+    ("a score of its own", RESULT, at("runs.0.test_accuracy", 0.99), "test_accuracy is 0.99"),
+    ("a score above 1", RESULT, at("runs.0.test_accuracy", 1.01), "runs.0.test_accuracy"),
+    ("fewer tested", RESULT, at("runs.0.test_count", 9_999), "9999 samples tested of 10000"),
+    ("a summary of its own", RESULT, at("summary.samples_per_second", 30_000.0), "summary.samples_per_second is 30000"),
+    ("a negative speed", RESULT, at("runs.0.samples_per_second", -1.0), "runs.0.samples_per_second"),
+    ("a huge speed", RESULT, at("runs.0.samples_per_second", 1e14), "1e+14 samples/s, although half of the steps"),
+    ("an endless speed", RESULT, at("runs.0.samples_per_second", 1e300), "runs.0.samples_per_second"),
+    ("a negative memory", RESULT, at("runs.0.peak_memory_bytes", -5), "runs.0.peak_memory_bytes"),
+    ("negative seconds", RESULT, at("runs.0.train_seconds", -5.0), "runs.0.train_seconds"),
+    ("words for a section", RESULT, at("config.train", "accuracy"), "config.train"),
+    ("no run", RESULT, at("runs", []), "runs of the seeds []"),
+]  # fmt: skip
+OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
+    ("parameters", PARAMETERS, at("bench", {"turns": 3}), "stages.bench.settings.turns changed since environment.json"),
+    ("code here", HERE, lambda here: here["stages"]["train"]["code"].popitem(), "(stages.train, variants.ddp)"),
+    ("stages", HERE, at("stages", []), "(stages.train, variants.ddp)"),
+    ("code", BENCH, at("keys.ddp", "0" * 64), "(stages.bench, variants.ddp)"),
+    ("no keys", BENCH, at("keys", {}), "(stages.bench, variants.baseline)"),
+    ("environment", BENCH, at("environment", "0" * 64), "measured in environment 000000000000"),
+    ("data set", BENCH, at("dataset.sha256", "0" * 64), "bench.json: the bench trained on"),
+    ("no parameters", BENCH, at("config", {}), "the bench trained with train."),
+    ("a control that is a copy", BENCH, copied(0, -1), "are equal sample for sample"),
+    ("two arms", BENCH, copied(0, 1), "baseline and ddp are equal sample for sample"),
+    ("few steps", BENCH, at("arms.1.samples.2.measured_steps", 3), "ddp, round 3: 3 of 120 steps measured"),
+    ("no window", BENCH, at("arms.1.samples.2.step_p50_ms", 0.0), "arms.1.samples.2.step_p50_ms"),
+    ("a negative speed", BENCH, at("arms.1.samples.2.samples_per_second", -2.0), "arms.1.samples.2.samples_per_second"),
+    ("a huge speed", BENCH, at("arms.1.samples.2.samples_per_second", 1e12), "ddp, round 3: 1e+12 samples/s"),
+    ("falling percentiles", BENCH, at("arms.1.samples.2.step_p99_ms", 0.001), "percentiles"),
+    ("no arm", BENCH, at("arms", []), "arms"),
+    ("rounds", BENCH, at("arms.0.samples", lambda all_: all_[:3]), "fewer samples of the baseline than"),
+]  # fmt: skip
+
+
+def refused(command: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.main([command]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert named in said
+
+
+@pytest.mark.usefixtures("job")
+def test_files_that_fit_are_compared_and_published(capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path(REPORT).read_bytes()
+    assert cli.main(["compare"]) == 0
+    assert Path(REPORT).read_bytes() == before
+    assert not capsys.readouterr().err
+    assert comparisons.wanted(load(), Path())
+    Path(BENCH).unlink()  # as before any bench, and beside another report
+    wanted = comparisons.wanted(load(), Path())
+    assert wanted
+    assert labels.stale(wanted, Path()) == [BENCH]
+    assert labels.compared(wanted, Path()) == {}
+    for path in (REPORT, HERE, DATA, "dvc.lock"):
+        Path(path).unlink()
+    assert comparisons.wanted(load(), Path())
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("file", "change", "named"), [pytest.param(*case, id=name) for name, *case in OF_OTHERS]
+)  # fmt: skip
+def test_results_are_of_this_job_and_can_have_been_measured(
+    file: str, change: Callable[[Any], None], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(file, change)
+    record(Path())
+    for command in ("compare", "publish"):
+        refused(command, named, capsys)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("file", "change", "named"), [pytest.param(*case, id=name) for name, *case in OF_BENCH]
+)  # fmt: skip
+def test_a_bench_is_of_this_job_and_can_have_been_measured(
+    file: str, change: Callable[[Any], None], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(file, change)
+    record(Path())
+    refused("compare", named, capsys)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("file", [RESULT, HISTORY, BENCH, REPORT])
+def test_what_dvc_recorded_is_as_it_was(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path(file).open("a", encoding="utf-8") as opened:
+        opened.write("\n")
+    refused("publish", f"{file} is not what DVC recorded in dvc.lock", capsys)
+    if file == REPORT:  # which it writes
+        assert cli.main(["compare"]) == 0
+    else:
+        refused("compare", f"{file} is not what DVC recorded in dvc.lock", capsys)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("text", ["[]", "stages: [", "stages: {a: {outs: [1]}}", "stages: 7", "\x00"])
+def test_a_lock_that_cannot_be_read_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("dvc.lock").write_text(text, encoding="utf-8")
+    refused("compare", "dvc.lock cannot be read", capsys)
+
+
+@pytest.mark.usefixtures("job")
+def test_a_recorded_comparison_is_held_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(REPORT, "main.json")
+    edit("main.json", lambda content: copied(0, -1)(content["bench"]))
+    capsys.readouterr()
+    assert cli.main(["gate", "--against", "main.json"]) == 2
+    assert "main.json holds what was not measured" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("job")
+def test_what_is_promoted_is_of_what_is_here_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recording, "output", lambda *_: "{}")
+    edit(PARAMETERS, at("bench", {"turns": 3}))
+    refused("promote", "bench.settings.turns", capsys)
+
+
+def test_how_often_a_run_was_resumed_says_how_many_steps_are_warm() -> None:
+    def measured(steps: int, resumes: int) -> Result:
+        return make_result(runs=[make_run(0, measured_steps=steps, resumes=resumes)])
+
+    train = parse(PARAMS | {"train": {"seeds": [0]}}).train
+    found = [results._contradictions(measured(*each), train) for each in ((458, 0), (440, 2), (437, 2), (459, 2))]
+    assert [len(each) for each in found] == [0, 0, 1, 1]
