@@ -279,8 +279,8 @@ def test_work_between_an_arm_s_turns_is_seen_and_rejected(workspace: Path) -> No
     assert busy.samples_per_second is None
 
 
-def test_a_twentieth_of_its_window_is_nothing() -> None:
+def test_a_twentieth_of_its_window_and_what_idle_threads_take_are_nothing() -> None:
     clock = Clock(torch.device("cpu"))
     clock.measured_seconds = 2.0
-    assert of_turns(0.1, clock) == []
-    assert "0.11 s of CPU time between its turns, beside 2.00 s" in of_turns(0.11, clock)[0].reason
+    assert of_turns(0.1, 0.0, clock) == of_turns(0.2, 10.0, clock) == []
+    assert "0.11 s of CPU time between its turns, beside 2.00 s" in of_turns(0.11, 0.5, clock)[0].reason

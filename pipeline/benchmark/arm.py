@@ -137,13 +137,14 @@ def _measure_in_turns(
                 training.settle(warmup)
             training.detectors = watching
             training.advance(warmup)
-            aside = 0.0
+            aside = waited = 0.0
             turn = yield None
             while turn:
                 training.advance(turn)
-                children, own = children_seconds(os.getpid()), time.process_time()
+                children, since, own = children_seconds(os.getpid()), time.monotonic(), time.process_time()
                 turn = yield None
                 aside += time.process_time() - own
+                waited += time.monotonic() - since
                 aside += children_seconds(os.getpid()) - children
             if on_cpu:
                 training.memory = memory
@@ -151,7 +152,7 @@ def _measure_in_turns(
                 training,
                 asked_steps=steps,
                 max_input_wait=_allowed_wait(training, config),
-                seen=of_turns(aside, training.clock),
+                seen=of_turns(aside, waited, training.clock),
             )
             device_name = device_name_of(world, fingerprint)
             found = _ledgers(training, window) if ledgers else None
