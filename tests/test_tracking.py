@@ -1001,6 +1001,16 @@ def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("one_session_is_enough")
+def test_what_passed_on_other_data_is_not_promoted(root: Path) -> None:
+    write_comparison(root)
+    write_gate(root)
+    path = root / "reports/gate.json"
+    write_text(path, path.read_text(encoding="utf-8").replace("d" * 64, "0" * 64))
+    with pytest.raises(tracking.PromotionError, match=r"another data set than .*ddp\.json is of"):
+        tracking.promote(config_of(), COMMIT, root)
+
+
+@pytest.mark.usefixtures("one_session_is_enough")
 def test_what_is_not_here_or_not_in_mlflow_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gate(root)
     with pytest.raises(tracking.PromotionError, match="no comparison of the results that are here"):
