@@ -1107,6 +1107,11 @@ def test_other_data_are_refused(pretended: Pretended) -> None:
         gate.run(configured(), "main")
 
 
+def test_a_version_that_tells_more_of_the_same_data_is_held_against_one_that_does_not(pretended: Pretended) -> None:
+    pretended.about[1]["dataset"] = pretended.about[1]["dataset"] | {"test_repeated_count": 3}
+    gate.run(configured(), "main")
+
+
 @pytest.mark.parametrize(("rounds", "enough"), [(5, False), (6, True)])
 def test_an_interrupted_measurement(pretended: Pretended, rounds: int, enough: bool) -> None:
     pretended.rounds, pretended.interrupted = rounds, True
