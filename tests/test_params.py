@@ -55,9 +55,9 @@ def test_sections_are_frozen() -> None:
 
 
 MISTAKES = [
-    ("trian", {}, "unknown key; allowed: fetch, prepare,", "Did you mean 'train'?"),
-    ("train.augment.flp", True, "unknown key; allowed: crop_padding, flip, cutout. ", "Did you mean 'flip'?"),
-    ("train.augment.xyz", True, "unknown key; allowed: crop_padding, flip, cutout.", ""),
+    ("trian", {}, "unknown key. Did you mean 'train'? Allowed: fetch, prepare,", ""),
+    ("train.augment.flp", True, "unknown key. Did you mean 'flip'? Allowed: crop_padding, flip, cutout.", ""),
+    ("train.augment.xyz", True, "unknown key. Allowed: crop_padding, flip, cutout.", ""),
     ("variants.memory.activation_checkpoint", True, "unknown key", "Did you mean 'activation_checkpointing'?"),
     ("variants.memory.activation_checkpointing", 1.5, "found 1.5;", "'selective' or a number below 1."),
     ("variants.memory.activation_checkpointing", "some", "found 'some';", "true or false or 'selective' or a number."),

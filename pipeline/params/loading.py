@@ -243,7 +243,7 @@ def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
         section: Any = Variant if path[0] == "variants" else Config
         for key in path[:-1] if section is Config else ():
             section = section.model_fields[key].annotation
-        return f"unknown key; allowed: {', '.join(section.model_fields)}.{_closest(path[-1], section.model_fields)}"
+        return f"unknown key.{_closest(path[-1], section.model_fields)} Allowed: {', '.join(section.model_fields)}."
     allowed = " or ".join(_ALLOWED.get(each["type"], "{msg}").format(**each, **each.get("ctx", {})) for each in errors)
     hint = _closest(found, re.findall("'(.*?)'", allowed) if "literal_error" in kinds else ())
     exponent = isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", found)
