@@ -23,7 +23,8 @@ class ConfigError(PipelineError, ValueError):
 _ROOM = "make room there and run it again: what was finished is kept"
 _RIGHTS = "let this user read and write there, and run it again"
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _ROOM),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "move away what stands there, and run it again"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
 }
 

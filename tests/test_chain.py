@@ -33,6 +33,7 @@ RESULT, HISTORY, BENCH, DATA, HERE, PARAMETERS, REPORT = (
     "results/ddp.json", "results/ddp/history.csv", "bench.json", "data/prepared/dataset.json", "environment.json",
     "params.yaml", "reports/comparison.json",
 )  # fmt: skip
+PAGE = "reports/comparison.html"
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def record(root: Path) -> None:
                 for path in paths
             ]
         }
-        for number, paths in enumerate([*outs, [BENCH], [REPORT]])
+        for number, paths in enumerate([*outs, [BENCH], [REPORT, PAGE]])
     }
     (root / "dvc.lock").write_text(yaml.safe_dump({"stages": locked}), encoding="utf-8")
 
@@ -271,3 +272,10 @@ def test_how_often_a_run_was_resumed_says_how_many_steps_are_warm() -> None:
     train = parse(PARAMS | {"train": {"seeds": [0]}}).train
     found = [results._contradictions(measured(*each), train) for each in ((458, 0), (440, 2), (437, 2), (459, 2))]
     assert [len(each) for each in found] == [0, 0, 1, 1]
+
+
+def test_an_edited_page_is_not_published(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (job / PAGE).open("a", encoding="utf-8") as page:
+        page.write("<p>9.86 times as fast</p>")
+    assert cli.main(["publish"]) == 2
+    assert f"{PAGE} is not what DVC recorded" in capsys.readouterr().err

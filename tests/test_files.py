@@ -41,6 +41,8 @@ def test_what_a_person_can_put_right_is_said_and_no_other_error() -> None:
     assert said(PipelineError("a mistake")) == "a mistake"
     assert "make room" in str(said(OSError(errno.ENOSPC, "No space left on device")))
     assert "'" not in str(said(OSError(errno.EROFS, "Read-only file system", "results")))
+    assert "make room" in str(said(OSError(errno.EFBIG, "File too large")))
+    assert "move away" in str(said(OSError(errno.EISDIR, "Is a directory", "results/ddp.json")))
     assert "memory" in str(said(MemoryError()))
     assert said(OSError(errno.ESPIPE, "Illegal seek")) is None
     assert said(ValueError("a fault of ours")) is None

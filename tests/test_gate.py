@@ -1174,7 +1174,7 @@ def earnest(tmp_path_factory: pytest.TempPathFactory) -> Clone:
         "bench": {"max_rounds": 7, "window_seconds": 0.2, "max_foreign_load": 1.0, "max_input_wait": 1.0},
         "compare.margins": margins,
         "compare.max_spread": 1000.0,
-        "gate": {"max_minutes": 10.0},
+        "gate": {"max_minutes": 10.0, "must_see": 0.5},
         "variants": {"baseline": {}},
     }
     made = Clone(tmp_path_factory.mktemp("earnest"), params)

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.comparison.sessions import combined, over_sessions, sessions_needed
+from pipeline.comparison.sessions import combined, distinct, over_sessions, sessions_needed
 from pipeline.comparison.stats import Interval, paired_ratio, widened
 from pipeline.comparison.verdicts import THROUGHPUT, Ratio
 from pipeline.params import Compare
@@ -184,3 +184,14 @@ def test_what_the_rounds_of_a_session_say_is_widened_by_what_equal_arms_differ()
     expected = widened(paired_ratio([a for a, _ in known], [b for _, b in known]), doubt)
     found = throughput(over(alone)["ddp"])
     assert (found.estimate, found.low, found.high) == (expected.estimate, expected.low, expected.high)
+
+
+def test_the_same_rounds_of_the_baseline_are_one_session_though_one_lacks_a_variant() -> None:
+    first = session(1, 1.5)
+    copy = first.model_copy(
+        update={
+            "session": session(2, 1.5).session,
+            "arms": tuple(arm for arm in first.arms if arm.variant != "memory"),
+        }
+    )
+    assert [each.session.start_utc[8:10] for each in distinct([first, copy])] == ["01"]

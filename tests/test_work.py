@@ -252,7 +252,7 @@ def test_and_by_verify(digits_folder: Path, digits: Dataset, tmp_path: Path) -> 
     verifier = Verifier(job, CPU_ONLY, digits_folder, digits, tmp_path)
     claims = list(verifier.claims("half"))
     assert len(claims) == verifier.count("half")
-    (claim,) = [each for each in claims if each.claim == "a step takes all of its 32 samples"]
+    (claim,) = [each for each in claims if each.claim == "the first step takes all of its 32 samples"]
     assert (claim.measured, claim.bound, claim.holds) == (16, 0, False)
 
 

@@ -100,7 +100,7 @@ def check_here(config: Config, environment: Mapping[str, Any]) -> None:
 def _sha256_of_data(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["sha256"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ComparisonError(f"{path} describes no data set: {error!r}. Run `dvc repro --force prepare`.") from None
 
 

@@ -134,9 +134,14 @@ def alike(one: Bench, other: Bench, *variants: str) -> bool:
 
 
 def distinct(sessions: Sequence[Bench]) -> list[Bench]:
-    """Each once, the oldest first. Two of the very same samples are one, whatever they say of their time."""
-    found = {tuple(arm.samples for arm in each.arms): each for each in reversed(sessions)}
-    return sorted(found.values(), key=lambda each: each.session.start_utc)
+    """Each once, the oldest first. Two with the very same samples of the arms that both have are one, the first given,
+    whatever they say of their time."""
+    found: list[Bench] = []
+    for each in sessions:
+        arms = {arm.name: arm.samples for arm in each.arms}
+        if not any(all(arms.get(arm.name, arm.samples) == arm.samples for arm in other.arms) for other in found):
+            found.append(each)
+    return sorted(found, key=lambda each: each.session.start_utc)
 
 
 class Sitting(NamedTuple):

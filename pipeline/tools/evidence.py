@@ -201,7 +201,7 @@ def _hold(said: Mapping[str, bytes], made: Mapping[str, bytes]) -> None:
         if said[name] != made[name]:  # as it may be on another processor, whose logarithms round differently
             try:
                 there, here = (_values(name, each[name].decode()) for each in (said, made))
-            except ValueError as error:
+            except (RecursionError, ValueError) as error:
                 raise Difference(f"{name} cannot be read: {error}.") from None
             _equal(name, there, here)
 

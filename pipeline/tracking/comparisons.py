@@ -113,7 +113,8 @@ def wanted(config: Config, root: Path) -> Wanted | None:
             found.append(results.read(path, config))
     if not found:
         return None
-    if problems := consistency.broken_links(found, root, results.REPORTS / "comparison.json"):
+    reports = (results.REPORTS / f"comparison.{kind}" for kind in ("json", "md", "html"))
+    if problems := consistency.broken_links(found, root, *reports):
         raise ResultError("\n".join(problems))
     children = [child_of(config, root, result, run) for result in found for run in result.runs]
     profiles, inference = _profiles(config, root), _inference(config, root)

@@ -338,7 +338,7 @@ class Verifier:
         """A step takes all that it is credited with. Nothing sees into a compiled graph: without it is told."""
         work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
         assert work is not None  # of a run
-        claim = f"a step takes all of its {work.credited:,} samples"
+        claim = f"the first step takes all of its {work.credited:,} samples"
         if compilers and (reduced := self._without_these(plan, compilers).plan):
             try:
                 work = self._observe(reduced, [Task("run")])[0].work or work
