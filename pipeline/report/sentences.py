@@ -184,9 +184,9 @@ def basis(comparison: Comparison) -> list[str]:
     turns = "" if bench.turns == 1 else f", in {bench.turns} turns between those of the others"
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
-        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is reversed every other round. A session's "
-        "ratio is the median over the rounds, with its 95% interval, widened by how far the baseline may be from "
-        "itself.",
+        f"{count(bench.steps, 'step')} in a fresh process{turns}. Their order is drawn anew every other round. A "
+        "session's ratio is the median over the rounds, with its 95% interval, widened by how far the baseline may be "
+        "from itself.",
         *([f"Measured no further, as round upon round lay on one side of the margins: {early}."] if early else []),
         f"Accuracy: {seeds}, paired, with two one-sided tests{few}. What goes wrong in one training of ten, {seeds} "
         f"miss{'es' if len(comparison.seeds) == 1 else ''} in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
