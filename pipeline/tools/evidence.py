@@ -21,8 +21,8 @@ from typing import Any
 
 from pipeline import environment, params, report, results
 from pipeline.comparison.compare import compare
-from pipeline.comparison.consistency import made_of, read_all
-from pipeline.data.prepared import DESCRIPTION, Description
+from pipeline.comparison.consistency import LOCK, PREPARED, made_of, read_all
+from pipeline.data.prepared import Description
 from pipeline.environment import code
 from pipeline.errors import PipelineError, printable, redacted
 from pipeline.files import whole
@@ -30,8 +30,6 @@ from pipeline.params import Config
 
 FILE = Path("evidence.zip")
 MANIFEST = "manifest.json"
-LOCK, DATASET = Path("dvc.lock"), Path("data/prepared") / DESCRIPTION
-"""Digests of the data: in it where they are known."""
 NAME = re.compile(
     r"(manifest|environment|bench|data/prepared/dataset|sessions/[\w-]+|results/[\w-]+|reports/metrics/[\w-]+)\.json"
     r"|params\.yaml|dvc\.lock|results/[\w-]+/history\.csv|reports/(comparison\.(json|md|html)|\w+\.csv)",
@@ -122,7 +120,7 @@ def check(file: Path = FILE) -> int:
 def _inputs(config: Config) -> list[str]:
     """What the comparison is made from, and what tells where that came from; of optional files, those that are here."""
     paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.SESSIONS.glob("*.json")]
-    paths += [path for path in (LOCK, DATASET) if path.is_file()]
+    paths += [path for path in (LOCK, PREPARED) if path.is_file()]
     paths += [of(variant) for variant in config.variants for of in (results.result_file, results.history_file)]
     return [path.as_posix() for path in paths]
 
@@ -145,9 +143,9 @@ def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
         measured, histories = read_all(config)
         sessions = [results.read_bench(), *results.read_sessions()]
         _equal("bench.json, sessions", [each.rounds for each in sessions if each.rounds > MOST], [], "rounds")
-        if DATASET.is_file():
-            told = Description.model_validate_json(DATASET.read_bytes())
-            _equal(str(DATASET), told.sha256, told.digest(), "sha256")
+        if PREPARED.is_file():
+            told = Description.model_validate_json(PREPARED.read_bytes())
+            _equal(str(PREPARED), told.sha256, told.digest(), "sha256")
             _equal(str(results.BENCH_FILE), sessions[0].dataset.sha256, told.sha256, "dataset.sha256")
         compared = compare(measured, histories, sessions, config.compare, environment.read(), made_of(measured))
         report.write(compared, histories)
