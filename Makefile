@@ -7,11 +7,12 @@ BIN := .venv/bin
 # For what the tools start: dvc.yaml says `python`.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro again test test-all rehearse fuzz chaos lint docs ui bench gpu-check image image-check services-check lock clean
+.PHONY: repro again test test-all rehearse fuzz chaos lint docs ui bench peers gpu-check packages image image-check docker-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
 	$(BIN)/dvc repro
+	@grep -qs "^\['remote" .dvc/config .dvc/config.local || echo 'No DVC remote is set up here, so there is nowhere to push to: docs/dvc.md, Sharing'
 
 again: .venv/installed  # one more session of the bench, which the comparison takes in
 	$(BIN)/dvc repro environment prepare
@@ -42,7 +43,7 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/python -m pipeline schema --check
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml
-	@! grep -nE '^-|://' requirements*.lock || { echo "error: a lock file names an address"; exit 1; }
+	@! grep -nE '^-|://' requirements*.lock benchmarks/peers/requirements.lock || { echo "error: a lock file names an address"; exit 1; }
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
@@ -53,14 +54,28 @@ docs: .venv/installed  # what is written from the code: the page of the techniqu
 	$(BIN)/python -m pipeline schema
 
 ui: .venv/installed
-	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning'
+	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning$(if $(wildcard mlflow.db.published),&viewStateShareKey=verdicts)'
 	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
+peers: .peers/installed  # ours beside other people's loops; adds to benchmarks/figures/peers-*
+	.peers/bin/python -m benchmarks.peers $(ARGS)
+
+.peers/installed: requirements-build.lock requirements.lock benchmarks/peers/requirements.lock
+	$(PYTHON) -m venv --clear .peers
+	.peers/bin/python -m pip $(INSTALL) -r requirements-build.lock
+	.peers/bin/python -m pip $(INSTALL) -r requirements.lock
+	.peers/bin/python -m pip $(INSTALL) -r benchmarks/peers/requirements.lock
+	@touch $@
+
 gpu-check: .venv/installed-dev  # accepts a new GPU machine, or refuses it; writes gpu-check.md
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+packages: .venv/installed  # a wheel and an sdist, in dist/
+	rm -rf build dist pipeline.egg-info
+	$(BIN)/python -c 'from setuptools import build_meta as backend; backend.build_sdist("dist"); backend.build_wheel("dist")'
 
 IMAGE ?= pipeline
 BUILDER ?= $(shell command -v docker || command -v podman || command -v buildah)
@@ -75,6 +90,9 @@ image:  # another base, say: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-a
 
 image-check:  # without Docker it needs root and builds on a small Debian; see docker/check
 	docker/check
+
+docker-check:  # with Docker: its versions, NVIDIA's base, the GPUs if there are any, the image, compose.yaml
+	docker/first-run
 
 # What compose.yaml starts, without Docker: PostgreSQL of this system, moto's server as the object store.
 services-check: .venv/installed-dev .services/moto
@@ -93,9 +111,10 @@ lock:  # the newest versions that pyproject.toml allows, for every platform; nee
 	$(LOCK) pyproject.toml --extra server --extra dev -c requirements.lock -o requirements-dev.lock
 	echo setuptools | $(LOCK) - -c requirements.lock -o requirements-build.lock
 	echo 'moto[s3,server]' | $(LOCK) - -o requirements-services.lock
+	$(LOCK) benchmarks/peers/requirements.in -c requirements.lock -o benchmarks/peers/requirements.lock
 
 clean:  # what the tools keep; data, results and models stay
-	rm -rf .venv .services .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .services .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted installation is taken up again.
@@ -111,6 +130,8 @@ IDENTITY := import sys; print(sys.base_prefix, sys.version)
 		{ echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 to 3.13 is needed: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "error: $(PYTHON) lacks the venv module; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@test ! -e .venv || test -e .venv/installed || \
+		echo "There is a .venv that make did not install, or not to the end: it is installed into, or made anew."
 	@rm -f .venv/installed .venv/installed-dev
 	@test "$$($(BIN)/python -c 'import pip; $(IDENTITY)' 2>/dev/null)" = "$$($(PYTHON) -c '$(IDENTITY)')" || \
 		$(PYTHON) -m venv --clear .venv

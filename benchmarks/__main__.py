@@ -12,7 +12,7 @@ from pipeline.interpreter import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does, for both arms of every pair
 
-from benchmarks import data_path, ledgers, machines, stages, turns
+from benchmarks import beyond_memory, data_path, ledgers, machines, stages, turns
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.ratio_of("plain"),
@@ -28,20 +28,25 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "turns": turns.noise,
     "default_job": stages.default_job,
 }
+BY_NAME = {"beyond_memory": beyond_memory.training}
+"""Those that need root, or much disk."""
 
 
 def main() -> None:
+    every = BENCHMARKS | BY_NAME
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}; none: all but {', '.join(BY_NAME)}"
+    )
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="for the figures")
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)
-    if unknown := set(names) - set(BENCHMARKS):
+    if unknown := set(names) - set(every):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
 
     for name in names:
         started = time.perf_counter()
-        figure = BENCHMARKS[name]()
+        figure = every[name]()
         machines.keep(arguments.figures, "", "benchmarks", name, figure)
         lower = figure.get("lower_is_better", False)
         value = figure["worst_ratio"] if "worst_ratio" in figure else figure["median_ratio"]

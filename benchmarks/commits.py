@@ -1,10 +1,10 @@
-"""Whether two commits do the same: for a change that moves or renames code and is to change no result.
+"""Check that two commits behave alike, for a change that moves or renames code and must not change results.
 
     python -m benchmarks.commits OLD NEW [--variants NAME ...]
 
-In a clone of each commit, on this machine: every ready-made variant trains on the digits, and must come to the same
-weights; the old commit's results and bench are compared, and must give the same ``comparison.json``; and
-every command gets good and bad input, and must end with the same code and name the same key. Exits with 1 if anything
+Works in a clone of each commit, on this machine. Every ready-made variant trains on the digits, and must end with the
+same weights; ``compare`` runs on the old commit's results and bench, and must give the same ``comparison.json``; and
+every command gets good and bad input, and must exit with the same code and name the same keys. Exits with 1 if anything
 differs.
 """
 
@@ -43,7 +43,7 @@ BAD: dict[str, Any] = {
     "variants.cut": {"parallelism": "pipeline", "processes": 2}, "variants.mix": {"parallelism": "fsdp", "compile": 1},
     "variants.split": {"gradient_accumulation": 7}, "gate.rounds": 0, "profile.variants": ["none"], "nothing": {},
 }  # fmt: skip
-"""A key's path and what stands there: some of it is right, and must stay so."""
+"""A key's path -> a value to try there; a few values are valid, and must stay valid."""
 
 
 class Checkout:
@@ -63,7 +63,7 @@ class Checkout:
         (self.path / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
 
     def run(self, *arguments: str) -> tuple[int, list[str]]:
-        """The command's exit code, and the paths of the keys that its message names."""
+        """Run a command of the pipeline; return its exit code and the key paths that its error message names."""
         done = subprocess.run(
             [sys.executable, "-m", "pipeline", *arguments], cwd=self.path, capture_output=True, text=True, check=False
         )
@@ -76,13 +76,13 @@ class Checkout:
 
 
 def ready_made() -> dict[str, dict[str, Any]]:
-    """Name -> settings, of all sets."""
+    """Name -> settings of every variant in all sets."""
     texts = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "variants").glob("*.yaml")))
     return {name: values for text in texts for name, values in yaml.safe_load(text).items()}
 
 
 def weights(checkout: Checkout, name: str, values: dict[str, Any]) -> Any:
-    """Of each seed the digest of the trained weights; or how the training ended."""
+    """The digests of the trained weights, one per seed; or the outcome of ``run`` if the training failed."""
     params = copy.deepcopy(PARAMS)
     params["variants"][name] = values
     if "optimizer_state" in values:
@@ -94,7 +94,7 @@ def weights(checkout: Checkout, name: str, values: dict[str, Any]) -> Any:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The job with ``value`` at a key."""
+    """The job of ``PARAMS`` with ``value`` at the key ``path``."""
     params = copy.deepcopy(PARAMS)
     *sections, key = path.split(".")
     inner = params
@@ -105,7 +105,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def answers(checkout: Checkout) -> Iterator[tuple[str, Any]]:
-    """What every command says to the job as it is, and what the quick ones say to a mistake."""
+    """The outcomes of every command on the job as it is, and of the quick ones on mistakes."""
     checkout.use(PARAMS)
     for command in COMMANDS:
         yield command, checkout.run(command)
@@ -117,7 +117,7 @@ def answers(checkout: Checkout) -> Iterator[tuple[str, Any]]:
 
 
 def comparison(checkout: Checkout, measured: Path) -> Any:
-    """What ``compare`` makes of another checkout's measurements."""
+    """The comparison that ``compare`` makes from the measurements of the checkout in ``measured``."""
     checkout.use(PARAMS | {"variants": {"baseline": {}, "cut": {"activation_checkpointing": True}}})
     checkout.run("environment")
     for name in ("results", "models", "bench.json", "environment.json"):

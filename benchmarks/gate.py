@@ -1,9 +1,10 @@
 """The gate's own error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
 
 ``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
-whose training step takes 10% longer. ``rates`` draws trials from it, each of as many consecutive rounds as the default
-budget gives, so that the machine's drift stays in, and lets the gate's own code decide; ``power`` tries other losses.
-``trial`` runs complete gates and adds them to a file: they alone are independent, and their count bounds the rates.
+whose training step takes 10% longer. ``rates`` draws trials from these rounds, each of as many consecutive rounds as
+the default budget gives, so that the machine's drift stays in, and lets the gate's own code decide; ``power`` tries
+other losses. ``trial`` runs complete gates and adds them to a file: only these are independent, and their count bounds
+the rates.
 
     python -m benchmarks.gate pool FILE --minutes 180
     python -m benchmarks.gate rates FILE
@@ -49,7 +50,7 @@ from pipeline.params import Compare, Config, Gate
 from pipeline.results import Arm, Window
 
 SLOWDOWN_FRACTION = 0.10
-"""So much longer does a step of the planted side take."""
+"""The fraction by which a step of the slower side takes longer."""
 
 PLANTED = f"""
 
@@ -68,18 +69,19 @@ def _slower(step):
 
 TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """
-"""Appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by just that share."""
+"""Code appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by exactly that
+fraction."""
 
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
 CONTROL = (", A/A control", " again")
-"""How the names of the base's baseline once more end; the second in the pool that is recorded."""
+"""Endings of the A/A control's name; the second occurs in the recorded pool."""
 
 
 def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) -> dict[str, Any]:
-    """Real rounds of base (its baseline twice), an equal head and a slower one, of the variants ``names`` (none: all).
+    """Record rounds of base (its baseline twice), an equal and a slower head, of the variants ``names`` (empty: all).
 
-    In parts of ``part_minutes``, each with new servers, as every gate starts new ones. Speeds and peaks by arm, one a
-    round, None where they were refused. An interruption keeps the complete rounds.
+    The rounds are in parts of ``part_minutes``, each with new servers, as every gate starts its own. Returns speeds and
+    memory peaks by arm, one per round, None where refused. An interruption keeps the complete rounds.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     ended = time.monotonic() + 60 * minutes
@@ -123,9 +125,9 @@ def error_rates(
 ) -> dict[str, Any]:
     """Decide ``trials`` gates of equal sides, and as many with the slower head, on blocks of consecutive rounds.
 
-    ``minutes``: a gate's budget; None: the default one. A block begins anywhere in a part of the pool and ends in it.
-    Blocks overlap: all trials together know no more than ``independent_blocks`` of them. ``losses``: also decide with
-    the speeds of the equal head lower by such fractions.
+    ``minutes``: a gate's budget; None: the default budget. A block begins anywhere in a part of the pool and ends in
+    the same part. Blocks overlap: all trials together hold no more information than ``independent_blocks`` of them.
+    ``losses``: also decide with the speeds of the equal head lowered by these fractions.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
     budget = 60 * (Gate().max_minutes if minutes is None else minutes)
@@ -157,7 +159,7 @@ def error_rates(
 def power(
     recorded: Mapping[str, Any], picture: Path, trials: int = 300, minutes: float | None = None
 ) -> dict[str, Any]:
-    """What becomes of losses of 3 to 12%, by ``error_rates``; drawn into ``picture``, an SVG."""
+    """The decisions on losses of 3 to 12%, by ``error_rates``; draws them into ``picture``, an SVG."""
     losses = [percent / 100 for percent in range(3, 13)]
     found = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
@@ -180,10 +182,10 @@ def power(
 
 
 def trial(file: Path, minutes: float) -> None:
-    """Complete gates, one after the other until ``minutes`` are over, each put into ``file`` when it ends.
+    """Run complete gates one after the other until ``minutes`` are over, and add each to ``file`` when it ends.
 
-    The head has a comment more than its base, or a training step that takes longer: of which there are fewer so far.
-    Each gate starts anew, so those of different times and machines are independent.
+    The head differs from its base by a comment, or by a slower training step: whichever kind has fewer trials so far.
+    Every gate starts from scratch, so gates at different times and on different machines are independent.
     """
     ended, config = time.monotonic() + 60 * minutes, params.load(ROOT / params.PARAMS_FILE)
     with tempfile.TemporaryDirectory() as folder:
@@ -213,7 +215,7 @@ def trial(file: Path, minutes: float) -> None:
 
 
 def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What complete gates support: counts, and the one-sided 95% bound on the rate of errors (Clopper and Pearson)."""
+    """Counts of errors in complete gates, and the one-sided 95% bound on the error rate (Clopper and Pearson)."""
 
     def line(kind: str, error: str, wrong: Callable[[str], bool]) -> str:
         outcomes = [each["outcome"] for each in trials if each["head"] == kind]
@@ -234,12 +236,12 @@ def plant(checkout: Checkout) -> None:
 
 
 def _checkout(path: Path, config: Config, **sections: dict[str, Any]) -> Checkout:
-    """A copy of the project with the shipped params.yaml, but for ``sections``."""
+    """A copy of the project with the shipped params.yaml, except for ``sections``."""
     return Checkout(path, **{**config.model_dump(mode="json"), **sections})
 
 
 def _gate(checkout: Checkout) -> dict[str, Any]:
-    """One complete gate: outcome, rounds, and the throughput of every row as the gate's file has it."""
+    """Run one complete gate; return the outcome, the rounds, and the throughput of every row in the gate's file."""
     command = [sys.executable, "-m", "pipeline", "gate", "--against", "HEAD"]
     done = subprocess.run(command, cwd=checkout.path, capture_output=True, text=True)
     if done.returncode not in (0, 1, 3):
@@ -258,7 +260,7 @@ def _gate(checkout: Checkout) -> dict[str, Any]:
 
 
 def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, int]:
-    """What a gate of ``side`` decides, and after how many rounds; speeds of that side are lower by ``loss``."""
+    """The decision of a gate of ``side``, and the number of rounds; the speeds of that side are lowered by ``loss``."""
     slowed = {name: _slowed(arm, loss) if name.startswith(f"{side} ") else arm for name, arm in block.items()}
     rounds = len(next(iter(slowed.values())).samples)
     for looked in range(FEWEST_ROUNDS, rounds):
@@ -281,7 +283,7 @@ def _slowed(arm: Arm, loss: float) -> Arm:
 
 
 def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Judged:
-    """What the gate decides on ``side`` against the base."""
+    """The gate's decision on ``side`` against the base."""
     settings = Compare()
     control = next(arm for arm in block.values() if arm.role == "aa_control")
     of_base, of_head = (
@@ -294,7 +296,7 @@ def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Jud
 
 
 def _in_words(judged: Judged) -> str:
-    """The outcome, with what is worse, or whether a pass leaves something open."""
+    """The outcome in words, with the quantities that are worse, or a note if a pass leaves something undecided."""
     rows = [*judged.variants, *([judged.together] if judged.together else [])]
     decisions = {
         "throughput": {row.throughput.decision for row in rows if row.throughput},
@@ -311,7 +313,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
-    """A pool's arm as the gate knows arms. What the decision does not read is left blank."""
+    """An arm of the pool as the gate's ``Arm``. Fields that the decision does not read are left blank."""
     samples = [
         Window(
             measured_steps=0,

@@ -1,11 +1,11 @@
-"""``make gpu-check``: accept a new GPU machine, or refuse it, in ten minutes or so on one GPU.
+"""``make gpu-check``: accept or refuse a new GPU machine, in about ten minutes on one GPU.
 
     python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
 
 Runs the GPU tests, the default job, a ready-made variant of each kind that the machine can run, ``verify``, the
-transfers between GPUs, and the benchmarks that mean something on a GPU. Goes on after a failure, prints a table of what
-holds, and writes all that a bug report needs to one small file. Ends with the number of steps that do not hold (100 if
-more), and with 2 without a GPU. All of it runs in a temporary copy of the checkout.
+transfers between GPUs, and the benchmarks that are meaningful on a GPU. Goes on after a failure, prints a table of the
+steps, and writes all that a bug report needs to one small file. The exit code is the number of failed steps (at most
+100), or 2 without a GPU. All of it runs in a temporary copy of the checkout.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from pipeline.errors import ConfigError, redacted
 from pipeline.params import Config, Machine, Variant
 
 KINDS = ("parallelism", "precision", "compile", "cuda_graph", "activation_checkpointing", "activation_offload")
-"""Keys of a variant: one variant is run for each, and one for each value of the first two."""
+"""Keys of a variant: one variant is run for each key, and one for each value of the first two keys."""
 MOST = 100
-"""An exit status above 124 says something else to shells."""
+"""Highest exit code; codes above 124 have other meanings in shells."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command; it holds if it ends with 0 within ``limit`` seconds and says ``says``."""
+    """A command; the step holds if the command exits with 0 within ``limit`` seconds and its output has ``says``."""
 
     name: str
     command: tuple[str, ...]
     limit: float
     params: Mapping[str, Any] | None = None
-    """params.yaml from this step on, if not as it was."""
+    """params.yaml from this step on; None: unchanged."""
     says: str = ""
 
 
@@ -59,7 +59,7 @@ class Outcome:
     seconds: float
     output: str
     failed: str | None
-    """Why it does not hold."""
+    """Why the step does not hold; None if it holds."""
 
     def __str__(self) -> str:
         cells = (f"{self.step.name:34}", "no " if self.failed else "yes", f"{self.seconds:7.1f}", self.failed or "")
@@ -67,10 +67,10 @@ class Outcome:
 
 
 def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: bool) -> Iterator[Step]:
-    """All steps; ``values``: params.yaml, ``variants``: those to try beside its baseline."""
+    """All steps. ``values``: params.yaml. ``variants``: variants to try besides its baseline."""
     python = (sys.executable, "-m")
     yield Step("doctor", (*python, "pipeline", "doctor"), 120, values)
-    tests = (*python, "pytest", "-m", "gpu", "--color=no")  # skipped tests show nothing
+    tests = (*python, "pytest", "-m", "gpu", "--color=no")  # skipped tests prove nothing
     yield Step("GPU tests", tests, 600, says="" if rehearse else " passed")
     yield Step("default job", (*python, "dvc", "repro", "--no-run-cache"), 900)
     changed = trying(values, variants)
@@ -85,7 +85,7 @@ def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: b
 
 
 def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, Any]:
-    """params.yaml to train ``variants`` and the baseline, for an epoch each."""
+    """params.yaml for training ``variants`` and the baseline, for one epoch each."""
     baseline = values["compare"]["baseline"]
     return {
         **values,
@@ -98,7 +98,7 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
-    """For each of KINDS the first ready-made variant that the machine can run and that leaves not just that out."""
+    """For each of KINDS, the first ready-made variant that the machine can run without leaving that key out."""
     config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()
@@ -107,7 +107,7 @@ def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Ite
             alone = config.model_copy(update={"variants": {name: Variant.model_validate(asked)}})
             try:
                 applied = plans.plan(alone, name, machine).applied
-            except ConfigError:  # it cannot run here
+            except ConfigError:  # the variant cannot run here
                 continue
             values_of_it = {key: getattr(applied, key) for key in KINDS if getattr(applied, key) != getattr(plain, key)}
             kinds = {(key, value if key in KINDS[:2] else None) for key, value in values_of_it.items()}
@@ -118,7 +118,7 @@ def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Ite
 
 
 def copied(path: Path) -> None:
-    """The working tree's files, uncommitted ones included, as a repository of its own in ``path``."""
+    """Copy the working tree's files, uncommitted ones included, into a new repository in ``path``."""
     listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     for name in subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
@@ -130,12 +130,12 @@ def copied(path: Path) -> None:
 
 
 def done(step: Step, folder: Path) -> Outcome:
-    """Run a step in ``folder``, apart from a tracker that people work with. What it started ends with it."""
+    """Run a step in ``folder``, apart from any shared tracking server, and end all processes that the step started."""
     if step.params is not None:
         (folder / params.PARAMS_FILE).write_text(yaml.safe_dump(dict(step.params), sort_keys=False), encoding="utf-8")
     started = time.perf_counter()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml says `python`
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml runs `python`
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             step.command,
@@ -153,7 +153,7 @@ def done(step: Step, folder: Path) -> Outcome:
             failed = f"not done after {step.limit:g} s"
         finally:
             for order, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended; too slow
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all processes have ended; one is slow
                     os.killpg(process.pid, order)
                     process.wait(patience)
         log.seek(max(0, log.seek(0, os.SEEK_END) - 64_000))
@@ -166,7 +166,7 @@ def done(step: Step, folder: Path) -> Outcome:
 
 
 def shown(text: str) -> str:
-    """``text`` without addresses' user names and queries, and without what variables of secrets hold."""
+    """``text`` without user names and queries in addresses, and without the values of secret variables."""
     for name, value in os.environ.items():
         if name not in RECORDED and _SECRET.search(name) and len(value) >= 6:
             text = text.replace(value, "***")
@@ -186,7 +186,7 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
         + "\n".join(f"| {str(outcome).replace('`', '')} |" for outcome in outcomes),
         f"```json\n{json.dumps(facts, indent=1)}\n```",
     ]
-    for outcome in sorted(outcomes, key=lambda each: each.failed is None):  # first what failed, with more of its log
+    for outcome in sorted(outcomes, key=lambda each: each.failed is None):  # failed steps first, with more log
         lines = outcome.output.splitlines()[-60 if outcome.failed else -15 :]
         text = "\n".join(line[:300] for line in lines).replace("```", "'''")
         parts.append(f"## {outcome.step.name}\n\n```text\n{text}\n```")
@@ -196,7 +196,8 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
 
 
 def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = False) -> int:
-    """Do all steps in ``folder``; print each when it is done, and keep ``report`` up to date. How many do not hold."""
+    """Run all steps in ``folder``, print each when it is done, and keep ``report`` up to date. Return the number that
+    do not hold, at most ``MOST``."""
     outcomes: list[Outcome] = []
     for step in steps:
         outcomes.append(done(step, folder))
@@ -208,9 +209,9 @@ def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = Fa
 
 
 def settings(config: Config, rehearse: bool) -> dict[str, Any]:
-    """params.yaml for the copy: on the GPU or not at all, and with raw files that are here already.
+    """params.yaml for the copy: the job runs on the GPU only, and uses raw files that are here already.
 
-    To rehearse: little, with data that no network brings.
+    For a rehearsal: a small job, on data that needs no network.
     """
     values: dict[str, Any] = config.model_dump(mode="json")
     fetch = values["fetch"]

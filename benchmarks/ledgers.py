@@ -1,4 +1,4 @@
-"""The predicted memory ledger against the measured one: is a variant's memory known before it runs?"""
+"""Compare the predicted memory ledger with the measured one: is a variant's memory known before it runs?"""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import environment
+from pipeline import environment, tasks
 from pipeline.data import file_sha256
-from pipeline.data.prepared import DESCRIPTION, Description, read
+from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, read
 from pipeline.distributed import forked
 from pipeline.params import parse
 from pipeline.plans import Plan, plan
@@ -51,14 +51,14 @@ CASES: dict[str, tuple[tuple[int, int, int], str, int, dict[str, Any], dict[str,
         *({"activation_checkpointing": True}, VIT | {"optimizer": "adamw"}),
     ),
 }
-"""Shape, model, global batch, variant, and what else there is under ``train``."""
+"""Case -> image shape, model, global batch, variant, and other settings under ``train``."""
 
 
 def predictions() -> dict[str, Any]:
-    """For each case the predicted peak over what the measured one's tensors take.
+    """For each case, the predicted peak over the measured peak tensor memory.
 
-    Every case is measured in fresh processes, as the bench does it, and predicted in another, which has no device.
-    ``worst_ratio`` is the one farthest from 1, or its inverse if that is above 1: lower is better.
+    Every case is measured in fresh processes, as in the bench, and predicted in another process, which has no device.
+    ``worst_ratio`` is the ratio farthest from 1, or its inverse if that is above 1: lower is better.
     """
     machine = environment.machine()
     cases, ratios = {}, []
@@ -104,7 +104,7 @@ def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
 
 def _predict(how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, None]:
     started = time.perf_counter()
-    yield ledger.predicted(how, read(data)), time.perf_counter() - started
+    yield ledger.predicted(how, tasks.of_job(how.train, read(data))), time.perf_counter() - started
 
 
 def _random_images(folder: Path, shape: tuple[int, int, int]) -> Path:
@@ -112,24 +112,22 @@ def _random_images(folder: Path, shape: tuple[int, int, int]) -> Path:
     random = np.random.default_rng(0)
     folder.mkdir()
     for split in ("train", "test"):
-        np.save(folder / f"{split}_images.npy", random.integers(0, 256, (SAMPLES, *shape), dtype=np.uint8))
-        np.save(folder / f"{split}_labels.npy", random.integers(0, 10, SAMPLES))
-    channels, height, width = shape
+        np.save(folder / f"{split}_inputs.npy", random.integers(0, 256, (SAMPLES, *shape), dtype=np.uint8))
+        np.save(folder / f"{split}_targets.npy", random.integers(0, 10, SAMPLES))
     description = Description(
         name="random",
         classes=tuple(map(str, range(10))),
-        channels=channels,
-        height=height,
-        width=width,
+        vocabulary=None,
+        arrays={"inputs": Form(dtype="uint8", shape=shape), "targets": Form(dtype="int64", shape=())},
         train_count=SAMPLES,
         test_count=SAMPLES,
         train_class_counts=(0,) * 10,
         test_class_counts=(0,) * 10,
-        mean=(0.5,) * channels,
-        std=(0.29,) * channels,
+        statistics={"inputs": Statistics(mean=(0.5,) * shape[0], std=(0.29,) * shape[0])},
         files={path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))},
     )
-    (folder / DESCRIPTION).write_text(description.model_dump_json(), encoding="utf-8")
+    summed = description.model_copy(update={"sha256": description.digest()})
+    (folder / DESCRIPTION).write_text(summed.model_dump_json(), encoding="utf-8")
     return folder
 
 

@@ -1,13 +1,13 @@
-"""How much of a ratio's variance lies between servers, processes and turns, and what each costs.
+"""How much of a ratio's variance lies between servers, between processes and between turns, and what each costs.
 
     python -m benchmarks.levels NAME
     setarch --addr-no-randomize python -m benchmarks.levels NAME    # or PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS
     python -m benchmarks.levels NAME --keep    # the same processes rest instead of being opened anew
 
-Arms of a bench are forked from one server, so they share what is drawn with it: where things lie in memory, the hash
-seed. Nested: each server opens fresh processes a few times, and these take turns. The components of variance are
-those of a balanced nested analysis of variance, from the mean squares of the logarithms of the turns' ratios to the
-baseline's.
+Arms of a bench are forked from one server, so they share its random properties: the memory layout and the hash seed.
+The design is nested: each server opens fresh processes a few times, and the processes take turns. The components of
+variance are those of a balanced nested analysis of variance, from the mean squares of the logarithms of the turns'
+ratios to the baseline.
 Source of the question: Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013.
 """
 
@@ -33,12 +33,12 @@ from pipeline.benchmark.server import Server
 
 LEVELS = ("servers", "processes", "turns")
 STEPS = 10
-"""Of a turn."""
+"""Steps per turn."""
 
 
 def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> dict[str, float]:
-    """Standard deviations at each level, of ``logs`` [servers, processes of each, turns of each]; 0 where the mean
-    squares say less than nothing."""
+    """Standard deviation at each level, of ``logs`` [servers, processes of each, turns of each]; 0 where the estimated
+    variance is negative."""
     servers, processes, turns = logs.shape
     by_process = logs.mean(axis=2)
     by_server = by_process.mean(axis=1)
@@ -50,10 +50,10 @@ def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> 
 
 
 def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, keep: bool = False) -> dict[str, Any]:
-    """Every variant of the default job, and the baseline once more, measured at all levels.
+    """Measure every variant of the default job, and the baseline once more, at all levels.
 
-    ``keep``: the processes of a server stay the same, and rest for as long as others would take to open. What then
-    lies between "processes" is the time that passed.
+    ``keep``: the processes of a server stay the same, and rest for as long as new ones would take to open. The level
+    "processes" then shows only the effect of the time in between.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     baseline, took = config.compare.baseline, dict.fromkeys(LEVELS, 0.0)
@@ -72,7 +72,7 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
             with Server(checkout.path) as server:
                 variants = server.describe()["variants"]
                 arms = {**variants, f"{baseline} again": variants[baseline]}
-                server.measure(baseline, variants[baseline], STEPS)  # the first also starts what others are forked from
+                server.measure(baseline, variants[baseline], STEPS)  # the first also starts the process to fork from
                 timed("servers", began)
                 for again in range(processes):
                     began = time.perf_counter()

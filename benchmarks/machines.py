@@ -1,4 +1,4 @@
-"""Where figures are kept, and under which machine's name."""
+"""The files in which figures are kept, one per machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pipeline import environment, files
 FIGURES = Path(__file__).parent / "figures"
 
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
-"""Flags of the fingerprint, the widest first, by the names that people know."""
+"""CPU flag in the fingerprint -> the common name of the vector extension, the widest first."""
 
 
 def name_of(fingerprint: Mapping[str, Any]) -> str:
-    """Its GPUs, its CPU with its widest vectors (virtual machines call many CPUs the same), its cores, in words."""
+    """A machine's name: its GPUs, CPU model, widest vector extension (CPU models in virtual machines often share a
+    name) and cores."""
     hardware = fingerprint["hardware"]
     cpu = hardware["cpu"]
     vectors = [name for flag, name in VECTORS.items() if flag in cpu["flags"]][:1]
@@ -26,16 +27,16 @@ def name_of(fingerprint: Mapping[str, Any]) -> str:
 
 
 def stem(machine: str) -> str:
-    """A machine's name as the stem of a file's."""
+    """A machine's name as the stem of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
 
 
 def keep(
     directory: Path, prefix: str, section: str, name: str, figure: Mapping[str, Any]
 ) -> tuple[Path, dict[str, Any]]:
-    """Put ``figure``, measured just now, into this machine's file, in place of an older one; the file and its content.
+    """Put the new ``figure`` into this machine's file, in place of an older one; return the file and its content.
 
-    Machines of one name can differ, and so can their Python, torch and settings: each figure names its environment.
+    Machines with the same name can differ, also in Python, torch and settings: each figure names its environment.
     """
     found = environment.fingerprint()
     machine = name_of(found)

@@ -1,4 +1,4 @@
-"""Ratios measured in pairs: both arms one right after the other, in turns, so that a busy machine hits both."""
+"""Ratios measured in pairs: one arm right after the other, in turns, so that a busy machine affects both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 def ratio(
     numerator: Callable[[], float], denominator: Callable[[], float], pairs: int, *, warm_up: bool = False
 ) -> dict[str, Any]:
-    """``pairs`` ratios of what the two arms return, A B B A ..., with their median and its 95% interval."""
+    """Call the two arms ``pairs`` times each, in the order A B B A ...; return the ratios of their results, the median
+    ratio and its 95% interval."""
     if warm_up:
         numerator(), denominator()
     above: list[float] = []
@@ -43,7 +44,7 @@ def ratio(
 
 
 class Checkout:
-    """A copy of the project's files in ``path``, with its own params.yaml, in which stages really run."""
+    """A copy of the project's files in ``path``, with its own params.yaml, in which stages can run."""
 
     def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
         self.path = path
@@ -64,7 +65,7 @@ class Checkout:
         (path / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def use(self, packed: Path) -> None:
-        """Let its stages find the prepared data set ``packed``, and this machine's fingerprint."""
+        """Give the copy the prepared data set ``packed`` and this machine's fingerprint."""
         (self.path / "data").mkdir()
         (self.path / "data" / "prepared").symlink_to(packed)
         self.stage("environment")
@@ -85,12 +86,12 @@ class Checkout:
         return self.run(sys.executable, "-m", "pipeline", *arguments)
 
     def result(self) -> dict[str, Any]:
-        """The baseline's."""
+        """The baseline's result."""
         values: dict[str, Any] = json.loads((self.path / "results" / "baseline.json").read_text(encoding="utf-8"))
         return values
 
     def commit(self) -> None:
-        """Make it the repository that DVC wants."""
+        """Make the copy a git repository, which DVC needs."""
         identity = ("-c", "user.name=bench", "-c", "user.email=bench@example.org")
         self.run("git", "init", "--quiet")
         self.run("git", "add", "--all")

@@ -1,9 +1,9 @@
-"""What every ready-made variant that this machine can run gives beside the baseline of the default job.
+"""Compare every ready-made variant that this machine can run with the baseline of the default job.
 
     python -m benchmarks.ready_made [SET ...] [--rounds 7] [--figures DIRECTORY]
 
-Each set of ``variants/`` is one bench, all its variants side by side. The figures go to ``ready-made-<machine>.json``,
-and a table of them to the ``.md`` beside it; sets that are not named keep theirs.
+Each set of ``variants/`` is one bench, with all its variants side by side. The figures go to
+``ready-made-<machine>.json``, and a table of them to the ``.md`` beside it; sets that are not named keep their figures.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pipeline.report import formats
 
 SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
 SECTIONS: dict[str, dict[str, Any]] = {"memory": {"optimizer": "adamw", "learning_rate": 0.001}}
-"""Set -> what of ``train`` it needs otherwise: some techniques are for AdamW's state."""
+"""Set -> the settings of ``train`` that it needs: some techniques work on AdamW's state."""
 LONG_ENOUGH = 60.0
-"""Minutes: not they end a bench, but the number of its rounds."""
+"""Minutes: so many that the number of rounds, not the time, ends a bench."""
 FIELDS = (verdicts.THROUGHPUT.field, verdicts.MEMORY.field)
 
 
 def measure(name: str, rounds: int) -> dict[str, Any] | None:
-    """One bench of a set's variants and the baseline: what each comes to, as a ratio to the baseline.
+    """Run one bench of a set's variants and the baseline; return each variant's ratios to the baseline.
 
-    None if nothing of the set can run here.
+    None if no variant of the set can run here.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     values = config.model_dump(mode="json")

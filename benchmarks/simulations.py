@@ -1,9 +1,9 @@
-"""What the rules of bench and comparison cost and bring, by simulation; seeded.
+"""Simulate the costs and benefits of the rules of bench and comparison; seeded.
 
     python -m benchmarks.simulations [NAME ...]
 
 writes ``figures/simulations.json``. Logarithms of speeds are normal; ``within`` is the standard deviation of a round's
-ratio, half of its variance from each arm; ``autocorrelation`` that of one round with the next.
+ratio, with half of the variance from each arm; ``autocorrelation`` is that of one round with the next.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Logs = np.ndarray[Any, np.dtype[np.float64]]
 def rounds_of(
     random: np.random.Generator, within: float, autocorrelation: float, arms: int, rounds: int
 ) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """[arms, rounds], of standard deviation ``within``, each round resembling the one before (AR(1))."""
+    """Logarithms [arms, rounds] with standard deviation ``within``, each round correlated with the last (AR(1))."""
     drawn = random.normal(0, within, (arms, rounds))
     for index in range(1, rounds):
         drawn[:, index] = autocorrelation * drawn[:, index - 1] + (1 - autocorrelation**2) ** 0.5 * drawn[:, index]
@@ -54,7 +54,7 @@ def half_width(aa: Interval) -> float:
 
 
 def doubt_of(aa: Interval) -> float:
-    """As ``verdicts.Noise.doubt``."""
+    """The same as ``verdicts.Noise.doubt``."""
     return math.hypot(half_width(aa), math.log(aa.estimate))
 
 
@@ -63,7 +63,7 @@ def farther_end(aa: Interval) -> float:
 
 
 def shapes(plain: Interval, aa: Interval) -> dict[str, Interval]:
-    """An interval as it is, and widened in quadrature, by less and by more of what the baseline against itself gave."""
+    """The interval ``plain``, and the same widened in quadrature by three measures of the A/A interval ``aa``."""
     doubts = {"half_width": half_width(aa), "with_offset": doubt_of(aa), "farther_end": farther_end(aa)}
     return {"plain": plain, **{name: widened(plain, each) for name, each in doubts.items()}}
 
@@ -72,12 +72,12 @@ def looking(
     truth: float, within: float, autocorrelation: float, counts: Sequence[int] = COUNTS, *, rounds: int = 30,
     trials: int = 600,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """A variant of the ratio ``truth``, measured in all ``rounds``, or until it is settled in so many of them, and the
-    control looks equal to the baseline in the same ones.
+    """A variant with the ratio ``truth``, measured in all ``rounds``, or until the last ``counts`` rounds settle it and
+    the control looks equal to the baseline in the same rounds.
 
-    Of the trials: how often the interval holds the truth, how often the machine is not trusted, how often the interval
-    decides where it is, and what is not so; where ``truth`` is the margin itself, where one of two decisions must be
-    wrong, the more frequent one.
+    Returns fractions of the trials: ``coverage``, the interval holds the truth; ``decided``; ``wrong``, a wrong
+    decision; ``untrusted``; and the mean number of rounds. If ``truth`` is the margin itself, one of two decisions must
+    be wrong, and the more frequent one counts.
     """
     random = np.random.default_rng(0)
     found: dict[str, list[tuple[bool, str, int]]] = {}
@@ -115,17 +115,17 @@ def looking(
 
 
 def _wrong(truth: float) -> list[str]:
-    """Decisions on throughput that are wrong, of which one at a time can be made at the margin."""
+    """The wrong decisions on throughput; at the margin only one of the two can be made at a time."""
     if math.isclose(truth, 1 + MARGIN):
         return ["better", "same"]
     return ["same"] if truth > 1 + MARGIN else ["better", "worse"]
 
 
 def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
-    """The control and a variant equal to the baseline, whose place makes both of them faster by ``bias``.
+    """A control and a variant equal to the baseline, both faster by ``bias`` because of their place in the order.
 
-    In how many trials the control is trusted (``unseen``); and of all, in how many it is and the variant's interval
-    lies beside the truth, by ``shapes``.
+    Returns the fraction of trials in which the control is trusted (``unseen``), and in which it is trusted and the
+    variant's interval misses the truth, by ``shapes``.
     """
     random = np.random.default_rng(0)
     unseen, beside = 0, dict.fromkeys(SHAPES, 0)
@@ -140,7 +140,7 @@ def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 10
 
 
 def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
-    """How often a variant of the ratio ``truth`` is decided where nothing is biased, by ``shapes``."""
+    """The fraction of trials in which a variant with the ratio ``truth`` is decided, without bias, by ``shapes``."""
     random = np.random.default_rng(0)
     found = dict.fromkeys(SHAPES, 0)
     for _ in range(trials):
@@ -155,8 +155,8 @@ def over_many(
     sessions: int, autocorrelation: float = 0.0, *, between: float = 0.11, within: float = 0.05, rounds: int = 8,
     trials: int = 1000,
 ) -> dict[str, float]:  # fmt: skip
-    """Of a variant equal to the baseline, in so many trusted ``sessions`` that differ by ``between``: how often the
-    interval over them holds the truth, its median relative width, and the share of benches that were not trusted."""
+    """For a variant equal to the baseline, over ``sessions`` trusted sessions that differ by ``between``: how often
+    their interval holds the truth, its median relative width, and the share of untrusted benches."""
     random = np.random.default_rng(0)
     held, widths, untrusted = 0, [], 0
     for _ in range(trials):
@@ -182,10 +182,11 @@ def best_of(
     variants: int, truth: float, *, within: float = 0.04, rounds: int = 12, sessions: int = 1, between: float = 0.0,
     trials: int = 1000,
 ) -> dict[str, float]:  # fmt: skip
-    """``variants`` that all have the ratio ``truth``: what the best one's figure is, and what it is where some parts of
-    the measurement choose and others measure: rounds of one session, or sessions that differ by ``between``.
+    """The best of ``variants`` that all have the ratio ``truth``: its own figure (``seen``), and the figure if some
+    parts of the measurement choose it and others measure it (``told``). Parts are rounds of one session, or sessions
+    that differ by ``between``.
 
-    And how often the best is said to be ahead of the next by more than the margin, which none is.
+    ``ahead``: how often the best is called ahead of the next by more than the margin, which no variant is.
     """
     random, one, reference = np.random.default_rng(0), within / math.sqrt(2), np.zeros(rounds)
     seen, told, held, ahead = [], [], 0, 0

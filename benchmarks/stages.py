@@ -1,8 +1,7 @@
-"""What the stages cost: against the textbook's loop, the barest loop, tracking switched off, and doing nothing."""
+"""The cost of the stages, compared with a textbook loop, a minimal loop, tracking switched off, and doing nothing."""
 
 from __future__ import annotations
 
-import json
 import signal
 import sqlite3
 import subprocess
@@ -19,13 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.pairs import ROOT, Checkout, ratio
-from pipeline import environment, params, results
+from benchmarks.peers.job import Job
+from pipeline import environment, params, results, tasks
 from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World
 from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.measurement.sampling import SystemSampler
-from pipeline.models import build, optimizers
+from pipeline.models import optimizers
 from pipeline.params import Train, parse
 from pipeline.plans import plan
 from pipeline.training.loop import Training
@@ -34,7 +34,7 @@ BASELINE: dict[str, Any] = {"baseline": {}}
 
 
 def fashion_mnist(folder: Path) -> tuple[Path, Path]:
-    """Fashion-MNIST's raw files and the prepared data set: the checkout's own if there, else fetched."""
+    """Directories of Fashion-MNIST's raw files and of the prepared data set: the checkout's own, or fetched ones."""
     raw, packed = ROOT / "data" / "raw", ROOT / "data" / "prepared"
     config = parse({"variants": BASELINE})
     if not (raw / "fashion_mnist").is_dir():
@@ -47,46 +47,37 @@ def fashion_mnist(folder: Path) -> tuple[Path, Path]:
 
 
 class Textbook:
-    """The textbook's script and the baseline's stage side by side, as whole processes: the same net, data, batch of 64,
-    SGD with momentum at the same constant rate, and number of epochs; both evaluate after every epoch."""
+    """The textbook script and the baseline's stage, as whole processes: the same model, data, batch of 64, SGD with
+    momentum at the same constant rate, and number of epochs; both evaluate after every epoch."""
 
     def __init__(self, folder: Path, epochs: int) -> None:
-        self.epochs = epochs
-        train = {
-            "batch_size": 64,
-            "epochs": epochs,
-            "seeds": [0],
-            "learning_rate": 0.01,
-            "schedule": "constant",
-            "warmup_fraction": 0.0,
-            "weight_decay": 0.0,
-        }
+        self.job = Job("small_cnn", "fashion_mnist", 64, epochs, learning_rate=0.01, folder=str(folder / "checkout"))
         raw, packed = fashion_mnist(folder)
-        self.checkout = Checkout(folder / "checkout", train=train, variants=BASELINE)
+        self.checkout = Checkout(folder / "checkout", train=self.job.train_section(), variants=BASELINE)
         self.checkout.use(packed)
         (self.checkout.path / "FashionMNIST").mkdir()
         (self.checkout.path / "FashionMNIST" / "raw").symlink_to(raw)
         self.accuracies: dict[str, list[float]] = {}
-        """Of all runs: the speed must not be bought with them."""
+        """Test accuracies of all runs, to show that speed is not gained at their expense."""
 
-    def script(self, data: str = "loaded") -> float:
-        """Seconds; ``data`` as benchmarks.textbook takes it."""
+    def script(self, data: str = "fashion_mnist") -> float:
+        """Run the textbook script with ``Job.data`` set to ``data``; return its seconds."""
         started = time.perf_counter()
-        values = (str(self.checkout.path), str(self.epochs), "64", "0.01", "0", data)
-        command = [sys.executable, "-m", "benchmarks.textbook", *values]
+        command = replace(self.job, data=data).command("textbook")
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        self.accuracies.setdefault(f"script, data {data}", []).append(json.loads(done.stdout)["test_accuracy"])
+        accuracy = float(done.stdout.rpartition("test accuracy ")[2].strip("%\n")) / 100
+        self.accuracies.setdefault(f"script, data {data}", []).append(accuracy)
         return time.perf_counter() - started
 
     def stage(self) -> float:
-        """Seconds."""
+        """Run the baseline's stage; return its seconds."""
         seconds = self.checkout.stage("train", "baseline")
         self.accuracies.setdefault("stage", []).append(self.checkout.result()["runs"][0]["test_accuracy"])
         return seconds
 
 
 def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
-    """The whole baseline stage against the whole textbook script: samples a second, process start to end."""
+    """Samples a second of the baseline stage over those of the textbook script, from process start to end."""
     with tempfile.TemporaryDirectory() as folder:
         both = Textbook(Path(folder), epochs)
         measured = ratio(both.script, both.stage, pairs)
@@ -94,7 +85,7 @@ def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
 
 
 def textbook_in_memory(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
-    """What the textbook's script gains if its data lies in memory: how much of its time there is to win from data."""
+    """The textbook script's speedup with its data in memory: the most that a faster data path can bring."""
     with tempfile.TemporaryDirectory() as folder:
         both = Textbook(Path(folder), epochs)
         measured = ratio(both.script, lambda: both.script("in_memory"), pairs)
@@ -102,19 +93,20 @@ def textbook_in_memory(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
 
 
 def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[str, Any]:
-    """The stage's steady throughput over that of the barest loop a person would write over the same tensors.
+    """The stage's steady throughput over that of a minimal hand-written loop over the same tensors.
 
-    Both train in one process, ``steps`` steps in turns: same net, optimizer and data. The stage's arm is
-    ``Training.run`` with its history written to a file, as ``job`` runs it.
+    Both train in one process, in turns of ``steps`` steps, with the same model, optimizer and data. The stage's arm is
+    ``Training.run`` with its history written to a file, as in ``job``.
     """
     with tempfile.TemporaryDirectory() as folder:
         epochs = -(-(pairs + 1) * steps // (60_000 // batch_size))
         training = Steady(fashion_mnist(Path(folder))[1], Path(folder, "history.csv"), batch_size, epochs=epochs)
-        dataset, device = training.dataset, training.world.device
+        dataset, device = training.task.dataset, training.world.device
 
         def bare() -> Iterator[None]:
-            all_images, all_labels = dataset.train.images.to(device), dataset.train.labels.to(device)
-            mean, std = torch.tensor(dataset.mean, device=device), torch.tensor(dataset.std, device=device)
+            all_images, all_labels = dataset.train.inputs.to(device), dataset.train.targets.to(device)
+            known = dataset.statistics["inputs"]
+            mean, std = torch.tensor(known.mean, device=device), torch.tensor(known.std, device=device)
             model = training.net()
             optimizer = optimizers.of_job(training.train).make(model.parameters())
             while True:
@@ -139,10 +131,10 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
 
 
 def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[str, Any]:
-    """The stage's steady throughput beside its follower over that without: the follower is stopped for every other
-    ``steps`` steps of one run. All that it has to do, its start included, falls into its own turns.
+    """The stage's steady throughput with its follower over the throughput without it: the follower is stopped for every
+    other ``steps`` steps of one run. All its work, its start included, falls into the turns in which it runs.
 
-    ``rows_lost`` counts the history's rows that are not in the store in the end: it must be 0.
+    ``rows_lost`` counts the history's rows that are missing from the store in the end; it must be 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
@@ -172,26 +164,26 @@ def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[st
 
 
 class Steady:
-    """A baseline training in this process, as ``job`` runs it, to be advanced step by step."""
+    """A baseline training in this process, as in ``job``, that a caller advances step by step."""
 
     def __init__(self, packed: Path, history: Path, batch_size: int, epochs: int = 1) -> None:
-        keep_freed_memory()  # as the stage does; here for both arms of a pair
+        keep_freed_memory()  # as in the stage; here for both arms of a pair
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.world = World(rank=0, size=1, device=device, backend=None)
         dataset = prepared.read(packed)
-        one = prepared.Split(dataset.test.images[:1], dataset.test.labels[:1])
-        self.dataset, self.history = replace(dataset, test=one), history  # evaluation is no step
         self.train = Train(batch_size=batch_size, seeds=[0], epochs=epochs)
+        dataset = replace(dataset, test=dataset.test[:1])  # so that evaluation takes almost no time
+        self.task, self.history = tasks.of_job(self.train, dataset, device), history
 
     def net(self) -> torch.nn.Module:
         torch.manual_seed(0)
-        return build("small_cnn", {}, channels=1, height=28, width=28, classes=10).to(self.world.device)
+        return self.task.model().to(self.world.device)
 
     def steps(self) -> Iterator[None]:
-        """One optimizer step each; the history goes to its file."""
+        """Run one optimizer step per item; the history goes to its file."""
         job = plan(parse({"train": self.train.model_dump(), "variants": BASELINE}), "baseline", environment.machine())
         with TrainBatches(
-            self.dataset,
+            self.task,
             batch_size=self.train.batch_size,
             micro_batches=1,
             rank=0,
@@ -199,10 +191,9 @@ class Steady:
             seed=0,
             augment=self.train.augment,
             placement="resident",
-            device=self.world.device,
         ) as batches:
             results.write_history([], self.history)
-            for row in Training(job, self.net(), self.dataset, batches, self.world, seed=0).run():
+            for row in Training(job, self.net(), self.task, batches, self.world, seed=0).run():
                 if row:
                     results.append_history(row, self.history)
                 yield
@@ -218,7 +209,8 @@ class Steady:
 
 
 def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
-    """A ``dvc repro`` with nothing to do, its always-run stages included, over a ``dvc status``. Lower is better."""
+    """Time of a ``dvc repro`` with nothing to do, its always-run stages included, over that of a ``dvc status``. Lower
+    is better."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(
@@ -236,11 +228,11 @@ def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
 
 
 def default_job() -> dict[str, Any]:
-    """What `make repro` does after the installation, whole and once, over ten minutes. Lower is better."""
+    """Time of the whole `make repro` after the installation, measured once, over ten minutes. Lower is better."""
     with tempfile.TemporaryDirectory() as folder:
         raw, _ = fashion_mnist(Path(folder))
         config = params.load(ROOT / params.PARAMS_FILE).model_dump(mode="json")
-        config["fetch"]["mirror"] = str(raw)  # the network's speed is nobody's merit
+        config["fetch"]["mirror"] = str(raw)  # the network's speed must not count
         checkout = Checkout(Path(folder, "checkout"), **config)
         checkout.commit()
         seconds = checkout.run("dvc", "repro")
@@ -249,11 +241,11 @@ def default_job() -> dict[str, Any]:
 
 IMPORT_TORCH = "import torch"
 WITH_OPTIMIZER = "import torch; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
-"""torch imports its compiler with the first optimizer, whoever makes it."""
+"""torch imports its compiler with the first optimizer in any program."""
 
 
 def fixed_cost(reference: str, pairs: int = 9) -> dict[str, Any]:
-    """A train stage's wall time without its training and evaluation, over a Python that runs ``reference``."""
+    """A train stage's wall time, less its training and evaluation, over that of a Python that runs ``reference``."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(

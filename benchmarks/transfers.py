@@ -1,9 +1,9 @@
-"""How fast bytes move on this machine: all-reduces over all GPUs, by NCCL, and copies to and within each of them.
+"""Measure transfers on this machine: all-reduces over all GPUs, by NCCL, and copies to and within each GPU.
 
     python -m benchmarks.transfers
 
-With one GPU there is nobody to reduce with: then it is the copies alone. Without a GPU it rehearses, on two processes
-over gloo. A result that is wrong is an error: links and memory can be broken and fast.
+With one GPU there is no all-reduce, only the copies. Without a GPU this is a rehearsal, in two processes over gloo. A
+wrong result is an error: broken links and memory can be fast.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pipeline.distributed import World, forked, world
 from pipeline.errors import PipelineError
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
-"""Bytes: the smallest is latency, the largest bandwidth."""
+"""Bytes: the smallest size shows latency, the largest bandwidth."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One kind at one size: ``seconds`` is the median of one transfer, on the slowest rank."""
+    """One kind of transfer at one size: ``seconds`` is the median of one transfer, on the slowest rank."""
 
     what: str
     size: int
     """Bytes."""
     seconds: float
     bus_factor: float = 1.0
-    """What each link carries over the size: 2 (n - 1) / n for an all-reduce among n, as nccl-tests' PERFORMANCE.md
-    derives it, so that figures of different n compare."""
+    """Bytes that each link carries over the size: 2 (n - 1) / n for an all-reduce among n GPUs, as derived in
+    nccl-tests' PERFORMANCE.md, so that figures for different n are comparable."""
 
     def __str__(self) -> str:
         speed = self.size / self.seconds / 1e9
@@ -44,9 +44,9 @@ class Transfer:
 
 
 def measure(device: Literal["cpu", "cuda"], processes: int, sizes: Sequence[int] = SIZES) -> list[Transfer]:
-    """Every transfer at each of ``sizes`` (bytes, multiples of 4), all ``processes`` at once.
+    """Measure every transfer at each of ``sizes`` (bytes, multiples of 4), in all ``processes`` at once.
 
-    Raises WorkerError if a rank fails, or what arrived is not what was sent.
+    Raises WorkerError if a rank fails, or if the data that arrives differs from the data sent.
     """
     with forked(_rank, (device, tuple(sizes)), processes, preload=["pipeline.distributed"]) as ask:
         ranks = ask(None)
@@ -78,7 +78,7 @@ def _all_reduce(joined: World, size: int) -> Transfer:
     tensor = torch.full((size // 4,), float(joined.rank + 1), device=joined.device)
     joined.sum_(tensor)
     right = bool((tensor == joined.size * (joined.size + 1) / 2).all())
-    tensor.zero_()  # sums of sums would overflow
+    tensor.zero_()  # repeated sums of sums would overflow
     seconds = _timed(lambda: joined.sum_(tensor), joined, size)
     row = Transfer(f"all-reduce, {joined.size} by {joined.backend}", size, seconds, 2 * (joined.size - 1) / joined.size)
     _demand(right, row)
@@ -91,10 +91,10 @@ def _demand(right: bool, row: Transfer) -> None:
 
 
 def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5) -> float:
-    """Median seconds of one ``act``, over batches of several that the device does one after the other."""
+    """Median seconds of one ``act``, over batches of several calls that the device runs one after the other."""
     calls = 100 if size <= 1 << 20 else 10
     found = []
-    for _ in range(batches + 1):  # the first warms up: links are set up, memory is touched
+    for _ in range(batches + 1):  # the first is a warm-up: links are set up, memory is touched
         joined.synchronise()
         started = time.perf_counter()
         for _ in range(calls):

@@ -1,4 +1,4 @@
-"""The baseline against itself, in short turns and in one go: how far is a round's ratio from 1?"""
+"""The baseline against itself, measured in short turns and in one go: how far is a round's ratio from 1?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipeline.benchmark.server import Server
 
 
 def noise(rounds: int = 10) -> dict[str, Any]:
-    """The standard deviation of the A/A ratio's logarithm over rounds with turns, over that of rounds without.
+    """The standard deviation of the A/A ratio's logarithm in rounds with turns, over that in rounds without turns.
 
-    Rounds of all variants of the default job, of both kinds in turns, so that both meet the same machine.
-    ``samples_per_second``: kind -> arm -> one value a round, None where it was refused.
+    Rounds of both kinds, with all variants of the default job, alternate, so that both run in the same conditions.
+    ``samples_per_second``: turns per round -> arm -> one value per round, None where it was refused.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     found: dict[int, dict[str, list[float | None]]] = {1: {}, config.bench.turns: {}}

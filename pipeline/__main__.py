@@ -4,7 +4,7 @@ import sys
 
 from pipeline import interpreter
 
-if sys.argv[1:2] != ["gate"]:  # its two sides are processes of their own, which say it for themselves
+if sys.argv[1:2] != ["gate"]:  # each of its two sides is a separate process that makes this call itself
     interpreter.let_threads_sleep()
 
 from pipeline import cli

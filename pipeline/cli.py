@@ -1,7 +1,7 @@
-"""The command line: arguments in, one call out.
+"""The command line: each command parses its arguments and calls one function.
 
-A command imports what it runs when it runs, so that ``--help`` and the light commands stay quick. What the command of a
-stage imports below, and what that imports, is the code on which DVC makes the stage depend (environment/code.py).
+Each command's function imports the code that it runs, so that ``--help`` and the light commands stay quick. For a
+stage's command, these imports and what they import in turn are the code that DVC tracks (environment/code.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PREPARED = Path("data/prepared")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the process's exit code: 2 for a mistake that the person can put right.
+    """Run one command and return the process's exit code: 0, or 2 for an error that the user can correct.
 
-    Only ``gate``, ``promote``, ``verify``, ``evidence`` and ``doctor`` have others of their own.
+    Ctrl-C gives 130. Only ``gate``, ``promote``, ``verify``, ``evidence`` and ``doctor`` define further exit codes.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; to go on, run the same command again", file=sys.stderr)
         return 130
     except Exception as error:
         message = said(error)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Whether nobody reads what is printed any more, as `head` when it has its lines; the rest then goes nowhere."""
+    """Return True if the reader of standard output has gone, such as `head`; discard further output then."""
     polled = select.poll()
     polled.register(sys.stdout, 0)
     left = any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
@@ -104,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
     plan = add("plan", _plan, "Print what a variant's step is composed of here: techniques, order, what is left out.")
-    plan.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
+    plan.add_argument(
+        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; none: list"
+    )
     memory = add("predict-memory", _predict_memory, "Predict variants' peak memory without running them; does it fit?")
     memory.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     memory.add_argument(
@@ -113,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
     memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
     verify = add("verify", _verify, "Prove on this model and data what the comparison rests on, in minutes.")
-    verify.epilog = "Ends with 1 if a claim does not hold, else with 0."
+    verify.epilog = "Ends with 1 if a claim does not hold, or nothing of a variant could be tried; else with 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")
     evidence = add("evidence", _evidence, "Write what the comparison rests on into one file; or check such a file.")
@@ -124,17 +126,24 @@ def _parser() -> argparse.ArgumentParser:
     doctor.epilog = "Ends with 0 if there is no problem, also with warnings, and with 1 if there is one."
     doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
     techniques = add(
-        "techniques", _techniques, "Tell of every technique what it changes and excludes, and if it runs here."
+        "techniques", _techniques, "List the techniques; tell of one what it changes and excludes, and if it runs here."
     )
-    techniques.add_argument("words", nargs="*", metavar="WORD", help="only those about it, such as AMP or ZeRO")
+    techniques.add_argument(
+        "words", nargs="*", metavar="WORD", help="all of those about it, such as AMP or ZeRO; none: a line each"
+    )
     techniques.add_argument("--json", action="store_true", help="for programs")
     techniques.add_argument("--markdown", action="store_true", help="docs/techniques.md, which `make docs` writes")
     variants = add("variants", _variants, "List the ready-made variants, and take a set of them into params.yaml.")
     variants.add_argument("set", nargs="?", metavar="SET", help="a file under variants/: tell which can run here")
     variants.add_argument("--add", action="store_true", help="write those that can run here into params.yaml")
+    init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
+    init.epilog = "Keeps what is yours. Again after an upgrade: shows what would change, and asks, or takes --yes."
+    init.add_argument("--images", metavar="DIR", help="the job: images, as DIR/train/CLASS/*; perhaps DIR/test/CLASS/*")
+    init.add_argument("--model", metavar="NAME", help="the job: module:factory of your own, or one of torchvision's")
+    init.add_argument("--yes", action="store_true", help="change also what stands there, without a question")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
-    # The next two are started by others, so they have no line in the list.
+    # Other commands start the next two, so --help does not list them.
     follow = commands.add_parser("follow", description="Mirror a running training to MLflow. Started by train.")
     follow.add_argument("variant", metavar="VARIANT")
     follow.set_defaults(command=_follow)
@@ -148,7 +157,7 @@ def _environment(_: argparse.Namespace) -> None:
     from pipeline.environment import code, stages
 
     config = params.load()
-    params.check_names(config.train)
+    params.check_names(config.train, config.variants)
     made = plans.plans(config, environment.machine())
     written = environment.write(relied_on=plans.relied_on(config), described=stages.described(config, made))
     code.remember()
@@ -159,9 +168,9 @@ def _environment(_: argparse.Namespace) -> None:
 
 
 def _ready() -> tuple[Config, Machine]:
-    """What params.yaml says, and of which machine; environment.json is made where no `dvc repro` has.
+    """Return params.yaml's configuration and this machine; write environment.json if `dvc repro` has not.
 
-    But not by a launcher's worker: numbers depend on variables that a launcher sets.
+    A launcher's worker does not write the file: the launcher sets environment variables on which numbers depend.
     """
     from pipeline import environment, params
 
@@ -195,7 +204,7 @@ def _prepare(_: argparse.Namespace) -> None:
 def _train(parsed: argparse.Namespace) -> None:
     from pipeline import interpreter
 
-    config, machine = _ready()  # a mistake shows before torch is imported
+    config, machine = _ready()  # reports an error in params.yaml before torch is imported
     with interpreter.importing():
         from pipeline.training import job
 
@@ -345,6 +354,13 @@ def _variants(parsed: argparse.Namespace) -> None:
     from pipeline.tools import variant_sets
 
     variant_sets.show(environment.machine(), parsed.set, add=parsed.add)
+
+
+def _init(parsed: argparse.Namespace) -> None:
+    from pipeline import environment
+    from pipeline.tools import init
+
+    init.run(environment.machine(), images=parsed.images, model=parsed.model, yes=parsed.yes)
 
 
 def _schema(parsed: argparse.Namespace) -> None:

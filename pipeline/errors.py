@@ -1,23 +1,25 @@
-"""What a person can put right."""
+"""Errors that the user can correct, and messages that are safe to print."""
 
 from __future__ import annotations
 
 import errno
 import re
+import sysconfig
+from pathlib import Path
 
 _CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-"""All but tabs and line feeds; also what turns the direction of writing, and halves of characters."""
+"""Control characters except tab and line feed; line separators, bidirectional controls and lone surrogates."""
 
 
 class PipelineError(Exception):
-    """What a person can put right: the command line prints its message alone.
+    """An error that the user can correct: the command line prints its message without a traceback.
 
     The message says what was wrong, where, and what to do.
     """
 
 
 class ConfigError(PipelineError, ValueError):
-    """params.yaml, or what it asks of this machine, cannot be. The message says where and what to do."""
+    """params.yaml is invalid, or this machine cannot do what it asks. The message says where and what to do."""
 
 
 _ROOM = "make room there and run it again: what was finished is kept"
@@ -30,8 +32,8 @@ _REMEDIES = {
 
 
 def said(error: BaseException) -> str | None:
-    """What a person is told: of what can be put right, a disk that is full or read-only included. None of the rest,
-    which needs its traceback."""
+    """Return the message for an error that the user can correct, such as a full or read-only disk. None for any other
+    error, which needs its traceback."""
     if isinstance(error, PipelineError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
@@ -42,19 +44,33 @@ def said(error: BaseException) -> str | None:
 
 
 def redacted(text: str) -> str:
-    """``text`` as it may be shown or kept: its addresses without user names, passwords and queries. A user name can be
-    a token, and so can a query's value."""
+    """Return ``text`` with user names, passwords and queries removed from its URLs. A user name or a query's value can
+    be a token."""
     unnamed = re.sub(r"(://)[^\s/'\"]*@", r"\1***@", text)
-    return re.sub(r"(://[^\s?#'\"]*[?#])(?!/)[^\s'\"]+", r"\1***", unnamed)  # "/#/runs" is a page
+    return re.sub(r"(://[^\s?#'\"]*[?#])(?!/)[^\s'\"]+", r"\1***", unnamed)  # "/#/runs" is a page's path
 
 
 def printable(text: str) -> str:
-    """``text``, into which a file's name or a server's answer may have got, as a terminal and GitHub's log may have it:
-    control characters spelled out, and no line that is a workflow command (``::error::`` or ``##[error]``)."""
+    """Return ``text`` safe for a terminal and GitHub's log, as it may hold a file's name or a server's answer: control
+    characters are escaped, and no line is a workflow command (``::error::`` or ``##[error]``)."""
     spelled = re.sub(_CONTROL, lambda match: match[0].encode("unicode_escape").decode(), text)
     return re.sub(r"(?m)^\s*(?=::)|##(?=\[)", r"\g<0>\\", spelled)
 
 
+def own_place(trace: str) -> str:
+    """Return the innermost line of a formatted traceback that is neither ours nor of an installed package, as
+    "my_models.py, line 7, in forward"; empty if there is none."""
+    not_theirs = (sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
+    frames = re.findall(r'(?m)^ *File "(.+)", line (\d+), in (.+)$', trace)
+    here = f"{Path.cwd()}/"
+    own = [
+        f"{file.removeprefix(here)}, line {line}, in {name}"
+        for file, line, name in frames
+        if not file.startswith(not_theirs) and not {"site-packages", "dist-packages"} & {*Path(file).parts}
+    ]
+    return own[-1] if own else ""
+
+
 def first_line(error: BaseException) -> str:
-    """What another library's ``error`` says, without the pages that may follow."""
+    """Return the first line of another library's error message; the error's type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes: a file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, BinaryIO
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``path`` as ``whole`` does."""
+    """Write ``text`` to ``path`` atomically, with ``whole``."""
     with whole(path) as file:
         file.write(text.encode())
 
 
 def write_array(path: Path, array: Any) -> None:
-    """Write numpy's ``array`` as ``whole`` does, and .npy; numpy itself need not notice that the disk is full."""
-    import numpy as np  # not above: light commands write text alone
+    """Write ``array`` as .npy atomically, with ``whole``: numpy's own writing may miss that the disk is full."""
+    import numpy as np  # imported here: light commands write only text
 
     with BytesIO() as content, whole(path) as file:
         np.save(content, array)
@@ -27,11 +27,11 @@ def write_array(path: Path, array: Any) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes ``path``'s place at the block's end: whole or not at all.
+    """Open a temporary file for writing, which replaces ``path`` at the block's end: whole or not at all.
 
-    An interruption, a full disk or a power failure leaves the old content: what is written is on the disk before it
-    gets the name. Raises OSError, which names ``path``; what was written of it is deleted then, for the disk may be
-    full.
+    An interruption, a full disk or a power failure leaves the old content: the new content is on the disk before the
+    file is renamed. Raises OSError, which names ``path``. After an error the temporary file is deleted, as the disk may
+    be full.
     """
     partial = path.with_name(path.name + ".partial")
     with naming(path):
@@ -48,14 +48,14 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the name, too
+            os.fsync(folder)  # the new name, too
         finally:
             os.close(folder)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError of the block that names no file name ``path``: the system names none when it cannot write on."""
+    """Add ``path`` to an OSError of the block that names no file, as when a write fails."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a machine makes of a variant."""
+"""A variant's plan: how it runs on this machine."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pipeline.errors import ConfigError
 from pipeline.params import COMPILER, Config, Machine, Train, Variant, catalogue, outside
 
 PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-"""Those that take several processes."""
+"""Values of ``parallelism`` that use several processes."""
 ONE_BATCH = ("pipeline", "tensor")
-"""Those whose processes take the same samples where they hold one model together."""
+"""Values of ``parallelism`` with which the processes that hold one model together take the same samples."""
 MICRO_BATCHES_A_STAGE = 4
-"""Of a pipeline, where the variant does not say. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
+"""Default micro-batches for each pipeline stage. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
 Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
 
 WhyNotHeldBy = Callable[[int], str | None]
-"""A number of processes -> why so many cannot hold a model together; None if they can."""
+"""A number of processes -> why that many cannot hold one model together; None if they can."""
 
 _FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
-"""What ``Entry.relies_on`` is for techniques, for forms of inference."""
+"""Form of inference -> the software that its numbers depend on, like ``Entry.relies_on`` for techniques."""
 
 
 class Plan(BaseModel):
-    """What this machine makes of one variant; every worker follows it."""
+    """How one variant runs on this machine; every worker follows the plan."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,33 +36,34 @@ class Plan(BaseModel):
     skipped: dict[str, str]
     """Technique -> why this machine skips it. Empty: everything requested is applied."""
     decided: dict[str, str] = {}
-    """Technique -> what it decided by itself on this machine, and why; ``deterministic``: why the job is not."""
+    """Technique -> its automatic choice on this machine, and why. Key ``deterministic``: why the job is not so."""
     device: Literal["cpu", "cuda"]
     processes: int
     model_processes: int = 1
     """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
     scale: int = 1
-    """By what the job's batch and learning rate are multiplied: with weak scaling ``data_processes``."""
+    """Factor of the job's batch size and learning rate: ``data_processes`` with weak scaling, else 1."""
     devices_per_process: int = 1
-    """GPUs that one process computes on: more than one with nn.DataParallel alone."""
+    """GPUs that one process computes on: more than one only with nn.DataParallel."""
     micro_batches: int
     micro_batch_size: int
     """Samples one process takes in one micro-step."""
     train: Train
-    """The job as this variant trains it: that of params.yaml, with batch and learning rate multiplied by ``scale``.
+    """The job as this variant trains it: ``train`` of params.yaml, batch and learning rate multiplied by ``scale``, the
+    model the variant's if it has one of its own.
     Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1."""
 
     @property
     def data_processes(self) -> int:
-        """Into how many shares a global batch is divided."""
+        """Number of shares into which a global batch is divided."""
         return self.processes // self.model_processes
 
     def with_train(self, **changes: Any) -> Plan:
-        """The same with other values in ``train``, which are not checked."""
+        """Return a copy with other values in ``train``; the values are not validated."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     def divided(self, micro_batches: int, **changes: Any) -> Plan:
-        """The same with another number of micro-batches, which must divide a process's share of the batch."""
+        """Return a copy with another number of micro-batches, which must divide a process's share of the batch."""
         size = self.micro_batches * self.micro_batch_size // micro_batches
         return self.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size, **changes})
 
@@ -77,11 +78,11 @@ def plan(
     """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
 
     ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process.
-    ``why_not_held_by`` is for who knows the job's model.
+    Pass ``why_not_held_by`` where the job's model is known.
     """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
-    requested, train = config.variants[name], config.train
+    requested, train = config.variants[name], config.train_of(name)
     where = f"variants.{name}"
     if train.device == "cuda" and machine.gpus == 0:
         why = f" ({machine.why_no_gpu})" if machine.why_no_gpu else ""
@@ -102,7 +103,7 @@ def plan(
         fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
         while reason := _why_not_among(requested, processes, train.batch_size, micro_batches, why_not_held_by):
             if processes - requested.replicas < fewest:
-                break  # the least that could be, of which it is said below what is wrong
+                break  # the smallest possible number; the checks below report its problem
             processes, why_fewer = processes - requested.replicas, reason.partition("; allowed: ")[0]
         if processes < available:
             skipped[f"{available - processes} of {available} GPUs"] = why_fewer
@@ -175,7 +176,7 @@ def plan(
 
 
 def plans(config: Config, machine: Machine) -> dict[str, Plan]:
-    """Every variant's plan, or one ConfigError that lists all that cannot run here."""
+    """Return every variant's plan. Raises one ConfigError that lists every problem if a variant cannot run here."""
     made, problems = {}, []
     for name in config.variants:
         try:
@@ -188,9 +189,10 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 
 def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
-    """On the versions of what numbers depend, and whose: distributions (of extras, and of techniques), ``COMPILER``.
+    """Return the software on whose versions the numbers of each variant and each form of inference depend.
 
-    ``{"variants": {name: ...}, "forms": {form: ...}}``, with the forms of inference that ``infer.forms`` lists.
+    ``{"variants": {name: ...}, "forms": {form: ...}}``: names of distributions, or ``COMPILER``. The forms are those in
+    ``infer.forms``.
     """
     return {
         "variants": {
@@ -245,7 +247,7 @@ def _why_not_among(
     micro_batches: int,
     why_not_held_by: WhyNotHeldBy,
 ) -> str | None:
-    """Why ``processes`` cannot share out the batch evenly, or cannot hold the model together; None if they can."""
+    """Return why ``processes`` cannot share out the batch evenly, or hold the model together; None if they can."""
     if variant.parallelism in ONE_BATCH:  # replicas share the batch out, however many processes each of them has
         together = processes // variant.replicas
         if variant.parallelism == "pipeline" and 1 < micro_batches < together:
@@ -257,7 +259,7 @@ def _why_not_among(
 
 
 def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:
-    """Of ``samples`` a step and pipeline: as many as are asked for, by default up to ``MICRO_BATCHES_A_STAGE``."""
+    """Return the number of micro-batches: ``requested``, or for 1 up to ``MICRO_BATCHES_A_STAGE`` a stage."""
     if requested >= stages:
         return requested
     if requested == 1:

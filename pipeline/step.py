@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""Images float32 [b, C, H, W] and labels int64 [b], on the device."""
+"""Inputs [b, ...] and targets [b, ...], on the device."""
 
 
 class Losses(Protocol):
-    """Where the losses of micro-batches are noted. Their sum over a step, averaged over ranks, is the step's loss."""
+    """Collects the losses of micro-batches. Their sum over a step, averaged over ranks, is the step's loss."""
 
     total: Any
 
@@ -28,7 +28,7 @@ class Losses(Protocol):
 
 
 class TrainingStep:
-    """What happens between two batches. Each part is a callable, which a technique may replace when a run is set up."""
+    """One optimizer step. Each part is a callable, which a technique may replace when a run is set up."""
 
     def __init__(
         self,
@@ -40,26 +40,26 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.losses = model, optimizer, losses
         self.criterion = criterion
-        """Logits [b, classes] and labels int64 [b] to their mean loss, a scalar."""
+        """Maps outputs [b, ...] and targets [b, ...] to their mean loss, a scalar."""
         self.forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._forward
-        """Images float32 [b, C, H, W] and labels int64 [b] to the micro-batch's mean loss, a scalar; gradient
-        accumulation makes it 1/N of that, its share of the step's."""
+        """Maps inputs [b, ...] and targets [b, ...] to the micro-batch's mean loss, a scalar. Gradient
+        accumulation divides this loss by the number of micro-batches."""
         self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
-        """Adds the gradients of a loss to the parameters'."""
+        """Adds the gradients of a loss to the parameters' gradients."""
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-        """A context in which gradients stay on their rank: for every micro-batch of a step but the last."""
+        """Context in which ranks do not exchange gradients, for every micro-batch of a step except the last."""
         self.accumulate: Callable[[MicroBatches], None] = self._one_by_one
-        """Takes a step's micro-batches, notes their losses, and leaves the sum of their gradients in the parameters."""
+        """Runs a step's micro-batches, records their losses, and sums their gradients in the parameters."""
         self.zero_grad: Callable[[], None] = optimizer.zero_grad
-        """Forgets the last step's gradients."""
+        """Clears the last step's gradients."""
         self.update: Callable[[], object] = optimizer.step
-        """Changes the parameters by their gradients."""
+        """Updates the parameters from their gradients."""
         self.trial_update: Callable[[], object] | None = None
-        """The update of a step that is tried for its memory, if not ``update``: no rank may wait in it for another."""
+        """Replaces ``update`` in a trial step, which tests the memory; no rank may wait in it for another."""
         self.take: Callable[[MicroBatches], None] = self._take
-        """All of it in order."""
+        """Runs the whole step, its parts in order."""
         self.syncs = [False] * (micro_batches - 1) + [True]
-        """Of each micro-batch, whether ranks exchange gradients after it."""
+        """For each micro-batch, whether ranks exchange gradients after it."""
 
     def __call__(self, micro_batches: MicroBatches) -> None:
         self.take(micro_batches)
@@ -72,18 +72,18 @@ class TrainingStep:
 
     def _one_by_one(self, micro_batches: MicroBatches) -> None:
         for sync in self.syncs:
-            images, labels = next(micro_batches)
+            inputs, targets = next(micro_batches)
             with nullcontext() if sync else self.no_sync():
-                loss = self.forward(images, labels)
+                loss = self.forward(inputs, targets)
                 self.losses.add(loss)
                 self.backward(loss)
 
-    def _forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.criterion(self.model(images), labels)
+    def _forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.criterion(self.model(inputs), targets)
 
     @contextmanager
     def instrument(self, **around: Callable[[Any], Any]) -> Iterator[None]:
-        """While the block runs, parts are what these functions make of them: ``step.instrument(update=timed)``."""
+        """Wrap parts with the given functions while the block runs: ``step.instrument(update=timed)``."""
         parts = {name: getattr(self, name) for name in around}
         for name, part in parts.items():
             setattr(self, name, around[name](part))

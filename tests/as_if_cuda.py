@@ -1,4 +1,4 @@
-"""A CPU plays CUDA, so that what a run does on GPUs runs, with real arithmetic, where there is none.
+"""Simulated GPUs: the CPU stands in for CUDA, so that the code for GPUs runs, with real arithmetic, without one.
 
 While ``as_if_cuda()`` lasts, ``torch.cuda``, NVML and NCCL answer as on a machine with some GPUs: in this process, in
 its threads, and in the processes that ``pipeline.distributed`` starts. A tensor "on" a GPU is a CPU tensor whose
@@ -12,9 +12,10 @@ storage carries the GPU's number; what is computed from it carries it too, in th
 - CUDA graphs: recording notes the operations, and a replay repeats them on the same memory;
 - collectives: ``Traffic`` counts them, here and on a CPU.
 
-It cannot see kernels: their speed and rounding, the order of their sums, what cuDNN, cuBLAS and Triton choose, and what
-``torch.compile`` makes, which is left out. Nor the order of streams, for all is done at once; the allocator's cache and
-fragmentation; NCCL's own limits; the driver; and a GPU's random generator, whose draws are the CPU's.
+It cannot see kernels: their speed and rounding, the order of their sums, what cuDNN, cuBLAS and Triton choose (of the
+fused kernels of attention, the CPU's one stands for all), and what ``torch.compile`` makes, which is left out. Nor the
+order of streams, for all is done at once; the allocator's cache and fragmentation; NCCL's own limits; the driver; and a
+GPU's random generator, whose draws are the CPU's.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from typing import Any
 import pynvml
 import pytest
 import torch
-import torch._dynamo  # before anything is patched: it looks at all that torch has
+import torch._dynamo  # before anything is patched: it inspects all of torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
+from torch.nn.attention import SDPBackend
 from torch.nn.parallel import comm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,7 +62,7 @@ _A_VALUE_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 
 class Gpus:
-    """The GPUs that are played, and what a test can ask and set of them."""
+    """The simulated GPUs, with the state that a test can read and set."""
 
     def __init__(self, count: int, memory_bytes: int) -> None:
         self.count, self.memory_bytes = count, memory_bytes
@@ -83,7 +85,7 @@ class Gpus:
         return int(getattr(self._thread, "current", 0))
 
     def select(self, device: Any) -> int:
-        """Make it this thread's GPU; returns the one before."""
+        """Make ``device`` this thread's current GPU; return the previous one."""
         before, index = self.current, self.index(device)
         if not 0 <= index < self.count:
             raise RuntimeError("CUDA error: invalid device ordinal")
@@ -91,13 +93,13 @@ class Gpus:
         return before
 
     def index(self, device: Any = None) -> int:
-        """The number of a GPU, by any of its names."""
+        """Return the index of a GPU, given by any of its names."""
         named = torch.device(device) if isinstance(device, str) else device
         found = named.index if isinstance(named, torch.device) else named
         return self.current if found is None else int(found)
 
     def wait(self, what: str) -> None:
-        """The host waits for the device here."""
+        """Note that the host waits for the device here; raise an error where CUDA would."""
         if self.graph is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
         if self.debug_mode:
@@ -106,7 +108,7 @@ class Gpus:
                 raise RuntimeError(f"called a synchronizing CUDA operation: {self.waits[-1]}")
 
     def take(self, storage: Any, index: int) -> None:
-        """The memory is that GPU's."""
+        """Allocate the storage on GPU ``index``; raises OutOfMemoryError if the GPU has too little memory."""
         storage.place = index
         if index == UNDECIDED:
             return
@@ -115,16 +117,23 @@ class Gpus:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {size} bytes. GPU {index} has {free} bytes free."
             )
-        self.allocated[index] += size
-        self.peaks[index] = max(self.peaks[index], self.allocated[index])
-        weakref.finalize(storage, self._free, index, size).atexit = False
+        storage.taken = taken = [0]
+        self.resize(storage, size)
+        weakref.finalize(storage, self._free, index, taken).atexit = False
 
-    def _free(self, index: int, size: int) -> None:
-        self.allocated[index] -= size
+    def resize(self, storage: Any, size: int) -> None:
+        """Count ``size`` bytes for a storage on a GPU, instead of what it had."""
+        index, taken = storage.place, storage.taken
+        self.allocated[index] += size - taken[0]
+        self.peaks[index] = max(self.peaks[index], self.allocated[index])
+        taken[0] = size
+
+    def _free(self, index: int, taken: list[int]) -> None:
+        self.allocated[index] -= taken[0]
 
 
 def _where() -> str:
-    """The line that runs outside of torch and of this file, and the pipeline's line that led there."""
+    """Return the innermost line outside torch and this file, and the pipeline's line that called it."""
     lines: list[str] = []
     frame = sys._getframe(2)
     while frame.f_back is not None and not any("/pipeline/" in line for line in lines):
@@ -139,17 +148,17 @@ _PLAYED: list[Gpus] = []
 
 
 def played() -> Gpus:
-    """The GPUs of this process."""
+    """Return the simulated GPUs of this process."""
     return _PLAYED[-1]
 
 
 def place_of(tensor: torch.Tensor) -> int | None:
-    """The number of the GPU that has the tensor's memory; None: the host has it."""
-    while hasattr(tensor, "__tensor_flatten__"):  # a kind of tensor of its own: ask what is in it
+    """Return the index of the GPU that holds the tensor's memory; None if the host holds it."""
+    while hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass: ask its inner tensor
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     try:
         place: int | None = getattr(tensor.untyped_storage(), "place", None)
-    except (NotImplementedError, RuntimeError):  # it has no memory
+    except (NotImplementedError, RuntimeError):  # the tensor has no storage
         return None
     return place
 
@@ -158,7 +167,7 @@ def place_of(tensor: torch.Tensor) -> int | None:
 def as_if_cuda(count: int = 1, memory_bytes: int = MEMORY_BYTES) -> Iterator[Gpus]:
     """While the block runs, this machine has ``count`` GPUs, each with ``memory_bytes`` for tensors.
 
-    Where there are real ones the test is skipped.
+    On a machine with real GPUs the test is skipped.
     """
     assert not _PLAYED, "this process plays already"
     if torch.cuda.is_available():
@@ -177,13 +186,13 @@ def as_if_cuda(count: int = 1, memory_bytes: int = MEMORY_BYTES) -> Iterator[Gpu
 
 
 def _forked(count: int, memory_bytes: int, *arguments: Any) -> None:
-    """What a process runs that the pipeline starts: the same, as if it had the GPUs."""
+    """Run a process that the pipeline starts, with the same simulated GPUs."""
     with as_if_cuda(count, memory_bytes):
         _really_forked(*arguments)
 
 
 class _Play(TorchDispatchMode):
-    """Carries the number of the GPU from what goes into an operation to what comes out of it."""
+    """Propagates the GPU's index from an operation's inputs to its outputs."""
 
     def __init__(self, gpus: Gpus) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -219,10 +228,10 @@ class _Play(TorchDispatchMode):
         return result
 
     def _place(self, target: int | None, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Say where the new memory is: on GPU ``target``, or pinned."""
+        """Mark new memory as allocated on GPU ``target`` or, if ``target`` is None, as pinned."""
         held = {
             each.untyped_storage()._cdata for each in inputs if place_of(each) is None
-        }  # what was written stays there
+        }  # host memory that was written stays on the host
         for each in (*outputs, *inputs):
             storage = each.untyped_storage()
             if target is None:
@@ -239,7 +248,7 @@ class _Play(TorchDispatchMode):
         places: list[int | None],
         target: int | None,
     ) -> None:
-        """What would wait for the device, and what would not run at all."""
+        """Note an operation that would wait for the device; raise an error for one that would not run on GPUs."""
         known = {place for place in places if place != UNDECIDED}
         on_gpus = known - {None}
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -257,13 +266,13 @@ class _Play(TorchDispatchMode):
             if _A_VALUE_DECIDES.intersection(func.tags):
                 self._gpus.wait(str(func))
             numbers = [each for each, place in zip(tensors, places, strict=True) if place is None and not each.dim()]
-            apart = known if len(numbers) < places.count(None) else on_gpus  # a number goes along from the host
+            apart = known if len(numbers) < places.count(None) else on_gpus  # a host scalar may be an operand
             if len(apart) > 1:
                 raise RuntimeError(f"Expected all tensors to be on the same device, but found {apart} in {func}")
 
 
 def _in_order(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call it. As NCCL's collectives follow the order of the calls, what is to follow one is called by this thread."""
+    """Call ``func`` and wait for its collective: NCCL runs collectives in the order of the calls."""
     result = func(*args, **kwargs)
     if func.namespace == "c10d" and func._opname not in ("send", "recv_"):
         (work,) = (each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject))
@@ -272,17 +281,17 @@ def _in_order(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_fake(types: Sequence[type]) -> bool:
-    """Whether an operation is about tensors without values, which know their device."""
+    """Whether an operation is on fake tensors, which know their device."""
     return FakeTensor in types or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_composed(types: Sequence[type]) -> bool:
-    """Whether it is about a kind of tensor of its own, which then comes back with what is in it."""
+    """Whether an operation has tensor subclasses among its inputs, which call it again with their inner tensors."""
     return any(each not in (torch.Tensor, torch.nn.Parameter) for each in types)
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what ranks send each other, on GPUs and on CPUs alike."""
+    """Counts the communication between ranks, on GPUs and on CPUs alike."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -301,9 +310,9 @@ class Traffic(TorchDispatchMode):
 
 
 class _Graph:
-    """``torch.cuda.CUDAGraph``: what ran while it was recorded, which each replay but the first runs again.
+    """``torch.cuda.CUDAGraph``: the recorded operations, which each replay but the first runs again.
 
-    On a GPU recording runs nothing. Here it does, so the first replay has run already.
+    On a GPU the recording runs no kernels. Here it runs the operations, so the first replay does nothing.
     """
 
     def __init__(self) -> None:
@@ -372,12 +381,14 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
-    """What answers otherwise: owner -> name -> value."""
+    """Return the attributes to patch: owner -> name -> value."""
     join, wait, start = dist.init_process_group, Work.wait, threading.Thread.run
     autocast = torch.autocast.__init__
     clone: Any = torch.UntypedStorage.clone
+    resize: Any = torch.UntypedStorage.resize_
     group: Any = torch._C._group_tensors_by_device_and_dtype
     tensor, is_autocast, autocast_dtype = torch.tensor, torch.is_autocast_enabled, torch.get_autocast_dtype
+    allow = torch.nn.attention._sdpa_kernel
 
     def joined(backend: str, *arguments: Any, device_id: torch.device | None = None, **options: Any) -> None:
         gpus.nccl = backend == "nccl"
@@ -386,7 +397,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
         join("gloo", *arguments, **options)
 
     def waited(work: Any, *arguments: Any) -> Any:
-        with torch._C._DisableTorchDispatch():  # gloo copies now what NCCL's kernel has written
+        with torch._C._DisableTorchDispatch():  # gloo copies here what NCCL's kernel would have written
             return wait(work, *arguments)
 
     def run(thread: threading.Thread) -> None:
@@ -399,8 +410,18 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
             gpus.take(copy, storage.place)
         return copy
 
+    def resized(storage: Any, size: int) -> Any:
+        if hasattr(storage, "taken"):
+            gpus.resize(storage, size)
+        return resize(storage, size)
+
     def autocast_on_cpu(context: Any, device_type: str, dtype: Any = None, *options: Any, **more: Any) -> None:
         autocast(context, "cpu", dtype or torch.float16 if device_type == "cuda" else dtype, *options, **more)
+
+    def allowed(backends: Sequence[Any], *priority: bool) -> None:
+        """The CPU has no fused kernel of attention but flash, which plays the others."""
+        fused = set(backends) - {SDPBackend.MATH}
+        allow([*backends, SDPBackend.FLASH_ATTENTION] if fused else backends, *priority)
 
     def grouped(*arguments: Any) -> Any:
         found = group(*arguments)
@@ -411,7 +432,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
 
     return {
         torch.Tensor: _tensor(gpus),
-        torch.UntypedStorage: {"clone": cloned},
+        torch.UntypedStorage: {"clone": cloned, "resize_": resized},
         torch.autocast: {"__init__": autocast_on_cpu},
         torch: {
             "tensor": of_data,
@@ -422,6 +443,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
         torch.cuda: _cuda(gpus),
         torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": lambda file: Path(file).touch()},
         torch.cuda.nccl: {"is_available": lambda _: False},
+        torch.nn.attention: {"_sdpa_kernel": allowed},
         # As if it could trace kernels: otherwise events of CUDA's own would time each operation.
         torch.autograd.profiler: {"_supported_activities": lambda: [torch.profiler.ProfilerActivity.CUDA]},
         torch.accelerator: {
@@ -455,7 +477,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
 
 
 def _tensor(gpus: Gpus) -> dict[str, Any]:
-    """What a tensor says of its place, and what changes it."""
+    """Return the patches of tensors' device attributes and of the methods that move tensors."""
     plain = torch.Tensor
     move: Callable[..., Any] = plain.to
     tolist, numpy, make = plain.tolist, plain.numpy, plain._make_wrapper_subclass
@@ -476,7 +498,7 @@ def _tensor(gpus: Gpus) -> dict[str, Any]:
         target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
         here = place_of(tensor)
         there = here if target is None else gpus.index(target) if target.type == "cuda" else None
-        if hasattr(tensor, "__tensor_flatten__"):  # a kind of tensor of its own: what is in it moves
+        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass: its inner tensors move
             if here != there:
                 names, about = tensor.__tensor_flatten__()
                 inside = {name: getattr(tensor, name) for name in names}
@@ -525,7 +547,7 @@ def _tensor(gpus: Gpus) -> dict[str, Any]:
 
 
 def _cuda(gpus: Gpus) -> dict[str, Any]:
-    """``torch.cuda``."""
+    """Return the patches of ``torch.cuda``."""
 
     @contextmanager
     def selected(device: Any) -> Iterator[None]:
@@ -603,7 +625,7 @@ def _cuda(gpus: Gpus) -> dict[str, Any]:
 
 
 def _nvml(gpus: Gpus) -> dict[str, Any]:
-    """NVML. A handle is a GPU's number."""
+    """Return the patches of NVML. A handle is a GPU's index."""
     return {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
@@ -629,7 +651,7 @@ def _nvml(gpus: Gpus) -> dict[str, Any]:
 
 @contextmanager
 def _sync_batchnorm() -> Iterator[None]:
-    """For CPUs, what SyncBatchNorm has kernels for on GPUs alone, under PyTorch's names and with its arguments."""
+    """Define on CPUs SyncBatchNorm operators that PyTorch has for GPUs alone, with the same names and arguments."""
 
     def wide(values: Any, images: Any) -> Any:
         return values.view(1, -1, *[1] * (images.dim() - 2))

@@ -1,36 +1,42 @@
-"""Kill jobs on the digits at random instants, run them again, and count what held.
+"""Kill jobs on the digits at random instants, run them again, and count the checks that held.
 
     python -m tests.chaos --minutes 60 --seed 1
 
-A job is killed up to four times before it may end. After each kill nothing of it may run on for more than 20 seconds, a
-job of which only a part was killed has to end within 60, and no file may stand half-written under its final name. In
-the end its weights have to be those of the job that nobody killed, to the bit. The counts are added to
-benchmarks/figures/chaos.json.
+Two jobs run at a time. Each is killed up to eight times before it may end. After a kill no process of the job may run
+for more than 20 seconds; if only some processes were killed, the job has to end within 60. No file may be half-written
+under its final name. The final weights must equal, bit for bit, those of the job that nobody killed. The counts are
+added to benchmarks/figures/chaos.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import functools
 import itertools
 import json
 import multiprocessing
 import os
+import pkgutil
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from pipeline import files, results
+from pipeline import environment, files, results
+from pipeline.interpreter import end_with_parent
 from pipeline.params import parse
 from tests.commands import Command
 from tests.workspaces import furnish
@@ -45,10 +51,11 @@ PARAMS: dict[str, Any] = {
         "device": "cpu",
         "seeds": [0],
         "epochs": 2,
-        "batch_size": 32,
+        "batch_size": 128,
         "learning_rate": 0.05,
-        "checkpoint_every_steps": 10,
-        "history_every_steps": 10,
+        "warmup_steps": 2,
+        "checkpoint_every_steps": 2,
+        "history_every_steps": 2,
     },
     "bench": {"max_rounds": 1, "window_seconds": 0.05},
     "variants": {
@@ -63,46 +70,19 @@ RANKS = {"ddp": 2, "fsdp": 2}
 
 VICTIMS = dict.fromkeys((*RANKS, "bench"), ("launcher", "rank", "all"))
 """Job -> which of its processes; of the others, which are one process, the launcher."""
+TURN = "pipeline.benchmark.server.Server.turn"
 MOMENTS = {
-    "init_process_group": ("rendezvous", 1),
-    "keep": ("a checkpoint's write", 9),
-    "fsync": ("a file's way to the disk", 16),
-    "replace": ("a rename", 16),
-    "evaluate": ("evaluation", 2),
-    "append_history": ("a row of history", 9),
-    "write_text": ("a result", 2),
-    "turn": ("a turn of the bench", 8),
+    "torch.distributed.init_process_group": ("rendezvous", 1),
+    "pipeline.training.checkpoints.keep": ("a checkpoint's write", 3),
+    "os.fsync": ("a file's way to the disk", 6),
+    "os.replace": ("a rename", 6),
+    "pipeline.training.evaluation.evaluate": ("evaluation", 2),
+    "pipeline.results.append_history": ("a row of history", 3),
+    "pipeline.files.write_text": ("a result", 2),
+    TURN: ("a turn of the bench", 8),
 }
-"""Function -> what a process does in it, and how often, at least. Those of ``os`` among them."""
-
-HOOK = """
-import json, os, signal, sys, threading
-KILL = json.loads(os.environ.get("KILL", "null"))
-
-def strike():
-    if KILL["victim"] == "rank":
-        os.kill(os.getpid(), signal.SIGKILL)
-    (os.kill if KILL["victim"] == "launcher" else os.killpg)(os.getsid(0), signal.SIGKILL)
-
-def look(frame, event, argument):
-    if event == "call":
-        name = frame.f_code.co_name
-    elif event == "c_call" and getattr(argument, "__module__", None) == "posix":
-        name = argument.__name__
-    else:
-        return
-    if name == KILL["function"] and os.environ.get("RANK", "0") == KILL["rank"]:
-        KILL["nth"] -= 1
-        if KILL["nth"] == 0:
-            threading.Timer(KILL["delay_seconds"], strike).start() if KILL["delay_seconds"] else strike()
-
-if KILL and KILL["function"] and "follow" not in sys.orig_argv:
-    if __name__ == "sitecustomize" and any("forkserver" in each for each in sys.orig_argv):
-        os.register_at_fork(after_in_child=lambda: sys.setprofile(look))  # its imports would take three times as long
-    else:
-        sys.setprofile(look)
-"""
-"""As sitecustomize.py: kills from within, at the n-th call of a function, or shortly after it began."""
+"""Function -> what a process does in it, and which of its calls is the latest to be the moment: so early that several
+fit into one job's life, which goes on from one to the next."""
 
 
 @dataclass(frozen=True)
@@ -122,45 +102,76 @@ class Kill:
 
 
 class Broken(Exception):
-    """What did not hold."""
+    """A check failed."""
 
 
 def drawn(chance: random.Random, job: str, seconds: float) -> Kill:
-    """A kill of a job that takes ``seconds``."""
-    functions = ["turn"] if job == "bench" else [*MOMENTS][job not in RANKS : -1]
+    """Draw a random kill for a job that takes ``seconds``."""
+    functions = [TURN] if job == "bench" else [*MOMENTS][job not in RANKS : -1]
     function = chance.choice([*functions, "", ""])
-    victims = VICTIMS.get(job, ("launcher",))
+    victims = ("launcher", "all") if function == TURN else VICTIMS.get(job, ("launcher",))
+    of_each_rank = function.endswith(("init_process_group", "evaluate"))
     return Kill(
         chance.choice(victims if function or job == "bench" else (*victims, "mirror")),
         function,
         nth=chance.randint(1, MOMENTS[function][1]) if function else 0,
-        rank=str(chance.randrange(RANKS.get(job, 1))) if function in ("init_process_group", "evaluate") else "0",
-        delay_seconds=chance.choice((0.0, chance.uniform(0, 0.02))) if function else chance.uniform(0, seconds),
+        rank=str(chance.randrange(RANKS.get(job, 1))) if of_each_rank else "0",
+        delay_seconds=chance.choice((0.0, chance.uniform(0, 0.02))) if function else chance.uniform(0, seconds / 2),
     )
+
+
+def upon(function: str, act: Callable[[], object]) -> None:
+    """From now on call ``act`` before each call of the function, in this process and in those forked from it."""
+    home, _, name = function.rpartition(".")
+    owner = pkgutil.resolve_name(home)
+    wanted = getattr(owner, name)
+
+    @functools.wraps(wanted)
+    def acting(*arguments: Any, **named: Any) -> Any:
+        act()
+        return wanted(*arguments, **named)
+
+    for place in (owner, *sys.modules.values()):
+        if getattr(place, "__dict__", {}).get(name) is wanted:
+            setattr(place, name, acting)
+
+
+def watch(kill: Kill) -> None:
+    """In the launcher: arrange a kill from within at the n-th call of the function, or shortly after it began."""
+    calls = itertools.count(1)
+
+    def strike() -> None:
+        if kill.victim == "rank":
+            os.kill(os.getpid(), signal.SIGKILL)
+        (os.kill if kill.victim == "launcher" else os.killpg)(os.getsid(0), signal.SIGKILL)
+
+    def count() -> None:
+        counts = kill.victim != "rank" or os.getpid() != os.getsid(0)
+        if counts and os.environ.get("RANK", "0") == kill.rank and next(calls) == kill.nth:
+            threading.Timer(kill.delay_seconds, strike).start() if kill.delay_seconds else strike()
+
+    upon(kill.function, count)
 
 
 def started(job: str, kill: Kill | None) -> Command:
     params = PARAMS | {"publish": {"live": kill is not None and kill.victim == "mirror"}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
-    if kill:
-        variables["KILL"] = json.dumps(asdict(kill))
-    return Command(*(["bench"] if job == "bench" else ["train", job]), variables=variables)
+    first = functools.partial(watch, kill) if kill and kill.function else None
+    return Command(*(["bench"] if job == "bench" else ["train", job]), variables=dict(os.environ), first=first)
 
 
 def session(leader: int) -> list[psutil.Process]:
-    """The processes of the session that ``leader`` began, wherever they hang in the tree by now."""
+    """Return the processes of the session that ``leader`` began, wherever they are in the process tree now."""
     members = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if os.getsid(pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(pid) == leader and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
     return members
 
 
 def struck(command: Command, kill: Kill) -> bool:
-    """Kill from outside, at the instant that the clock says; False if the job ended before."""
+    """Kill the job from outside at the drawn time; False if the job ended before that time."""
     time.sleep(kill.delay_seconds)
     while command.poll() is None:
         found = list(_victims(command.pid, kill))
@@ -183,14 +194,17 @@ def _victims(leader: int, kill: Kill) -> Iterator[psutil.Process]:
             words = process.cmdline()
             if kill.victim == "all" or (kill.victim == "mirror" and "follow" in words):
                 yield process
-            elif any("forkserver" in word for word in words) and process.ppid() != leader:
+            elif leader not in (process.pid, process.ppid()) and all(
+                any("forkserver" in word for word in each) for each in (words, psutil.Process(process.ppid()).cmdline())
+            ):  # processes forked from the job's own server
                 ranks.append(process)
     if kill.victim == "rank":
         yield from ranks[:1]
 
 
 def endured(job: str, kill: Kill, seconds: float) -> bool:
-    """Start the job, which takes ``seconds``, kill, and see how it ends; False if it did before. Raises Broken."""
+    """Start the job, which takes ``seconds``, kill it, and check how it ends; False if it ended before the kill. Raises
+    Broken."""
     command = started(job, kill)
     hit = bool(kill.function) or struck(command, kill)
     limit = HANG_SECONDS + (4 * seconds if kill.function or kill.victim == "mirror" else 0)
@@ -212,7 +226,7 @@ def endured(job: str, kill: Kill, seconds: float) -> bool:
 
 
 def ended(leader: int) -> list[str]:
-    """What of the session still ran when its time was over, and was killed then."""
+    """Return the processes of the session that still ran at the deadline; they are killed."""
     deadline = time.monotonic() + ORPHAN_SECONDS
     while (left := session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -225,7 +239,7 @@ def ended(leader: int) -> list[str]:
 
 
 def assert_whole(folder: Path) -> None:
-    """That each file there is none, or whole; but for a row of history that is being added, which its job rewrites."""
+    """Raise Broken if a JSON file, checkpoint or model file in the folder is half-written."""
     for file in folder.rglob("*"):
         try:
             if file.suffix == ".json":
@@ -237,16 +251,17 @@ def assert_whole(folder: Path) -> None:
             raise Broken(f"{file.relative_to(folder)} is half-written: {error!r}") from None
 
 
-def complete(job: str) -> None:
-    """Run the job to its end. Raises Broken."""
+def complete(job: str) -> str:
+    """Run the job to its end; return its output. Raises Broken."""
     command = started(job, None)
     output = command.communicate(JOB_SECONDS)
     if command.returncode:
         raise Broken(f"ended with {command.returncode}: {output[-2000:]}")
+    return output
 
 
 def outcome(job: str) -> Any:
-    """What the job has to leave, whatever happened to it. Raises Broken."""
+    """Return what the job has to leave behind, whatever happened to it. Raises Broken."""
     if job == "bench":
         return sorted(arm.name for arm in results.read_bench().arms)
     if kept := [file for file in Path("checkpoints", job).iterdir() if file.suffix != ".partial"]:
@@ -257,7 +272,7 @@ def outcome(job: str) -> Any:
 
 
 def forget(job: str) -> None:
-    """Let the job begin anew."""
+    """Delete the job's files, so that it starts from the beginning."""
     for file in (results.BENCH_FILE, results.result_file(job), results.history_file(job)):
         file.unlink(missing_ok=True)
     for file in (*results.MODELS.rglob("*.pt"), *Path("checkpoints").rglob("seed-*")):
@@ -265,11 +280,11 @@ def forget(job: str) -> None:
 
 
 def trials(seed: int, jobs: Sequence[str], minutes: float, rounds: int | None = None) -> Iterator[dict[str, Any]]:
-    """Kill ``jobs`` in turn until the time is over, or so many rounds are; of each what was tried and what broke. To be
-    called in an empty directory, which it furnishes."""
+    """Kill ``jobs`` in turn until ``minutes`` or ``rounds`` are over; yield for each what was tried and what broke.
+    Call it in an empty directory, which it furnishes."""
     over, chance = time.monotonic() + 60 * minutes, random.Random(seed)
-    Path("sitecustomize.py").write_text(HOOK, encoding="utf-8")
     furnish(parse(PARAMS))
+    environment.ENVIRONMENT_FILE.unlink()  # the first job writes it, with the code that it read, for all others
     expected, seconds = {}, {}
     for job in itertools.chain.from_iterable(itertools.repeat(jobs) if rounds is None else [jobs] * rounds):
         if time.monotonic() > over:
@@ -282,7 +297,7 @@ def trials(seed: int, jobs: Sequence[str], minutes: float, rounds: int | None = 
         suffered: list[Kill] = []
         broken = []
         try:
-            for _ in range(chance.randint(1, 4)):
+            for _ in range(chance.randint(1, 8)):
                 suffered.append(drawn(chance, job, seconds[job]))
                 if not endured(job, suffered[-1], seconds[job]):
                     suffered.pop()
@@ -300,6 +315,27 @@ def trials(seed: int, jobs: Sequence[str], minutes: float, rounds: int | None = 
         yield {"tried": tried, "broken": broken}
 
 
+def side(seed: int, jobs: Sequence[str], minutes: float) -> None:
+    """Run ``trials`` in a temporary directory and add the results to the counts. Exits with 1 if something broke."""
+    end_with_parent()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    broken = 0
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        for found in trials(seed, jobs, minutes):
+            with Path(__file__).open() as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                known = (
+                    json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {"tried": {}, "broken": []}
+                )
+                tried = dict(sorted((Counter(known["tried"]) + found["tried"]).items()))
+                content = {"tried": tried, "broken": known["broken"] + found["broken"]}
+                files.write_text(COUNTS, json.dumps(content, indent=1) + "\n")
+            print(dict(found["tried"]), *found["broken"], flush=True)
+            broken += len(found["broken"])
+    sys.exit(bool(broken))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
@@ -308,18 +344,17 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
-    os.environ["PYTHONPATH"] = str(ROOT)
-    broken = 0
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        for found in trials(arguments.seed, JOBS, arguments.minutes):
-            known = json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {"tried": {}, "broken": []}
-            tried = dict(sorted((Counter(known["tried"]) + found["tried"]).items()))
-            content = {"tried": tried, "broken": known["broken"] + found["broken"]}
-            files.write_text(COUNTS, json.dumps(content, indent=1) + "\n")
-            print(dict(found["tried"]), *found["broken"], flush=True)
-            broken += len(found["broken"])
-    return bool(broken)
+    sides = [
+        multiprocessing.get_context("spawn").Process(
+            target=side, args=(arguments.seed + turn, JOBS[turn:] + JOBS[:turn], arguments.minutes)
+        )
+        for turn in range(2)
+    ]
+    for each in sides:
+        each.start()
+    for each in sides:
+        each.join()
+    return int(any(each.exitcode for each in sides))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m pipeline ...`` as a process of its own that needs no seconds to import torch: forked from a server."""
+"""Run ``python -m pipeline ...`` in processes forked from a server, which has already imported torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import util
 from pathlib import Path
 
 
 class Command:
-    """The command in the current directory, as the leader of a session, with what it says in ``output``.
+    """The command in the current directory, as the leader of a session; its output is written to ``output``.
 
-    Like a ``subprocess.Popen`` as far as these tests ask; ``variables`` are its whole environment.
+    It has the part of ``subprocess.Popen``'s interface that these tests use. ``variables`` are its whole environment.
+    It calls ``first`` before anything else; its ranks are forked from it and inherit what ``first`` changed.
     """
 
-    def __init__(self, *arguments: str, variables: dict[str, str]) -> None:
+    def __init__(self, *arguments: str, variables: dict[str, str], first: Callable[[], object] | None = None) -> None:
         handle, name = tempfile.mkstemp()
         os.close(handle)
         self._file = Path(name)
         context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_run, args=(arguments, variables, name))
+        self._process = context.Process(target=_run, args=(arguments, variables, name, first))
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
@@ -34,7 +38,7 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> str:
-        """Wait for its end; what it said, standard error included."""
+        """Wait until the command ends; return its output, standard error included."""
         self._process.join(timeout)
         assert self.returncode is not None, f"still at work after {timeout} s"
         output = self._file.read_text(encoding="utf-8")
@@ -42,14 +46,36 @@ class Command:
         return output
 
 
-def _run(arguments: tuple[str, ...], variables: dict[str, str], output: str) -> None:
+def _run(
+    arguments: tuple[str, ...], variables: dict[str, str], output: str, first: Callable[[], object] | None
+) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
     with open(output, "wb") as file:  # noqa: PTH123
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if Path("sitecustomize.py").exists():  # which an interpreter of its own would have run
-        runpy.run_path("sitecustomize.py")
+    util.spawnv_passfds = _forked  # type: ignore[assignment]
+    if first:
+        first()
     sys.argv = ["pipeline", *arguments]
     runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
+
+
+_spawned = util.spawnv_passfds
+
+
+def _forked(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
+    """Replace ``multiprocessing``'s function: the server that ranks are forked from is forked from this process, which
+    has already imported torch."""
+    if "multiprocessing.forkserver" not in arguments[-1]:
+        return _spawned(path, arguments, kept)
+    if pid := os.fork():
+        return pid
+    try:
+        for handle in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:  # noqa: PTH208
+            with suppress(OSError):
+                os.close(handle)
+        exec(arguments[-1])
+    finally:
+        os._exit(0)

@@ -1,4 +1,4 @@
-"""What every test can count on: one thread, nothing leaked, and clones of the working tree to try things in."""
+"""Settings and fixtures of all tests: one thread, a check for leaks, and clones of the working tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline import environment
 from pipeline.interpreter import importing
 from pipeline.params import parse
 
-if TYPE_CHECKING:  # torch is not for the process that hands out the tests
+if TYPE_CHECKING:  # the process that distributes the tests must not load torch
     from pipeline.data.prepared import Dataset
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +33,9 @@ for _variable in (
     "MKL_NUM_THREADS",
 ):  # before a test imports torch: more threads thrash shared cores
     os.environ[_variable] = "1"
-os.environ["DVC_NO_ANALYTICS"] = "1"  # in repositories without this one's settings DVC would report to its makers
+os.environ["DVC_NO_ANALYTICS"] = "1"  # without this repository's settings, DVC would send usage data
 
-settings.register_profile("quick", max_examples=50, deadline=None)
+settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("fuzz", max_examples=10_000, deadline=None)
 settings.load_profile("quick")
 
@@ -51,13 +51,13 @@ SET_BY_LIBRARIES = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
-    """How many tests `make test` runs side by side: one with a GPU, whose memory and neighbours some tests look at."""
+    """Return the number of xdist workers: one with a GPU, as some tests check its memory and its other processes."""
     return 1 if environment.machine().gpus else max(1, min(4, int(environment.cores())))
 
 
-@pytest.hookimpl(tryfirst=True)  # before those of other marks are deselected
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a server where there is none. Where there is no GPU, its tests are a part of the rehearsal."""
+    """Skip tests whose server is missing. Without a GPU, mark the GPU tests as part of the rehearsal."""
     for item in items:
         if item.get_closest_marker("services") and not os.environ.get("SERVICES_S3"):
             item.add_marker(pytest.mark.skip(reason="needs PostgreSQL and an object store: make services-check"))
@@ -72,8 +72,8 @@ COLLECTION.enter_context(importing())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:  # noqa: ARG001
-    """Start what ranks are forked from: a test that did so first would be in a directory of its own, where nothing of
-    ours is found, and each rank would import it anew."""
+    """Start the server that ranks are forked from. If a test started it in a directory of its own, the server could
+    not import our modules, and each rank would import them anew."""
     COLLECTION.close()
     if "tests.ranks" in sys.modules:
         multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
@@ -84,7 +84,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:  # noqa: ARG001
 
 @pytest.fixture(autouse=True)
 def _two_gpus(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where there is no GPU, a test of GPUs sees two that the CPU plays; if it says what of them it needs, none."""
+    """Without a GPU, give a GPU test two simulated GPUs; a test that says which property of GPUs it needs gets none."""
     marked = request.node.get_closest_marker("gpu")
     if marked is None or environment.machine().gpus:
         yield
@@ -122,7 +122,7 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 class Terminal(io.StringIO):
-    """What a person sees."""
+    """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -130,7 +130,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
-    """``open_terminal()``: from now on standard error, as a terminal, on which no progress is too fast to be shown."""
+    """``open_terminal()`` replaces standard error by a terminal on which even fast progress is shown."""
 
     def make() -> Terminal:
         shown, seconds = Terminal(), itertools.count()
@@ -143,7 +143,7 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
 
 @pytest.fixture(scope="session")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """scikit-learn's 8x8 digits, prepared: real data for tests, from no network."""
+    """The folder of scikit-learn's 8x8 digits, prepared: real data without a network."""
     from pipeline.data import packing, sources
 
     folder = tmp_path_factory.mktemp("digits")
@@ -155,7 +155,7 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def digits(digits_folder: Path) -> Dataset:
-    """The same, open."""
+    """The prepared digits as an open data set."""
     from pipeline.data import prepared
 
     return prepared.read(digits_folder)
@@ -163,7 +163,7 @@ def digits(digits_folder: Path) -> Dataset:
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MLflow's embedded store without experiments: making one takes it seconds."""
+    """An empty embedded store of MLflow, shared by the tests because creating one takes seconds."""
     from mlflow.tracking import MlflowClient
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -172,15 +172,15 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clone:
-    """A git repository with the working tree's files, uncommitted ones included, or with those under ``only``; and
-    DVC's caches to itself."""
+    """A git repository with the working tree's files, uncommitted ones included, or only those under ``only``. It has
+    its own DVC caches."""
 
     def __init__(self, path: Path, params: dict[str, Any], only: str = ".") -> None:
         self.path = path
         source = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z", only]
         listed = subprocess.run(source, check=True, capture_output=True, text=True).stdout.split("\0")
         for name in filter(None, listed):
-            if (ROOT / name).is_file():  # and not deleted since
+            if (ROOT / name).is_file():  # not deleted in the working tree
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, path / name)
         if params:
@@ -208,7 +208,7 @@ class Clone:
         self.run("git", "commit", "--quiet", "--allow-empty", "--message", "state")
 
     def run(self, *command: str, fails: bool = False, **variables: str) -> str:
-        """Run a command there; return its output, stderr included. Fails the test unless it ends as expected."""
+        """Run a command in the clone; return its output with stderr. Fail the test if the exit status is unexpected."""
         done = subprocess.run(
             command,
             cwd=self.path,
@@ -223,7 +223,7 @@ class Clone:
         return done.stdout
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """For a command there: git and DVC see none of this machine's settings, and Python keeps what it compiled."""
+        """Return a command's environment: git and DVC ignore this machine's settings, and Python keeps its bytecode."""
         private = self.path.parent / f"{self.path.name}.private"
         isolated = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -1,4 +1,4 @@
-"""Small, realistic results for tests of what reads them: comparison, report, gate, tracking."""
+"""Small, realistic results for the tests of comparison, report, gate and tracking."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import yaml
 
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
+from pipeline.data.prepared import Description, Form, Statistics
 from pipeline.environment import hash_of
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Compare, Config, Entry, Train, Variant, parse, techniques
@@ -43,6 +44,15 @@ ENVIRONMENT: dict[str, Any] = {
 """The content of an environment.json, of the fingerprint alone."""
 ENVIRONMENT["hash"] = hash_of(ENVIRONMENT, "variants")
 
+DESCRIBED = Description(
+    name="fashion_mnist", classes=tuple("0123456789"), vocabulary=None,
+    arrays={"inputs": Form(dtype="uint8", shape=(1, 8, 8)), "targets": Form(dtype="int64", shape=())},
+    train_count=60_000, test_count=10_000, train_class_counts=(6_000,) * 10, test_class_counts=(1_000,) * 10,
+    statistics={"inputs": Statistics(mean=(0.3,), std=(0.4,))}, files={},
+)  # fmt: skip
+DESCRIBED = DESCRIBED.model_copy(update={"sha256": DESCRIBED.digest()})
+"""The content of the dataset.json of every result; of small images, so that models are small."""
+
 SECRETS = (
     "hub-0a1b2c",
     "cache-pw",
@@ -70,17 +80,17 @@ JOB: dict[str, Any] = {"decided": {}, "batch_size": 256, "learning_rate": 0.1, "
 
 
 def setting_of(technique: Entry) -> dict[str, Any]:
-    """The keys of a variant that ask for it."""
+    """Return the keys of a variant that ask for the technique."""
     return dict(yaml.safe_load("{" + technique.setting + "}"))
 
 
 def alone(technique: Entry) -> dict[str, Any]:
-    """The variant that asks for it, and for no more than it needs."""
+    """Return the variant that asks for the technique and for nothing but what the technique requires."""
     return setting_of(technique) | ({"parallelism": technique.needs[0]} if technique.needs else {})
 
 
 def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
-    """One seed's run; only the first seed (0) knows cold times, as in a real result."""
+    """One seed's run. Only the first seed (0) has cold-start times, as in a real result."""
     values: dict[str, Any] = {
         "seed": seed,
         "test_accuracy": test_correct / 10_000,
@@ -127,7 +137,7 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "world_size": 1,
         "threads_per_process": 2,
         "placement": "resident",
-        "dataset": Dataset(name="fashion_mnist", sha256="d" * 64, train_count=60_000, test_count=10_000),
+        "dataset": Dataset(name="fashion_mnist", sha256=DESCRIBED.sha256, train_count=60_000, test_count=10_000),
         "parameter_count": 21_840,
         "key": "k" * 64,
         "history_sha256": "f" * 64,
@@ -139,7 +149,7 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
 
 
 def make_params(measured: Sequence[Result], **sections: Any) -> Config:
-    """The params.yaml that asks for these results; their first is the baseline."""
+    """The params.yaml that asks for these results; the first result is the baseline."""
     values = {
         "train": measured[0].config["train"],
         "variants": {each.variant: each.config["variant"] for each in measured},
@@ -149,15 +159,19 @@ def make_params(measured: Sequence[Result], **sections: Any) -> Config:
 
 
 def make_history(
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int | Run] = (0, 1, 2),
     accuracies: Sequence[float] = (0.80, 0.86, 0.90),
     *,
     seconds_per_epoch: float = 3.0,
     rows_per_epoch: int = 4,
 ) -> list[HistoryRow]:
-    """History in which each seed ends epoch n with ``accuracies[n - 1]`` after ``n * seconds_per_epoch`` seconds."""
+    """History in which each seed ends epoch n with ``accuracies[n - 1]`` after ``n * seconds_per_epoch`` seconds.
+
+    Given a run instead of a seed, return the history that ends with the run's final figures.
+    """
     rows = []
-    for seed in seeds:
+    for each in seeds:
+        seed, run = (each.seed, each) if isinstance(each, Run) else (each, None)
         for part in range(1, len(accuracies) * rows_per_epoch + 1):
             epoch = part / rows_per_epoch
             ends = part % rows_per_epoch == 0
@@ -174,11 +188,14 @@ def make_history(
                     test_accuracy=accuracies[round(epoch) - 1] if ends else None,
                 )
             )
+        if run:
+            end = {"step": run.steps, "test_loss": run.test_loss, "test_accuracy": run.test_accuracy}
+            rows[-1] = rows[-1].model_copy(update=end)
     return rows
 
 
 def make_results() -> list[Result]:
-    """Three trained variants: baseline, ddp in two processes, and memory, of which bf16 was left out."""
+    """Three trained variants: baseline, ddp in two processes, and memory, whose bf16 was left out."""
     correct = {"baseline": (9000, 9030, 8990), "ddp": (9010, 9020, 9000), "memory": (8990, 9035, 8995)}
     runs = {
         name: [
@@ -200,7 +217,7 @@ def make_results() -> list[Result]:
 def make_window(
     *, samples_per_second: float = 20_000.0, peak_memory_bytes: int = 200 * 2**20, processes: int = 1, **changes: Any
 ) -> Window:
-    """One sample of the bench. ``refusals`` make its speeds unknown."""
+    """One sample of the bench. With ``refusals`` its speeds are unknown."""
     speed = None if changes.get("refusals") else samples_per_second
     values: dict[str, Any] = {
         "measured_steps": 120,
@@ -232,8 +249,8 @@ def make_arm(
 ) -> Arm:
     """An arm whose figures are those of ``make_window`` times ``throughput`` and ``memory``.
 
-    Every sample is off by about ``noise`` (a standard deviation; memory by a tenth of it) on top of a drift that all
-    arms share, the same at every call. ``refused``: round -> why its sample was refused. ``applied`` takes the keys of
+    Each sample has noise with the standard deviation ``noise`` (memory: a tenth of it) and a drift that all arms
+    share; both repeat at every call. ``refused``: round -> why its sample was refused. ``applied`` takes the keys of
     ``variants.<name>`` in params.yaml.
     """
     name = "-".join(filter(None, [variant, role if role != "variant" else None, technique]))
@@ -292,8 +309,8 @@ def make_bench(
 ) -> Bench:
     """The bench of ``measured`` (default: ``make_results()``), whose first result is the baseline.
 
-    ``throughput``, ``memory``: what a variant does, as a multiple of the baseline's; 1 if it is not named.
-    ``refused``: variant -> round -> why its sample was refused. ``ablate``: with the techniques of ``memory``.
+    ``throughput``, ``memory``: a variant's figure as a multiple of the baseline's; 1 for a variant not named.
+    ``refused``: variant -> round -> why its sample was refused. ``ablate``: also ablate the techniques of ``memory``.
     """
     measured = make_results() if measured is None else measured
     baseline = measured[0]
@@ -356,7 +373,7 @@ def make_bench(
 
 
 def make_ledgers(memory: float = 1.0, **changes: Any) -> Ledgers:
-    """Of a peak of ``memory`` times 200 MiB; the prediction is 2% above what the tensors take."""
+    """Memory ledgers for a peak of ``memory`` times 200 MiB; the prediction is 2% above the tensors' memory."""
     peak = round(200 * 2**20 * memory)
     fixed = {"parameters_bytes": 90_000, "gradients_bytes": 86_000, "optimizer_state_bytes": 86_000,
              "communication_bytes": 0, "data_bytes": 47_100_000}  # fmt: skip
@@ -377,7 +394,7 @@ def make_ledgers(memory: float = 1.0, **changes: Any) -> Ledgers:
 
 
 def make_flops(applied: Mapping[str, Any], peak_per_second: float | None = None) -> Flops:
-    """Of a small net: 6.3 million a sample, and another third if activations are recomputed."""
+    """FLOPs of a small model: 6.3 million per sample, and a third more if activations are recomputed."""
     recomputed = 2_100_000 if applied.get("activation_checkpointing") else 0
     return Flops(
         model_per_sample=6_300_000, executed_per_sample=6_300_000 + recomputed, peak_per_second=peak_per_second
@@ -390,7 +407,7 @@ def make_comparison(
     histories: Mapping[str, Sequence[HistoryRow]] | None = None,
     **settings: Any,
 ) -> Comparison:
-    """The comparison of ``measured`` (default: ``make_results()``) and their bench. ``settings``: those of compare."""
+    """The comparison of ``measured`` (default: ``make_results()``) and their bench. ``settings``: of compare."""
     measured = make_results() if measured is None else measured
     known = make_histories(measured) | dict(histories or {})
     chosen = Compare(**{"baseline": measured[0].variant} | settings)
@@ -398,7 +415,7 @@ def make_comparison(
 
 
 def make_histories(measured: Sequence[Result]) -> dict[str, Sequence[HistoryRow]]:
-    """``make_history`` for the seeds of every result."""
+    """Return ``make_history`` for each seed of each result."""
     return {each.variant: make_history([run.seed for run in each.runs]) for each in measured}
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of tests are forked from: it has imported what they need, in which they look for no garbage."""
+"""Preloaded by the server that tests' ranks are forked from: the imports of ranks, exempt from garbage collection."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ with importing():
     for _name in ("tests.as_if_cuda", "tests.parallel", "tests.test_job"):
         import_module(_name)
 
-import_module("tqdm").tqdm.get_lock()  # else each has a semaphore of its own, which one that is killed leaves behind
+import_module("tqdm").tqdm.get_lock()  # otherwise each rank creates a semaphore, and leaks it if the rank is killed

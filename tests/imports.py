@@ -1,4 +1,4 @@
-"""The package's imports, read from its source: of each module, wherever in it they stand."""
+"""The imports of each of the package's modules, read from the source, at any place in the module."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def imported(node: ast.AST, module: str) -> set[str]:
 
 
 def own(names: Iterable[str]) -> set[str]:
-    """Those of ``names`` that are the package's, with the packages inside it that importing them runs."""
+    """Return the ``names`` that belong to the package, and its subpackages that importing them runs."""
     found = {name for name in names if name in modules() and name != "pipeline"}
     return found | {parent for name in found for parent in _parents(name)}
 

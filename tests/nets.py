@@ -1,4 +1,4 @@
-"""Small nets and plans for tests of techniques and training."""
+"""Small models and plans for tests of techniques and training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline import tasks
 from pipeline.data.batches import Placement, TrainBatches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import ALONE as ALONE
@@ -16,6 +17,7 @@ from pipeline.distributed import World
 from pipeline.params import Train, Variant
 from pipeline.plans import Plan
 from pipeline.step import Losses, TrainingStep
+from pipeline.tasks import Task
 from pipeline.techniques import Inputs, Technique
 from pipeline.training.loop import Training
 from pipeline.training.losses import HostLosses
@@ -66,15 +68,36 @@ def conv_net(*, norm: bool = False, dropout: bool = False, seed: int = 0) -> nn.
 def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Sequential:
     """``conv_net`` with BatchNorm, as a ``train.model`` of the user's own for scikit-learn's digits.
 
-    A layer of it is wide enough that bitsandbytes keeps its optimizer's state in 8 bits.
+    One of its layers is wide enough that bitsandbytes keeps the layer's optimizer state in 8 bits.
     """
     assert (channels, height, width, classes) == (1, 8, 8, 10)
     *blocks, classifier = conv_net(norm=True)
     return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU()), classifier)
 
 
+class Attending(nn.Module):
+    """Self-attention among the pixels of [N, C, H, W], which it adds to them: two heads, and no parameters."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        heads = images.flatten(2).unflatten(1, (2, -1)).transpose(2, 3).contiguous()  # as flash needs it
+        attended = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout)
+        return images + attended.transpose(2, 3).reshape(images.shape)
+
+
+def attending_net(*, dropout: float = 0.0, **data: int) -> nn.Sequential:
+    """``normed_net`` with attention in its second block, two linear layers that tensor parallelism can cut, and a last
+    one outside of all blocks."""
+    first, second, *_ = normed_net(**data)
+    pair = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    return nn.Sequential(first, nn.Sequential(second, Attending(dropout)), pair, nn.Linear(64, 10))
+
+
 class LooksAtValues(nn.Module):
-    """A net that takes one of two paths by what it computes."""
+    """A model whose control flow depends on a tensor's value."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
@@ -88,9 +111,9 @@ class LooksAtValues(nn.Module):
 def batches_of(
     dataset: Dataset, plan: Plan, joined: World, seed: int = 0, placement: Placement = "resident"
 ) -> TrainBatches:
-    """What a training of ``plan`` takes on this rank."""
+    """Return the batches that a training of ``plan`` takes on this rank."""
     return TrainBatches(
-        dataset,
+        task_of(dataset, plan.train, joined.device),
         batch_size=plan.train.batch_size,
         micro_batches=plan.micro_batches,
         rank=joined.rank // plan.model_processes,
@@ -98,23 +121,22 @@ def batches_of(
         seed=seed,
         augment=plan.train.augment,
         placement=placement,
-        device=joined.device,
         workers=plan.applied.loader_workers,
     )
 
 
 def stopped(training: Training, after: int) -> dict[str, Any]:
-    """The state of a training that was stopped after so many steps, as a job saves it: the main rank's."""
+    """Run ``after`` steps and return the training's state as a job saves it: the main rank's."""
     steps = training.run()
     for _ in range(after):
         next(steps)
     with training.paused():
-        state = training.world.broadcast(training.state())
+        state = training.world.broadcast(training.world.wholes_on_main(training.state()))
     return {**state, "model": {name: value.clone() for name, value in state["model"].items()}}
 
 
 def changed(model: nn.Module, techniques: Sequence[Technique]) -> nn.Module:
-    """The model as the techniques leave it."""
+    """Return the model after the techniques have changed it."""
     for technique in techniques:
         model = technique.change_model(model, INPUTS)
     return model
@@ -126,8 +148,12 @@ def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 10, (size,), generator=generator)
 
 
-def first(split: Split, count: int) -> Split:
-    return Split(split.images[:count], split.labels[:count])
+def task_of(dataset: Dataset, train: Train | None = None, device: torch.device = ALONE.device) -> Task:
+    return tasks.of_job(train or Train(), dataset, device)
+
+
+def labelled(images: torch.Tensor, labels: torch.Tensor) -> Split:
+    return Split({"inputs": images, "targets": labels})
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -147,7 +173,7 @@ def make_step(
     losses: Losses | None = None,
     micro_batches: int = 1,
 ) -> TrainingStep:
-    """The step of a model that the techniques have changed. No optimizer: one that changes nothing."""
+    """The training step of a model that the techniques have changed. The default optimizer changes no weight."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
     step = TrainingStep(model, F.cross_entropy, optimizer, losses or HostLosses(ALONE), micro_batches)
     for technique in techniques:
@@ -156,7 +182,7 @@ def make_step(
 
 
 def take_within(technique: Technique, take: Callable[[Any], None]) -> None:
-    """Take a step in which nothing happens but ``take``, as the technique changes it."""
+    """Run a step, as the technique changes it, that only calls ``take``."""
     step = make_step(nn.Linear(1, 1))
     step.take = take
     technique.change_step(step)

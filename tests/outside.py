@@ -1,4 +1,4 @@
-"""Packages that bring techniques, installed without pip and without a network: their metadata, and where they lie."""
+"""Install packages that bring techniques without pip or a network: write their metadata, put them on the path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "own_technique"
 
 
 def write_metadata(target: Path, name: str, version: str, points: Mapping[str, Mapping[str, str]]) -> None:
-    """What an installation leaves of a package: ``points`` are its entry points, group -> name -> value."""
+    """Write a package's metadata as an installation does: ``points`` are its entry points, group -> name -> value."""
     metadata = target / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -27,13 +27,13 @@ def write_metadata(target: Path, name: str, version: str, points: Mapping[str, M
 
 
 def write_example_metadata(target: Path, version: str | None = None) -> None:
-    """Those of the example package, as its pyproject.toml declares them."""
+    """Write the example package's metadata, as its pyproject.toml declares it."""
     about = tomllib.loads((EXAMPLE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     write_metadata(target, about["name"], version or about["version"], about["entry-points"])
 
 
 def put_on_path(patch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """For this process and those that it starts; forget what was found before."""
+    """Add the folders to the path of this process and its children; clear the cache of packages found before."""
     for folder in folders:
         patch.syspath_prepend(folder)
     forget()

@@ -1,4 +1,4 @@
-"""What README.md and the pages under docs/ and examples/ show: their fenced blocks, and the commands in these."""
+"""The fenced blocks of README.md and of the pages under docs/ and examples/, and the commands in these blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PAGES = (*DOCS, ROOT / "SECURITY.md", *sorted(ROOT.glob("examples/*/README.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The texts of its fenced blocks of that language, in order."""
+    """Return the texts of the page's fenced blocks in ``language``, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Those of its console blocks, in order, without their comments; what && joins is one."""
+    """Return the commands in the page's console blocks, in order, without comments; commands joined by && are one."""
     lines = [line for block in blocks(page, "console") for line in block.splitlines()]
     return [shlex.split(line[2:], comments=True) for line in lines if line.startswith("$ ")]

@@ -1,4 +1,4 @@
-"""One short training, on one rank or many, and what can be seen of it: for comparing a parallelism with one device."""
+"""One short training, on one rank or many, and its observable results: for comparing a parallelism with one device."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import ALONE, World, own_part
+from pipeline.distributed import ALONE, World, own_part, whole
 from pipeline.params import Config, Machine, Train, Variant
 from pipeline.plans import plan
-from pipeline.techniques.sharded_state import Layout
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
-from tests.nets import batches_of, first, stopped
+from tests.nets import batches_of, stopped, task_of
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -28,16 +26,16 @@ STEPS = 12
 
 @dataclass
 class Observed:
-    """On one rank. Tensors by name, whole."""
+    """The results on one rank. Tensors are whole, by name."""
 
     gradients: dict[str, torch.Tensor]
     """After one step."""
     weights: dict[str, torch.Tensor]
-    """After all of them, as the state dict says."""
+    """After all steps, from the state dict."""
     losses: list[float]
     optimizer_state: dict[int, dict[str, Any]]
     parameter_bytes: int
-    """What the rank holds."""
+    """Bytes of the parameters that this rank holds."""
     optimizer_bytes: int
     resumed_sha256: str
     straight_sha256: str
@@ -49,21 +47,21 @@ class Observed:
 def make_training(
     dataset: Dataset, joined: World, net: Callable[[], nn.Module], train: Train = TRAIN, **applied: Any
 ) -> Training:
-    """The training that the planned variant would be given."""
+    """Plan the variant and return its training."""
     if joined.size == 1:
         applied = {key: value for key, value in applied.items() if key not in ("parallelism", "replicas")}
     else:
         applied |= {"processes": joined.size}
     machine = CPU if joined.device.type == "cpu" else CPU.model_copy(update={"gpus": joined.size})
     made = plan(Config(train=train, variants={"tried": Variant(**applied)}), "tried", machine)
-    few = replace(dataset, train=first(dataset.train, STEPS * train.batch_size))
-    return Training(made, net(), few, batches_of(few, made, joined), joined, 0)
+    few = replace(dataset, train=dataset.train[: STEPS * train.batch_size])
+    return Training(made, net(), task_of(few, made.train, joined.device), batches_of(few, made, joined), joined, 0)
 
 
 def observe(
     joined: World, dataset: Dataset, net: Callable[[], nn.Module], train: Train, applied: dict[str, Any]
 ) -> Observed:
-    """A run of ``STEPS`` steps, and the same run stopped and resumed in the middle."""
+    """Observe a run of ``STEPS`` steps, and the same run stopped and resumed in the middle."""
     training = make_training(dataset, joined, net, train, **applied)
     straight = training.run()
     next(straight)
@@ -110,7 +108,7 @@ def alone_and_on_ranks(
     size: int,
     train: Train = TRAIN,
 ) -> tuple[Observed, list[list[Observed]]]:
-    """What one device shows, and each case on each of ``size`` ranks: a list a case, an entry a rank."""
+    """Return the results of one device, and for each case a list with the results of its ``size`` ranks."""
     by_rank = run_ranks(observe_all, dataset, net, train, cases, size=size)
     return observe(ALONE, dataset, net, train, {}), [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
@@ -122,7 +120,7 @@ def observe_all(
 
 
 def assert_same_training(ranks: list[Observed], alone: Observed, *, held_whole: bool = False) -> None:
-    """The gradients of one device within 1e-4, its weights after all steps within 1e-3, and an exact resume."""
+    """Assert the gradients of one device within 1e-4, its final weights within 1e-3, and an exact resume."""
     for rank in ranks:
         torch.testing.assert_close(rank.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
         assert list(rank.weights) == list(alone.weights)
@@ -148,11 +146,9 @@ def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in training.model.named_parameters():
         gradient: Any = parameter.grad
-        if isinstance(gradient, DTensor):
-            gradient = Layout.of(gradient).whole(gradient)
-        elif parameter in layouts:
-            gradient = layouts[parameter].whole(gradient)
-        found[name] = gradient.detach().clone()
+        if parameter in layouts:
+            gradient = layouts[parameter].dtensor(gradient)
+        found[name] = whole(gradient).detach().clone()
     return found
 
 
@@ -161,10 +157,11 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in state.items()}
+    return {name: whole(value).detach().clone() for name, value in state.items()}
 
 
 def copied_state(training: Training) -> dict[int, dict[str, Any]]:
-    """Of the optimizer, whole."""
-    state: dict[int, dict[str, Any]] = training.optimizer_state.read()["state"]
-    return {index: {name: value.clone() for name, value in values.items()} for index, values in state.items()}
+    """Return a copy of the whole optimizer state, by the place of the parameter in the model."""
+    places = {name: place for place, (name, _) in enumerate(training.model.named_parameters())}
+    state = training.optimizer_state.read()["state"]
+    return {places.get(each, each): copied(values) for each, values in state.items()}

@@ -11,9 +11,9 @@ from pipeline.distributed import forked, world
 def run_ranks(
     function: Callable[..., Any], *arguments: Any, size: int = 2, device: Literal["cpu", "cuda"] = "cpu"
 ) -> list[Any]:
-    """``function(world, *arguments)`` on each of ``size`` ranks, by gloo or on a GPU each; what each returned.
+    """Run ``function(world, *arguments)`` on each of ``size`` ranks, with gloo or a GPU each; return the ranks' values.
 
-    ``function`` must be importable (a module's own), its arguments and values picklable. Raises WorkerError with the
+    ``function`` must be defined at a module's top, its arguments and values picklable. Raises WorkerError with the
     traceback of a rank that failed.
     """
     preload = ["pipeline.training.loop", "torch._dynamo"]

@@ -13,7 +13,7 @@ Reply = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
 
 @contextmanager
 def serving(reply: Reply) -> Iterator[str]:
-    """The address of a server that answers every request so, with a status and a text."""
+    """Start a server that answers every request with the status and text of ``reply``; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

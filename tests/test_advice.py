@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pipeline.comparison import planning, stats, verdicts
-from pipeline.comparison.advice import accuracy_reasons, ratio_reasons
+from pipeline.comparison.advice import accuracy_reasons, certain, ratio_reasons
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import THROUGHPUT, Accuracy, Ratio, SessionRatio
 from tests.test_verdicts import TEN_IN_TEN_MINUTES, ratio
@@ -22,13 +22,35 @@ def test_a_decided_figure_needs_no_reason() -> None:
 
 def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 4})
-    about = "throughput is undecided: about 4 more pair(s) would decide"
-    assert reason(undecided) == f"{about} (set bench.max_minutes: 11)"  # ten rounds, and one for what differs
-    assert reason(undecided, RoundCost("bench.max_minutes", 10, 100.0)) == f"{about} (set bench.max_minutes: 2)"
-    assert reason(undecided, RoundCost("bench.max_rounds", 6, 100.0)) == f"{about} (set bench.max_rounds: 10)"
-    assert reason(undecided, RoundCost("bench.max_minutes", 6, None)) == f"{about} (raise bench.max_minutes)"
+
+    def said(text: str, remedy: str) -> str:
+        return f"throughput is undecided: about {text} in all would decide ({remedy})"
+
+    assert reason(undecided) == said(
+        "11 minute(s) of rounds", "set bench.max_minutes: 11"
+    )  # ten, and one for what differs
+    cost = RoundCost("bench.max_minutes", 100, 100.0)
+    assert reason(undecided, cost) == said("0.5 minute(s) of rounds", "set bench.max_minutes: 0.5")
+    cost = RoundCost("bench.max_rounds", 6, 100.0)
+    assert reason(undecided, cost) == said("3.5 minute(s) of rounds", "set bench.max_rounds: 10")
+    cost = RoundCost("bench.max_minutes", 6, None)
+    assert reason(undecided, cost) == said("10 rounds", "raise bench.max_minutes")
     rejected = undecided.model_copy(update={"refused": 6})  # half of the rounds are
-    assert reason(rejected) == f"{about} (set bench.max_minutes: 21)"
+    assert reason(rejected) == said("21 minute(s) of rounds", "set bench.max_minutes: 21")
+
+
+def test_what_an_undecided_verdict_leaves_certain_is_said() -> None:
+    assert certain({"throughput": "undecided", "accuracy": "same", "memory": "better"}) == [
+        "saves memory; pays or trades"
+    ]
+    assert certain({"throughput": "worse", "accuracy": "undecided"}) == ["slower; trades or costs"]
+    assert (
+        certain({"throughput": "undecided", "accuracy": "same", "memory": "same"}) == []
+    )  # nothing but what is the same
+    assert certain({"throughput": "better", "accuracy": "same", "memory": "worse"}) == []  # all is decided
+    untrusted = certain({"throughput": "untrusted", "accuracy": "same", "memory": "better"})
+    assert untrusted == ["decided all the same: saves memory"]
+    assert certain({"throughput": "untrusted", "accuracy": "same", "memory": "untrusted"}) == []
 
 
 def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
@@ -52,7 +74,7 @@ def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
 
 def test_more_than_an_hour_is_no_advice() -> None:
     undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 53})
-    assert "53 more pair(s) would decide (set bench.max_minutes: 60)" in reason(undecided)
+    assert "60 minute(s) of rounds in all would decide (set bench.max_minutes: 60)" in reason(undecided)
     interval = stats.Interval(undecided.estimate or 0.0, undecided.low or 0.0, undecided.high or 0.0, 6)
     for more_pairs in (54, None):
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})

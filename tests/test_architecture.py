@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,13 @@ def test_every_room_stands_once_and_in_order() -> None:
     numbers = [int(number) for number, _ in ROOMS]
     assert numbers == sorted(numbers)
     assert sorted(LAYERS) == sorted({unit(module) for module in MODULES})
+
+
+def test_the_wheel_gets_every_package() -> None:
+    """Also ``pipeline.project``, which in a checkout is the top directory."""
+    packages = {".".join(path.relative_to(ROOT).parent.parts) for path in ROOT.glob("pipeline/**/__init__.py")}
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    assert sorted({*packages, "pipeline.project"}) == listed
 
 
 def test_the_package_itself_imports_nothing() -> None:

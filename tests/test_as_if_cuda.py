@@ -1,4 +1,4 @@
-"""What the player of GPUs sees, and that nothing of it is left."""
+"""What the simulated GPUs detect, and that all patches are undone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gpus() -> Iterator[Gpus]:
 
 @pytest.fixture
 def strict(gpus: Gpus) -> Gpus:
-    """Whatever waits for the device fails."""
+    """Let every operation that waits for the device fail."""
     torch.cuda.set_sync_debug_mode("error")
     return gpus
 
@@ -154,6 +154,7 @@ def test_nothing_is_left_when_it_ends() -> None:
         owned = [
             torch,
             torch.cuda,
+            torch.nn.attention,
             torch.Tensor,
             torch.autocast,
             dist,

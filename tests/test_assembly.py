@@ -1,4 +1,4 @@
-"""How many processes hold a model together, which only who builds it knows: decided before any of them starts."""
+"""The number of processes that share a model: known only from the built model, decided before the processes start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpus(count: int) -> Machine:
 
 
 def configured(variants: dict[str, Any], **train: Any) -> Config:
-    """For the digits and small_cnn: a chain of four units, with 50 values between its linear layers."""
+    """A config for the digits and small_cnn: a chain of four units, with 50 values between the linear layers."""
     return parse({"fetch": {"dataset": "digits"}, "train": train, "variants": {"baseline": {}} | variants})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tqdm import tqdm
 
 from pipeline import environment, files, results
 from pipeline.benchmark import rounds
@@ -46,7 +47,7 @@ CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
 
 class FakeServer(Server):
-    """Answers at once; says in which order it was asked, and is interrupted at a given turn."""
+    """A server that answers at once, records the order of the requests, and is interrupted at a given turn."""
 
     def __init__(self, interrupt_at: int | None = None) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ def test_on_a_gpu_arms_run_alone() -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    """Takes ten seconds to open an arm, and one for each turn."""
+    """A server that takes ten seconds to open an arm and one second for each turn."""
     now, server = [0.0], FakeServer()
 
     def takes(seconds: float, does: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +186,11 @@ def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no
     ],
 )
 def test_six_complete_rounds_are_measured_whatever_the_time(
-    slow: FakeServer, refused: dict[str, Sequence[int]], max_rounds: int | None, rounds: int
+    slow: FakeServer,
+    capsys: pytest.CaptureFixture[str],
+    refused: dict[str, Sequence[int]],
+    max_rounds: int | None,
+    rounds: int,
 ) -> None:
     closed = slow.close
 
@@ -197,6 +202,9 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     slow.close = spoiled  # type: ignore[method-assign]
     found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
     assert len(found.arms[0].samples) == rounds
+    out = capsys.readouterr().out
+    assert out.count("minutes are over after 1 round(s), and it goes on: 6 without a rejected sample are needed") == 1
+    assert "bench: 2 round(s) after 44 s\nbench: 4 round(s) after 88 s" in out  # as there is no terminal
 
 
 MARGINS = {"samples_per_second": 0.03, "peak_memory_bytes": 0.03}
@@ -208,7 +216,7 @@ def with_control(server: Server, *names: str) -> list[ArmSpec]:
 
 
 def paced(server: FakeServer, speeds: dict[str, list[float]]) -> FakeServer:
-    """Each arm has the speeds of its list in turn, again and again; an arm that is not named, 1000."""
+    """Let each arm cycle through the speeds of its list; an arm that is not named has 1000."""
     closed, count = server.close, dict.fromkeys(speeds, 0)
 
     def close(name: str) -> dict[str, Any]:
@@ -311,7 +319,7 @@ def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
 
 @pytest.mark.parametrize(("reduced", "stops"), [(1200.0, True), (1460.0, False)])
 def test_an_ablated_variant_stops_with_its_techniques(reduced: float, stops: bool) -> None:
-    """Without the technique it is held against the whole variant: 1.25, or 1.027 in every other round."""
+    """The variant without the technique is compared with the whole variant: 1.25, or 1.027 in every other round."""
     specs = with_control(FakeServer(), "baseline", "stack")
     technique = {"technique": "channels_last"}
     specs += [replace(specs[1], name=role, role=role, **technique) for role in ("with", "without")]  # type: ignore[arg-type]
@@ -368,8 +376,8 @@ def test_a_hard_limit_is_one() -> None:
 
 def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
     sample = steps_of(arms(slow, "a")[0], 1.5)[1]
-    assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / CALIBRATION_STEPS)
-    assert sample.seconds(200) == 10 + 200 / CALIBRATION_STEPS
+    assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / (CALIBRATION_STEPS + 1))
+    assert sample.seconds(220) == 10 + 220 / (CALIBRATION_STEPS + 1)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +488,7 @@ PARAMS: dict[str, Any] = {
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as a checkout is when the bench stage is due; the current one."""
+    """The current directory, furnished like a checkout in which the bench stage can run."""
     enter(tmp_path, monkeypatch, PARAMS)
     return tmp_path
 
@@ -491,7 +499,10 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
     rounds.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
     line = rf"bench: 8 arms of {bench.steps} steps, a round takes about \d+ s: 2 round\(s\) .*, until about \d\d:\d\d "
-    assert re.match(line, capsys.readouterr().out)
+    looks = [
+        rf"bench: a first look at {name}, {place} of 3" for place, name in enumerate(("baseline", "ddp", "stack"), 1)
+    ]
+    assert re.match("\n".join([*looks, line]), capsys.readouterr().out)
     assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [
         ("variant", "baseline", None),
         ("variant", "ddp", None),
@@ -643,7 +654,7 @@ def net(*, channels, height, width, classes):
 def test_input_that_belongs_to_what_is_compared_may_take_its_time(
     placement: str, chosen: str | None, replays: bool, limit: float | None
 ) -> None:
-    """Of a step replayed from a CUDA graph, a small net's hardly more is left than its input."""
+    """When a CUDA graph replays the step of a small model, reading the input takes most of the step's time."""
     technique = SimpleNamespace(placement=chosen, replays=replays)
     training: Any = SimpleNamespace(batches=SimpleNamespace(placement=placement), techniques=[technique])
     assert (
@@ -674,9 +685,14 @@ def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rej
     assert window.peak_memory_bytes
 
 
+def test_the_bar_ends_in_its_round_after_one_comma() -> None:
+    shown = tqdm.format_meter(3, 150, 3.0, ncols=100, prefix="bench", bar_format=rounds._BAR, postfix="round 1, ddp")
+    assert shown.endswith("| 3 of 150 s, round 1, ddp")
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_complete_rounds(workspace: Path) -> None:  # noqa: ARG001
-    """As a terminal sends it: to the bench, to its server and to the arms."""
+    """Send SIGINT as a terminal does: to the bench, its server and the arms."""
     alone = {"variants": {"baseline": {}}, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | alone), encoding="utf-8")
     screen, terminal = pty.openpty()

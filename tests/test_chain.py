@@ -1,4 +1,4 @@
-"""Files of a job are believed only as they were written, of one job, and where their figures can have been measured."""
+"""A job's files are accepted only if unchanged, of one job, and with figures that can have been measured."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pipeline.environment import code, hash_of, stages
 from pipeline.gate import recording
 from pipeline.params import Machine, load, parse
 from pipeline.plans import plans
-from pipeline.results import Result
+from pipeline.results import Result, contradictions, summarise
 from pipeline.tracking import comparisons, labels
-from tests.factories import ENVIRONMENT, make_bench, make_history, make_result, make_run
+from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_history, make_result, make_run
 
 PARAMS: dict[str, Any] = {
     "train": {"device": "cpu"},
@@ -38,12 +38,12 @@ PAGE = "reports/comparison.html"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a job, as `dvc repro` leaves them."""
+    """A job's files, as `dvc repro` leaves them."""
     root = tmp_path_factory.mktemp("job")
     config = parse(PARAMS)
     here = ENVIRONMENT | stages.described(config, plans(config, CPU))
     save(root / HERE, here)
-    save(root / DATA, {"sha256": "d" * 64})
+    save(root / DATA, DESCRIBED.model_dump())
     (root / PARAMETERS).write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
     measured = []
     for name, right in (("baseline", 9000), ("ddp", 9010)):
@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parallel: dict[str, Any] = {"world_size": 2, "backend": "gloo"} if name == "ddp" else {}
         asked = {"train": config.train.model_dump(mode="json"), "variant": applied}
         history = results.history_file(name, root / "results")
-        results.write_history(make_history(), history)
+        results.write_history(make_history(runs), history)
         measured.append(
             make_result(
                 name, runs, applied=applied, config=asked, key=stages.key(here, "train", name),
@@ -85,7 +85,7 @@ def save(path: Path, content: Any) -> None:
 
 
 def record(root: Path) -> None:
-    """As DVC does: what lies there is what the stages made."""
+    """Record the present files as the outputs of the stages, as DVC does."""
     outs = [[f"results/{name}.json", f"results/{name}/history.csv"] for name in PARAMS["variants"]]
     locked = {
         f"stage {number}": {
@@ -100,7 +100,7 @@ def record(root: Path) -> None:
 
 
 def at(path: str, value: Any) -> Callable[[Any], None]:
-    """Sets what a dotted path names; a function as the value is given what stands there."""
+    """Return a function that sets the value at a dotted path; if ``value`` is a function, it is given the old value."""
 
     def change(content: Any) -> None:
         *way, last = [int(key) if key.lstrip("-").isdigit() else key for key in path.split(".")]
@@ -118,6 +118,18 @@ def copied(from_: int, to: int) -> Callable[[Any], None]:
     return change
 
 
+def more_right(result: Any) -> None:
+    """Wherever the result itself tells it."""
+    run = result["runs"][1]
+    run.update(test_correct=9061, test_accuracy=0.9061)
+    result["summary"] = summarise(Result.model_validate(result).runs).model_dump()
+
+
+def of_other_classes(description: Any) -> None:
+    other = DESCRIBED.model_copy(update={"classes": tuple("abcdefghij")})
+    description.update(classes=other.classes, sha256=other.digest())
+
+
 def edit(file: str, change: Callable[[Any], None]) -> None:
     path = Path(file)
     text = path.read_text(encoding="utf-8")
@@ -132,10 +144,14 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("code of the training", RESULT, at("key", "0" * 64), "(stages.train, variants.ddp)"),
     ("its environment", RESULT, at("environment", "0" * 64), "was measured in environment 000000000000"),
     ("content under an old hash", HERE, at("software.torch", "9.9"), "was measured in environment"),
-    ("a data set", DATA, at("sha256", "0" * 64), "of another data set than data/prepared/dataset.json"),
+    ("a data set", DATA, of_other_classes, "of another data set than data/prepared/dataset.json"),
+    ("a data set's sum", DATA, at("sha256", "0" * 64), "dataset.json: was changed after it was written"),
+    ("a data set's mean", DATA, at("statistics.inputs.mean.0", 0.4), "dataset.json: was changed after it was written"),
     ("a data set in the result", RESULT, at("dataset.sha256", "0" * 64), "SHA-256 000000000000"),
-    ("no data set", DATA, at("sha256", None), "of another data set"),
+    ("no data set", DATA, at("sha256", None), "dataset.json is not a description"),
     ("a history", RESULT, at("history_sha256", "0" * 64), "history.csv is not the one that was written with"),
+    ("an accuracy", RESULT, more_right, "seed 1: test_accuracy is 0.9061, where its history ends with 0.9011"),
+    ("a loss", RESULT, at("runs.2.test_loss", 0.1), "seed 2: test_loss is 0.1, where its history ends with 0.28"),
     ("another score", RESULT, at("score.name", "f1"), "its score is 'f1', not train.metric 'accuracy'"),
     ("a direction of no score", RESULT, at("score.direction", "lower is better"), "score.direction"),
     ("an older schema", RESULT, at("schema", 1), "schema"),
@@ -265,13 +281,52 @@ def test_what_is_promoted_is_of_what_is_here_now(
     refused("promote", "bench.settings.turns", capsys)
 
 
+def test_a_history_ends_as_its_runs_did() -> None:
+    """A seed missing from the history would be read as never having reached the target."""
+    result, rows = make_result(), make_history(make_result().runs)
+    assert contradictions.of_history(result, rows) == []
+    cut = [row for row in rows if (row.seed, row.step) != (2, 468)]
+    (first, *_) = contradictions.of_history(result, cut)
+    assert first.startswith("seed 2: steps is 468, where its history ends with ")
+    missing = contradictions.of_history(result, [row for row in rows if row.seed])
+    assert [each.partition(" is ")[0] for each in missing] == [
+        f"seed 0: {key}" for key in ("steps", "test_accuracy", "test_loss")
+    ]
+
+
+@pytest.mark.usefixtures("job")
+def test_a_comparison_is_stale_once_a_setting_of_it_is_another() -> None:
+    edit(PARAMETERS, at("compare", {"margins": {"throughput": 0.2}, "max_spread": 0.5}))
+    wanted = comparisons.wanted(load(), Path())
+    assert wanted
+    changed = ["compare.margins.throughput in params.yaml", "compare.max_spread in params.yaml"]
+    assert labels.stale(wanted, Path()) == changed
+    Path(BENCH).unlink()
+    assert labels.stale(wanted, Path()) == [*changed, BENCH]
+    Path(REPORT).unlink()
+    assert labels.stale(wanted, Path()) == []
+
+
 def test_how_often_a_run_was_resumed_says_how_many_steps_are_warm() -> None:
     def measured(steps: int, resumes: int) -> Result:
         return make_result(runs=[make_run(0, measured_steps=steps, resumes=resumes)])
 
     train = parse(PARAMS | {"train": {"seeds": [0]}}).train
-    found = [results._contradictions(measured(*each), train) for each in ((458, 0), (440, 2), (437, 2), (459, 2))]
+    found = [contradictions.of_result(measured(*each), train) for each in ((458, 0), (440, 2), (437, 2), (459, 2))]
     assert [len(each) for each in found] == [0, 0, 1, 1]
+
+
+@pytest.mark.usefixtures("job")
+def test_a_data_set_and_a_history_that_cannot_be_read_hide_no_other_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    Path(DATA).write_text("[]", encoding="utf-8")
+    Path(HISTORY).write_text("seed,epoch\n0,one\n", encoding="utf-8")
+    edit(RESULT, at("history_sha256", results.sha256(Path(HISTORY))))
+    capsys.readouterr()
+    for command in ("compare", "publish"):
+        assert cli.main([command]) == 2
+        said = capsys.readouterr().err
+        named = ("dataset.json is not a description", "is not a history", f"{RESULT} is not what DVC recorded")
+        assert [said.count(each) for each in named] == [1, 1, 1]
 
 
 def test_an_edited_page_is_not_published(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The best of the variants that pay, and what is said of it."""
+"""The choice of the best variant among those that pay, and the text about it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_was_chosen_is_no_surer_than_the_best_itself() -> None:
 
 
 def test_over_sessions_each_tells_what_the_others_chose() -> None:
-    """By the mean of all three, one is the best; that of a session's own champions would be 1.5 x 1.4 x 1.4."""
+    """By the mean of all three sessions, one is the best; each session's own champion would give 1.5 x 1.4 x 1.4."""
     faster = [{"one": 1.5, "two": 1.3}, {"one": 1.3, "two": 1.4}, {"one": 1.4, "two": 1.35}]
     comparison = over(*(session(day, throughput=each) for day, each in enumerate(faster, 1)))
     found = comparison.champion
@@ -114,7 +114,7 @@ def test_over_sessions_each_tells_what_the_others_chose() -> None:
 
 
 def test_within_a_session_its_rounds_choose_for_each_other() -> None:
-    """Of three that are equally fast, the luckiest has no more luck in the rounds that others chose it for."""
+    """Of three equally fast variants, the luckiest has no luck left in the rounds for which other rounds chose it."""
     comparison = over(session(1, throughput=dict.fromkeys(NAMES[1:], 1.3), noise=0.02))
     found, seen = comparison.champion, [each.throughput for each in comparison.variants[1:] if each.throughput]
     assert found
@@ -127,7 +127,7 @@ def test_within_a_session_its_rounds_choose_for_each_other() -> None:
 
 
 def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_then() -> None:
-    """In later rounds the control scatters: that says nothing of theirs."""
+    """In later rounds the control scatters: that says nothing about the rounds of these two."""
 
     def told(control: list[float]) -> Champion:
         bench = session(1, throughput={"one": 1.5, "two": 1.3}, rounds=30)
@@ -149,7 +149,7 @@ def test_what_no_round_tells_is_unknown_to_the_tags_too() -> None:
 
 
 def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alone() -> None:
-    """Of five sessions in which it pays, four lack the other: the gain was told in one."""
+    """Of the five sessions in which the best pays, four lack the other variant: only one session measured the gain."""
     before = dict.fromkeys(NAMES, "k") | {"two": "before"}
     faster = {"one": 1.5, "two": 1.3}
     sessions = [session(5, throughput=faster)]

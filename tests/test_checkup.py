@@ -1,4 +1,4 @@
-"""What ``tracking.health`` says of a store: a server's, or the embedded one."""
+"""What ``tracking.health`` reports about a store: a server's or the embedded one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [  # what MLflow's own modules do as they are imported
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine's own settings are not what the tests are about."""
+    """Remove this machine's own settings."""
     names = [f"MLFLOW_TRACKING_{name}" for name in ("URI", "USERNAME", "PASSWORD", "TOKEN")]
     for name in (*names, "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -132,7 +132,7 @@ def root(tmp_path: Path, empty_database: Path) -> Path:
 
 
 def health_of(root: Path) -> tracking.Health:
-    """What is found, without a change of the store."""
+    """Return the store's health; assert that the check changes nothing in the store."""
     before = (root / "mlflow.db").read_bytes()
     found = tracking.health(root, "training")
     assert (root / "mlflow.db").read_bytes() == before

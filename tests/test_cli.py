@@ -186,10 +186,10 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
         # A test run in the background ignores the signal, and so would the command: give it back its meaning.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    with waiting, (tmp_path / "params.yaml").open("w"):  # opens once the command has begun to read
+    with waiting, (tmp_path / "params.yaml").open("w"):  # open() returns once the command has begun to read
         waiting.send_signal(signal.SIGINT)
         assert waiting.stderr is not None
-        assert waiting.stderr.read() == "interrupted\n"
+        assert waiting.stderr.read() == "interrupted; to go on, run the same command again\n"
     assert waiting.returncode == 130
 
 

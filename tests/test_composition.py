@@ -35,6 +35,15 @@ def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change
     assert any(line.startswith("left out: bf16: ") for line in rest)
 
 
+def test_without_a_name_the_variants_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    composition.show(parse(JOB), None, CPU)
+    baseline, many, how = capsys.readouterr().out.splitlines()
+    assert baseline == "baseline: no technique"
+    assert many.startswith("many: ")
+    assert {"bf16", "ddp", "weak_scaling"} <= set(many.removeprefix("many: ").split(", "))
+    assert how.endswith("plan VARIANT")
+
+
 def test_the_baseline_is_the_plain_step(capsys: pytest.CaptureFixture[str]) -> None:
     composition.show(parse(JOB), "baseline", CPU)
     assert "applied: nothing, it is the plain step" in capsys.readouterr().out

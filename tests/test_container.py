@@ -1,4 +1,4 @@
-"""The container's files agree with the rest. `make image-check` builds the image and tries it."""
+"""The container's files agree with the project's other files. `make image-check` builds and tries the image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def let_in(context: Path) -> set[str]:
-    """What .dockerignore leaves of a build context. Its patterns are so simple that Python's glob reads them alike."""
+    """Return the files that .dockerignore leaves in a build context. Python's glob suffices for its simple patterns."""
     lines = (context / ".dockerignore").read_text(encoding="utf-8").splitlines()
     everything, *allowed = [line for line in lines if line and not line.startswith("#")]
     assert everything == "*"
@@ -51,7 +51,7 @@ def test_the_base_has_the_cuda_of_the_locked_torch() -> None:
 
 
 def test_what_builds_a_package_is_the_locked_one() -> None:
-    """No build fetches anything of its own."""
+    """No build fetches a build tool of its own."""
     build, lock = ((ROOT / f"requirements{of}.lock").read_text(encoding="utf-8") for of in ("-build", ""))
     assert build.partition("    #")[0] in lock
     for file in ("Dockerfile", "Makefile"):
@@ -85,7 +85,7 @@ def test_the_images_source_holds_no_secret(remote: str, label: str) -> None:
 
 
 def test_the_page_s_container_gets_the_gpus_and_keeps_the_checkouts_path() -> None:
-    """MLflow writes absolute paths into mlflow.db, which `make ui` on the host is to find."""
+    """MLflow writes absolute paths into mlflow.db, and `make ui` on the host has to find these paths."""
     [[*words, image]] = [each for each in commands(ROOT / "docs" / "containers.md") if each[:2] == ["docker", "run"]]
     following = dict(itertools.pairwise(words))
     assert {name: following[name] for name in ("--gpus", "--user", "--volume", "--workdir")} == {

@@ -1,4 +1,4 @@
-"""Every disturbance is provoked, and its absence is not reported."""
+"""Each disturbance is provoked and reported; without it nothing is reported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_compiler_is_not_loaded_to_be_watched(monkeypatch: pytest.MonkeyPatc
 
 
 class Machine:
-    """A made-up /proc with two cores, 100 ticks a second each, and a clock; all move when told to."""
+    """A simulated /proc with two cores, 100 ticks per second each, and a clock; they advance when a test says so."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.seconds = root, 50.0
@@ -118,7 +118,7 @@ class Machine:
         self.work(0)
 
     def work(self, core: int, *, busy: float = 0, idle: float = 0, stolen: float = 0) -> None:
-        """Seconds of one core's time."""
+        """Add these seconds to one core's times."""
         times = self.cores[core]
         times[0] += round(busy * 75)
         times[6] += round(busy * 25)  # user, softirq
@@ -133,7 +133,7 @@ class Machine:
         self, pid: int, parent: int, *, own: float = 0, ended: float = 0, waits: dict[int, float] | None = None,
         name: str = "a) 7 name",
     ) -> None:  # fmt: skip
-        """``own`` seconds of CPU, ``ended`` of children that have ended; ``waits``: thread -> seconds in the queue."""
+        """Add CPU seconds: a process's ``own``, its ``ended`` children's. ``waits``: thread -> seconds queued."""
         directory = self.root / str(pid)
         directory.mkdir(exist_ok=True)
         times = [round(own * 60), round(own * 40), round(ended * 60), round(ended * 40)]
@@ -188,10 +188,11 @@ def test_what_others_take_from_the_job_is_refused(
     assert bool(detector.refusals()) is (taken == 0.5)
     if taken == 0.5:
         assert "took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in reason(detector)
+        assert reason(detector).endswith("or accept such load: bench.max_foreign_load: 0.4")
 
 
 def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
-    """Two ranks, one with a child; one of its children was there before and ends, one comes and goes."""
+    """Two ranks, one of them with children: one child existed before and ends, another starts and ends."""
     machine.process(10, parent=1, own=1)
     machine.process(11, parent=10, own=3, waits={11: 0})
     machine.process(12, parent=10, own=3, waits={12: 0})
@@ -283,7 +284,7 @@ def test_busy_processes_beside_a_job_are_seen_unless_they_are_its_own() -> None:
             for detector in (whole, beside):
                 detector.close(measured=True)
     assert "other processes took" in reason(beside)
-    # Whatever else runs here takes its time from the three of them together as it takes it from the one.
+    # Other load on this machine takes as much time from the three processes together as from the single one.
     others = whole.own_seconds - beside.own_seconds
     assert others > beside.own_seconds
     assert beside.taken_seconds - whole.taken_seconds > others / 2
@@ -317,7 +318,7 @@ def test_a_cpu_that_was_hot_before_and_between_windows_is_not(tmp_path: Path) ->
 
 
 class FakeNvml:
-    """The driver's answers about one GPU, or about several by their handles. All else is as in the real module."""
+    """A fake NVML with answers about one GPU, or about several by handle. The rest is as in the real module."""
 
     def __init__(self) -> None:
         self.answers: Iterator[int | Exception] = iter(())
@@ -369,7 +370,7 @@ SLOW = pynvml.nvmlClocksEventReasonHwSlowdown
 
 
 def watch_clocks(detector: GpuThrottling, nvml: FakeNvml, *answers: int | Exception, measured: bool = True) -> None:
-    """A window in which the driver is asked at least as often as there are answers."""
+    """Run a window in which the driver is asked at least once per answer."""
     nvml.answers, nvml.asked = iter(answers), 0
     detector.open()
     deadline = time.monotonic() + 60
@@ -448,7 +449,7 @@ def test_a_driver_that_is_silent_for_a_moment_does_not_stop_the_job(nvml: FakeNv
 
 
 def shared_gpu(nvml: FakeNvml, before: list[int], after: list[int], *, measured: bool = True) -> SharedGpu:
-    """A window that begins and ends with these processes on the GPU; the job is process 10."""
+    """Return the detector after a window that starts and ends with these processes on the GPU; the job is 10."""
     detector = SharedGpu(nvml, "this one", root_pid=10)
     nvml.pids = before
     detector.open()
@@ -459,7 +460,7 @@ def shared_gpu(nvml: FakeNvml, before: list[int], after: list[int], *, measured:
 
 @pytest.fixture
 def rank(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is one of two ranks, 11 and 12, of the job 10; 20 is not of the job."""
+    """Make this process one of the two ranks 11 and 12 of job 10; process 20 does not belong to the job."""
     for pid, parent in ((10, 1), (11, 10), (12, 10), (20, 1), (21, 20)):
         machine.process(pid, parent)
     monkeypatch.setattr(os, "getpid", lambda: 11)

@@ -1,4 +1,4 @@
-"""That a seed repeats exactly, or that the plan says why it need not."""
+"""A seed repeats exactly, or the plan says why it need not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError
 from pipeline.params import Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.training.assembly import Assembly, assembled
-from tests.nets import ALONE, conv_net
+from tests.nets import ALONE, conv_net, task_of
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -24,7 +24,7 @@ STRICT, WARNS = 2, 1
 
 
 class Puts(nn.Module):
-    """Calls an operation that has no deterministic form on any device, from a forward pass on, on some ranks."""
+    """Calls an operation without a deterministic form on any device, from a given forward pass on, on some ranks."""
 
     def __init__(self, inner: nn.Module, first: int = 0, ranks: str = "01") -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     random = torch.get_rng_state()
-    with Assembly(made, ALONE, digits, "resident")._repeating(made, model) as plan:
+    with Assembly(made, ALONE, task_of(digits, made.train), "resident")._repeating(made, model) as plan:
         assert plan is made
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -81,7 +81,9 @@ def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
 def test_an_operation_that_comes_later_is_told_with_its_remedy(digits: Dataset) -> None:
     made = job({})
     with (
-        Assembly(made, ALONE, digits, "resident").training(0, change_model=_puts_in_the_third_step) as training,
+        Assembly(made, ALONE, task_of(digits, made.train), "resident").training(
+            0, change_model=_puts_in_the_third_step
+        ) as training,
         pytest.raises(PipelineError, match=r"train.deterministic: found true.*epoch 1, step 3 put_ has no"),
     ):
         training.advance(5)
@@ -93,7 +95,9 @@ def _puts_in_the_third_step(model: nn.Module) -> nn.Module:
 
 def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:
     made = job({"parallelism": "ddp"})
-    with Assembly(made, joined, read(folder), "resident").training(0, change_model=_puts_on_rank_1) as training:
+    with Assembly(made, joined, task_of(read(folder), made.train), "resident").training(
+        0, change_model=_puts_on_rank_1
+    ) as training:
         return training.plan.decided, torch.get_deterministic_debug_mode()
 
 

@@ -4,11 +4,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +33,7 @@ def test_a_process_without_a_launcher_is_a_world_of_its_own() -> None:
 
 @pytest.fixture
 def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A GPU is visible, and any can be made the current one: their indices, in order."""
+    """Make a GPU visible, and let any GPU be selected; return the list that records the selected indices, in order."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -118,7 +121,7 @@ def test_collectives_give_every_rank_the_same() -> None:
 
 
 def _large(joined: World) -> tuple[Any, Any, int]:
-    """Gathered and broadcast tensors, and the most bytes that went through a collective of objects."""
+    """Gather and broadcast tensors; return them and the most bytes that went through a collective of objects."""
     pickled: list[int] = []
     real = dist.all_gather_object, dist.broadcast_object_list
 
@@ -205,11 +208,23 @@ def _wait_for_the_lost(how: str) -> Generator[None, Any, None]:
     if os.environ.get("RANK") == "1":
         if how == "dies":
             os._exit(9)
+        if how == "is killed":
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
         raise PipelineError("a planted failure")
+    if how == "is killed":
+        raise RuntimeError("Connection reset by peer")
     time.sleep(600)
 
 
-@pytest.mark.parametrize(("how", "message"), [("fails", "rank 1: a planted failure"), ("dies", "rank 1: .* died")])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fails", "rank 1: a planted failure"),
+        ("dies", "rank 1: .* died, with exit code 9"),
+        ("is killed", "rank 1: .* was killed, most likely because memory ran out.*lower train.batch_size"),
+    ],
+)
 def test_a_forked_rank_that_fails_ends_the_others(how: str, message: str) -> None:
     with (  # noqa: PT012
         pytest.raises(WorkerError, match=message),
@@ -218,6 +233,21 @@ def test_a_forked_rank_that_fails_ends_the_others(how: str, message: str) -> Non
         ask(None)
         ask(1)
     assert multiprocessing.active_children() == []
+
+
+def test_what_ranks_are_forked_from_ends_with_the_job_though_it_still_imports(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    (tmp_path / "slow.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    code = "from pipeline.distributed import forked\nwith forked(iter, (), 1, preload=['slow']): pass"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd())])}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as job:
+        while not (note.exists() and note.read_text()):
+            time.sleep(0.05)
+        server = psutil.Process(int(note.read_text()))
+        job.kill()
+    server.wait(timeout=60)
 
 
 def _record_rank(directory: str) -> None:

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md against what they speak of: commands, settings, links and files."""
+"""README.md and docs/*.md are checked against the commands, settings, links and files that they name."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SECTIONS = set(PARAMS) - {"variants"}
 
 
 def in_line(page: Path) -> list[str]:
-    """Its code within sentences, links' texts among them."""
+    """Return the page's inline code, also that in link texts."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
 
 
 def simple_commands(page: Path) -> Iterator[list[str]]:
-    """Whatever a reader can copy, without variables that are set before it."""
+    """Yield the commands that a reader can copy, without variable assignments in front."""
     sentences = [shlex.split(code) for code in in_line(page) if re.match(r"(python|make|dvc) [-\w]", code)]
     for command in (*commands(page), *sentences):
         for joined, words in groupby(command, key="&&".__eq__):
@@ -48,7 +48,7 @@ def targets() -> set[str]:
 
 
 def with_changes(values: Any, change: Any) -> Any:
-    """``values`` with those of ``change`` in their place; variants, whole, replace the others."""
+    """Return ``values`` updated with ``change``; variants in ``change`` replace all variants."""
     if not isinstance(change, dict) or not isinstance(values, dict):
         return change
     changed = {key: each if key == "variants" else with_changes(values.get(key), each) for key, each in change.items()}
@@ -56,7 +56,7 @@ def with_changes(values: Any, change: Any) -> Any:
 
 
 def variants_of(page: Path) -> set[str]:
-    """The names that its commands may use."""
+    """Return the names of variants that the page's commands may use."""
     shown = (yaml.safe_load(block) for block in blocks(page, "yaml"))
     return {"VARIANT", *PARAMS["variants"], *(name for each in shown for name in each.get("variants", {}))}
 
@@ -119,7 +119,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Return the anchors of the page's headings, as GitHub makes them."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,8 +1,8 @@
-"""Each finding, and what a person reads of all of them.
+"""Each finding of doctor, and the whole report.
 
-The sentences are in one golden file, ``tests/data/doctor.txt``: what doctor prints of made-up machines. After a change
-that is meant, renew it with ``RENEW=1 python -m pytest tests/test_doctor.py -k golden`` and read its difference. All
-other tests ask for a finding's level and what it is about.
+The sentences are in one golden file, ``tests/data/doctor.txt``: doctor's output for made-up machines. After an
+intended change, renew the file with ``RENEW=1 python -m pytest tests/test_doctor.py -k golden`` and read the diff. The
+other tests check a finding's level and subject.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from pipeline.errors import redacted
 from pipeline.params import Machine, parse
 from pipeline.plans import plans
 from pipeline.tools import doctor
-from pipeline.tools.doctor import checks, facts, findings
+from pipeline.tools.doctor import facts, findings
 from pipeline.tools.doctor.facts import Answer, Facts, Job
 from pipeline.tools.doctor.findings import Finding
 from tests.servers import serving
@@ -40,8 +41,8 @@ LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 TWO = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
 
 
-def driver(*gpus: list[str] | None, version: str = "580.65.06", cuda: tuple[int, int] = (13, 0)) -> Answer:
-    return Answer({"version": version, "cuda": [*cuda], "gpus": [*gpus]})
+def driver(*gpus: list[str] | None, version: str = "580.65.06", cuda: str = "13.0") -> Answer:
+    return Answer({"version": version, "cuda": cuda, "gpus": [*gpus]})
 
 
 def torch(failure: str = "", **found: Any) -> Answer:
@@ -51,9 +52,11 @@ def torch(failure: str = "", **found: Any) -> Answer:
 
 GIT = Answer({"commit": "1a2b3c4"})
 NO_DRIVER = Answer({}, "NVMLError_LibraryNotFound: NVML Shared Library Not Found")
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020)."
 CPU_TORCH = Answer({"version": "2.15.0+cpu", "cuda": None})
 LATE = Answer({}, "no answer within 60 s")
 DVC = Answer({"cache": "/.dvc/cache/files/md5", "remote": None, "url": ""})
+PARTS = Answer({"model": "small_cnn", "parameters": 21_840, "data": "digits, 1,438 training samples"})
 WELL = Answer({"well": True, "found": "the embedded store mlflow.db", "remedy": ""})
 
 
@@ -64,8 +67,8 @@ def job(machine: Machine = LAPTOP, variants: str = "baseline ddp", **train: Any)
 
 
 def known(**different: Any) -> Facts:
-    """A laptop on which all is well, but for what is ``different``."""
-    answers = {"driver": NO_DRIVER, "torch": CPU_TORCH, "git": GIT, "store": WELL, "dvc": DVC}
+    """The facts of a laptop without problems, except for ``different``."""
+    answers = {"driver": NO_DRIVER, "parts": PARTS, "torch": CPU_TORCH, "git": GIT, "store": WELL, "dvc": DVC}
     return replace(Facts(Path("/"), job(), planned_gpus=0, **answers), **different)
 
 
@@ -74,15 +77,15 @@ ON_TWO = {"job": job(TWO), "planned_gpus": 2, "driver": driver(None, None), "tor
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This machine's own settings and hardware are not what the tests are about."""
+    """Hide this machine's own settings and hardware."""
     for name in ("CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     for name in ("USERNAME", "PASSWORD", "TOKEN"):
         monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(checks, "PCI", tmp_path / "no-pci")
-    monkeypatch.setattr(checks, "KERNEL_DRIVER", tmp_path / "no-driver")
+    monkeypatch.setattr(doctor, "PCI", tmp_path / "no-pci")
+    monkeypatch.setattr(doctor, "KERNEL_DRIVER", tmp_path / "no-driver")
 
 
 Play = Callable[..., None]
@@ -98,7 +101,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         shared: tuple[float, float] = (8, 8), mounts: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         def usage(path: Path) -> Usage:
-            size, left = shared if path == checks.SHARED_MEMORY else (1000, disk)
+            size, left = shared if path == doctor.SHARED_MEMORY else (1000, disk)
             return Usage(int(size * 2**30), 0, int(left * 2**30))
 
         mounted = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in (mounts or {"/": "ext4"}).items()]
@@ -108,7 +111,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         monkeypatch.setattr(environment, "cores", lambda: cores)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(free * 2**30)))
         monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounted)  # noqa: ARG005
-        monkeypatch.setattr(checks, "_memory_limits", lambda: [int(limit * 2**30)] if limit else [])
+        monkeypatch.setattr(doctor, "_memory_limits", lambda: [int(limit * 2**30)] if limit else [])
         monkeypatch.setattr(shutil, "disk_usage", usage)
 
     return play
@@ -125,7 +128,7 @@ def test_a_report_is_as_in_the_golden_file(play: Play) -> None:
     }
     why_not = "variants.fp16.precision: found 'fp16', but it needs a GPU; take it out."
     broken = Job(job().config, plans=several, refused={"fp16": why_not})
-    split = driver(["MIG-1"], [], None, version="535.1", cuda=(12, 2))
+    split = driver(["MIG-1"], [], None, version="535.1", cuda="12.2")
     remote = {"cache": "/proc/cache", "remote": "s3", "url": "s3://me:secret@bucket"}
     scenes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "a laptop": ({}, {}),
@@ -141,10 +144,10 @@ def test_a_report_is_as_in_the_golden_file(play: Play) -> None:
                 "mounts": {"/": "overlay"},
             },
         ),
-        "a machine with split GPUs, an old driver and others at work": (
+        "a machine with split GPUs and an old driver": (
             {
                 **ON_TWO, "job": broken, "planned_gpus": 3, "driver": split,
-                "torch": torch("RuntimeError: the driver is too old", gpus=0),
+                "torch": torch(f"RuntimeError: {TOO_OLD}", gpus=0),
                 "dvc": Answer(remote, "ConnectionError: no route to host"),
                 "store": LATE, "git": Answer({}, "fatal"),
             },
@@ -172,14 +175,14 @@ def test_a_report_is_as_in_the_golden_file(play: Play) -> None:
 
 
 def judged(check: Callable[[Facts], Any], **different: Any) -> list[tuple[str, str]]:
-    """Status, and all that is said, of each finding."""
+    """Return each finding's status and full text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "CHECKS", {name: each for name, each in doctor.CHECKS.items() if each is check})
         return [(each.status, f"{each.found} -> {each.remedy}") for each in doctor.examine(known(**different))]
 
 
 def assert_judged(check: Callable[[Facts], Any], different: dict[str, Any], *expected: tuple[str, str]) -> None:
-    """``expected``: of each finding its status, and what it is about."""
+    """Assert the findings. ``expected``: each finding's status and subject."""
     found = judged(check, **different)
     assert [status for status, _ in found] == [status for status, _ in expected], found
     assert all(subject in said for (_, said), (_, subject) in zip(found, expected, strict=True)), found
@@ -188,7 +191,7 @@ def assert_judged(check: Callable[[Facts], Any], different: dict[str, Any], *exp
 MISMATCH = Answer({}, "NVMLError_LibRmVersionMismatch: Driver/library version mismatch")
 UNKNOWN = Answer({}, "NVMLError_Unknown: Unknown Error")
 NO_TORCH = Answer({}, "ModuleNotFoundError: No module named 'torch'")
-OLD = driver(None, version="535.54.03", cuda=(12, 2))
+OLD = driver(None, version="535.54.03", cuda="12.2")
 LOADING = parse({"variants": {"baseline": {"data_loading": "dataloader", "loader_workers": 4}}})
 OVERLAY = {"mounts": {"/": "ext4", "/proc": "overlay"}}
 
@@ -196,29 +199,29 @@ OVERLAY = {"mounts": {"/": "ext4", "/proc": "overlay"}}
 @pytest.mark.parametrize(
     ("check", "status", "subject", "different"),
     [
-        (checks.torch, "problem", "No module named 'torch'", {"torch": NO_TORCH}),
-        (checks.torch, "warning", "1 GPU(s)", {"driver": driver(None)}),
-        (checks.torch, "problem", "1 GPU(s)", {"driver": driver(None), "job": job(device="cuda")}),
-        (checks.torch, "problem", "install a CUDA build", {"job": job(device="cuda")}),
-        (checks.torch, "ok", "CPUs", {"driver": driver(None), "job": job(device="cpu")}),
-        (checks.driver, "not applicable", "train.device is cpu", {"job": job(device="cpu")}),
-        (checks.driver, "problem", "use a machine with a GPU", {"job": job(device="cuda")}),
-        (checks.driver, "warning", "NVIDIA_DRIVER_CAPABILITIES=compute,utility", {**ON_TWO, "driver": NO_DRIVER}),
-        (checks.driver, "problem", "reboot the host", {"driver": MISMATCH}),
-        (checks.driver, "problem", "make repro", {"driver": NO_TORCH}),
-        (checks.driver, "problem", "start the container anew", {"driver": UNKNOWN}),
-        (checks.driver, "ok", "CUDA up to 12.2", {**ON_TWO, "driver": OLD}),  # with the compatibility package
-        (checks.cpu, "ok", "2 of 8 cores", {"played": {"cores": 2}}),
-        (checks.memory, "ok", "64.0 GiB free", {"played": {"limit": 100}}),
-        (checks.shared_memory, "problem", "loader's workers",
+        (doctor.torch, "problem", "No module named 'torch'", {"torch": NO_TORCH}),
+        (doctor.torch, "warning", "1 GPU(s)", {"driver": driver(None)}),
+        (doctor.torch, "problem", "1 GPU(s)", {"driver": driver(None), "job": job(device="cuda")}),
+        (doctor.torch, "problem", "install a CUDA build", {"job": job(device="cuda")}),
+        (doctor.torch, "ok", "CPUs", {"driver": driver(None), "job": job(device="cpu")}),
+        (doctor.driver, "not applicable", "train.device is cpu", {"job": job(device="cpu")}),
+        (doctor.driver, "problem", "use a machine with a GPU", {"job": job(device="cuda")}),
+        (doctor.driver, "warning", "NVIDIA_DRIVER_CAPABILITIES=compute,utility", {**ON_TWO, "driver": NO_DRIVER}),
+        (doctor.driver, "problem", "reboot the host", {"driver": MISMATCH}),
+        (doctor.driver, "problem", "make repro", {"driver": NO_TORCH}),
+        (doctor.driver, "problem", "start the container anew", {"driver": UNKNOWN}),
+        (doctor.driver, "ok", "CUDA up to 12.2", {**ON_TWO, "driver": OLD}),  # with the compatibility package
+        (doctor.cpu, "ok", "2 of 8 cores", {"played": {"cores": 2}}),
+        (doctor.memory, "ok", "64.0 GiB free", {"played": {"limit": 100}}),
+        (doctor.shared_memory, "problem", "loader's workers",
          {"job": Job(LOADING, plans=plans(LOADING, LAPTOP)), "played": {"shared": (0.1, 0.1)}}),
-        (checks.cache, "ok", ".dvc/cache", {"dvc": DVC}),
-        (checks.cache, "warning", "lost with the container",
+        (doctor.cache, "ok", ".dvc/cache", {"dvc": DVC}),
+        (doctor.cache, "warning", "lost with the container",
          {"dvc": Answer({"cache": "/proc/cache"}), "played": OVERLAY}),
-        (checks.cache, "problem", "make repro", {"dvc": NO_TORCH}),
-        (checks.remote, "problem", "dvc status --cloud", {"dvc": LATE._replace(found=DVC.found | {"remote": "nas"})}),
-        (checks.tracking, "problem", "x -> y", {"store": Answer({"well": False, "found": "x", "remedy": "y"})}),
-        (checks.tracking, "not applicable", "db", {"store": Answer({"well": None, "found": "db", "remedy": ""})}),
+        (doctor.cache, "problem", "make repro", {"dvc": NO_TORCH}),
+        (doctor.remote, "problem", "dvc status --cloud", {"dvc": LATE._replace(found=DVC.found | {"remote": "nas"})}),
+        (doctor.tracking, "problem", "x -> y", {"store": Answer({"well": False, "found": "x", "remedy": "y"})}),
+        (doctor.tracking, "not applicable", "db", {"store": Answer({"well": None, "found": "db", "remedy": ""})}),
     ],
 )  # fmt: skip
 def test_a_finding_that_is_not_in_the_golden_file(
@@ -248,7 +251,7 @@ def test_a_finding_that_is_not_in_the_golden_file(
 def test_variants(text: str, on: Machine | None, expected: list[tuple[str, str]], tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
     read = {"job": facts.read(tmp_path / "params.yaml", on)}
-    assert_judged(checks.params_file, read, *expected)
+    assert_judged(doctor.params_file, read, *expected)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_params_that_cannot_be_read(text: str | None, subject: str, tmp_path: Pa
     if text:
         (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
     read = {"job": facts.read(tmp_path / "params.yaml", LAPTOP)}
-    assert_judged(checks.params_file, read, ("problem", subject))
+    assert_judged(doctor.params_file, read, ("problem", subject))
 
 
 # torch, driver, GPUs
@@ -271,8 +274,8 @@ def test_a_gpu_without_a_driver_or_its_library(by: str, monkeypatch: pytest.Monk
         (tmp_path / "pci" / name).mkdir(parents=True)
         (tmp_path / "pci" / name / "vendor").write_text(vendor + "\n", encoding="ascii")
         (tmp_path / "pci" / name / "class").write_text(kind + "\n", encoding="ascii")
-    monkeypatch.setattr(checks, *{"bus": ("PCI", tmp_path / "pci"), "kernel": ("KERNEL_DRIVER", tmp_path)}[by])
-    assert_judged(checks.driver, {}, ("problem", "install driver 580 or newer"))
+    monkeypatch.setattr(doctor, *{"bus": ("PCI", tmp_path / "pci"), "kernel": ("KERNEL_DRIVER", tmp_path)}[by])
+    assert_judged(doctor.driver, {}, ("problem", "install driver 580 or newer"))
 
 
 def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +296,7 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
     facts.answer("driver")
-    assert json.loads(capsys.readouterr().out) == driver(None, ["UUID-first"], cuda=(13, 2)).found
+    assert json.loads(capsys.readouterr().out) == driver(None, ["UUID-first"], cuda="13.2").found
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: fails(pynvml.NVMLError_LibraryNotFound))
     facts.answer("driver")
     assert json.loads(capsys.readouterr().out) == {"failure": NO_DRIVER.failure}
@@ -314,7 +317,8 @@ SPLIT = driver(None, ["MIG-1", "MIG-2"])
         (None, {**ON_TWO, "torch": torch(gpus=1)}, [("problem", "torch sees 1")]),
         (None, {**ON_TWO, "torch": torch("no kernel image is available")}, [("problem", "compute capability")]),
         (None, {**ON_TWO, "torch": torch("no answer within 60 s")}, [("problem", "hangs")]),
-        (None, {**ON_TWO, "driver": driver()}, [("problem", "the driver shows none")]),
+        (None, {**ON_TWO, "driver": driver(), "planned_gpus": 0, "torch": torch(gpus=0)}, [("problem", "--gpus all")]),
+        (None, {**ON_TWO, "torch": torch(TOO_OLD)}, [("problem", "install driver 580 or newer")]),
         (None, {**ON_TWO, "job": job(device="cpu")}, [("not applicable", "see above")]),
         (None, {"driver": driver(None)}, [("not applicable", "see above")]),
         (None, {"driver": driver(None), "torch": LATE}, [("not applicable", "see above")]),
@@ -329,20 +333,20 @@ def test_gpus(
 ) -> None:
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    assert_judged(checks.gpus, different, *expected)
+    assert_judged(doctor.gpus, different, *expected)
 
 
 # CPU, memory, shared memory, disk
 
 
 def test_shared_memory_that_is_missing_or_shut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
-    assert_judged(checks.shared_memory, {}, ("problem", "is missing"))
-    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
+    assert_judged(doctor.shared_memory, {}, ("problem", "is missing"))
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert_judged(checks.shared_memory, {}, ("problem", "cannot be written to"))
+    assert_judged(doctor.shared_memory, {}, ("problem", "cannot be written to"))
     monkeypatch.setattr(psutil, "LINUX", False)
-    assert_judged(checks.shared_memory, {}, ("not applicable", "/dev/shm"))
+    assert_judged(doctor.shared_memory, {}, ("not applicable", "/dev/shm"))
 
 
 @pytest.mark.parametrize(
@@ -362,7 +366,7 @@ def test_the_memory_limit_of_control_groups(
         (tmp_path / "mount" / name).write_text(content, encoding="utf-8")
     monkeypatch.setattr(environment.cpus, "CGROUP_MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(environment.cpus, "CGROUP_MOUNT", tmp_path / "mount")
-    assert sorted(set(checks._memory_limits())) == limits
+    assert sorted(set(doctor._memory_limits())) == limits
 
 
 def test_the_fullest_disk_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -370,7 +374,7 @@ def test_the_fullest_disk_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     small.mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20 if path == small else 2**40))
     cache = Answer({"cache": str(small / "not" / "there")})
-    assert_judged(checks.disk, {"root": tmp_path, "dvc": cache}, ("problem", f"{small / 'not' / 'there'}"))
+    assert_judged(doctor.disk, {"root": tmp_path, "dvc": cache}, ("problem", f"{small / 'not' / 'there'}"))
 
 
 # the checkout
@@ -380,20 +384,20 @@ def test_a_work_tree_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, 
     for name in ("models", "data"):
         (tmp_path / name).mkdir()
     (tmp_path / "dvc.lock").touch()
-    assert_judged(checks.work_tree, {"root": tmp_path}, ("ok", str(tmp_path)))
+    assert_judged(doctor.work_tree, {"root": tmp_path}, ("ok", str(tmp_path)))
     monkeypatch.setattr(os, "access", lambda path, _: Path(path).name not in ("dvc.lock", "models"))
-    assert_judged(checks.work_tree, {"root": tmp_path}, ("problem", "models, dvc.lock"))
+    assert_judged(doctor.work_tree, {"root": tmp_path}, ("problem", "models, dvc.lock"))
 
 
 def test_a_work_tree_in_the_containers_own_layer(play: Play, tmp_path: Path) -> None:
     play(mounts={"/": "overlay", "/proc": "proc"})
-    assert_judged(checks.work_tree, {"root": tmp_path}, ("warning", "is lost with the container"))
+    assert_judged(doctor.work_tree, {"root": tmp_path}, ("warning", "is lost with the container"))
     play(mounts={"/": "overlay", str(tmp_path): "ext4"})
-    assert_judged(checks.work_tree, {"root": tmp_path}, ("ok", str(tmp_path)))
+    assert_judged(doctor.work_tree, {"root": tmp_path}, ("ok", str(tmp_path)))
 
 
 def test_the_file_system_of_a_path() -> None:
-    assert checks.file_system(Path("/proc/self")) == "proc"
+    assert doctor.file_system(Path("/proc/self")) == "proc"
 
 
 @pytest.fixture
@@ -415,7 +419,7 @@ def git(tree: Path, *arguments: str) -> None:
 
 def test_git(plain_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def assert_git(status: str, subject: str) -> None:
-        assert_judged(checks.git, {"root": plain_git, "git": facts.ask("git")}, (status, subject))
+        assert_judged(doctor.git, {"root": plain_git, "git": facts.ask("git")}, (status, subject))
 
     monkeypatch.chdir(plain_git)
     assert_git("problem", "start from a clone")
@@ -462,13 +466,13 @@ def test_what_dvc_says_of_a_repository(
     else:
         (repository / ".dvc" / "config").write_text(config, encoding="utf-8")
     answer = {"root": repository, "dvc": facts.ask("dvc")}
-    assert_judged(checks.cache, answer, cache)
-    assert_judged(checks.remote, answer, ("not applicable", remote))
+    assert_judged(doctor.cache, answer, cache)
+    assert_judged(doctor.remote, answer, ("not applicable", remote))
 
 
 def test_a_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert_judged(checks.cache, {"dvc": DVC}, ("problem", "sudo chown"))
+    assert_judged(doctor.cache, {"dvc": DVC}, ("problem", "sudo chown"))
 
 
 def ask_remote(repository: Path, url: str) -> Answer:
@@ -486,18 +490,18 @@ def ask_remote(repository: Path, url: str) -> Answer:
     ],
 )
 def test_a_remote(url: str, status: str, subject: str, repository: Path) -> None:
-    assert_judged(checks.remote, {"dvc": ask_remote(repository, url)}, (status, subject))
+    assert_judged(doctor.remote, {"dvc": ask_remote(repository, url)}, (status, subject))
 
 
 @pytest.mark.parametrize(
     ("code", "status", "subject"), [(404, "ok", "nothing is there"), (403, "problem", "403"), (500, "problem", "500")]
 )
 def test_a_remote_behind_a_server(code: int, status: str, subject: str, repository: Path) -> None:
-    """The report is without the secrets in its address."""
+    """The report leaves out the secrets in the server's address."""
     with serving(lambda _: (code, "")) as url:
         answer = ask_remote(repository, url.replace("://", "://me:secret@") + "/x?sig=secret")
-    assert_judged(checks.remote, {"dvc": answer}, (status, subject))
-    assert "secret" not in redacted(str(judged(checks.remote, dvc=answer)))
+    assert_judged(doctor.remote, {"dvc": answer}, (status, subject))
+    assert "secret" not in redacted(str(judged(doctor.remote, dvc=answer)))
 
 
 @pytest.mark.parametrize(
@@ -523,12 +527,43 @@ def test_a_probe_that_hangs_or_crashes(
 
 
 def test_the_store_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without params.yaml, too."""
+    """Also without params.yaml."""
     monkeypatch.chdir(tmp_path)
     assert facts.ask("store") == Answer(tracking.health(Path(), "training")._asdict())
 
 
 # all of it
+
+
+def test_the_job_s_own_parts_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split, name in product(("train", "test"), "ab"):
+        (tmp_path / "shots" / split / name).mkdir(parents=True)
+        (tmp_path / "shots" / split / name / "1.png").touch()
+    net = "lambda classes, hidden, **_: nn.Sequential(nn.Flatten(), nn.Linear(12, hidden), nn.Linear(hidden, classes))"
+    (tmp_path / "nets.py").write_text(f"from torch import nn\n\nprint('{{}}')\nnet = {net}\n")
+
+    def parts(hidden: int | str = 4, *, folder: str = "shots", batch_size: int = 2) -> Answer:
+        job = {
+            "fetch": {"dataset": "image_folder", "image_folder": folder},
+            "prepare": {"image_size": [2, 2]},
+            "train": {"model": "nets:net", "model_options": {"hidden": hidden}, "batch_size": batch_size},
+            "variants": {"baseline": {}},
+        }
+        (tmp_path / "params.yaml").write_text(json.dumps(job))
+        return facts.ask("parts")
+
+    known, raising = parts(), parts("many")
+    assert known.found["parameters"] == 12 * 4 + 4 + 4 * 2 + 2, known
+    assert "2 training samples" in known.found["data"]
+    assert judged(doctor.parts, parts=known)[0][0] == "ok"
+    assert "nets:net raised TypeError: " in raising.failure
+    assert "nets.py, line 4, in <lambda>" in raising.failure
+    ((status, said),) = judged(doctor.parts, parts=raising)
+    assert status == "problem"
+    assert said.endswith("-> correct params.yaml, or the module of yours that it names")
+    assert "has no directory 'train'; expected" in parts(folder="shots/train").failure
+    assert "train.batch_size: found 3, but " in parts(batch_size=3).failure
 
 
 def test_torch_is_asked_in_a_process_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""dvc.yaml: its stages, what they depend on and make, and how DVC reads it."""
+"""dvc.yaml: its stages, their dependencies and outputs, and how DVC reads the file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from tests.conftest import ROOT, Clone
 
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 STAGES: dict[str, dict[str, Any]] = {name: stage.get("do", stage) for name, stage in PIPELINE["stages"].items()}
-KEPT_IN_GIT = {"reports/accuracy.csv", "reports/loss.csv", "reports/ratios.csv", "reports/metrics"}
-OF_A_VARIANT = {"train": "${key}", "profile": "${item}", "infer": "${item}"}
+SHOWN = {"reports/accuracy.csv", "reports/loss.csv", "reports/ratios.csv", "reports/verdicts"}
+KEPT_IN_GIT = SHOWN | {"reports/metrics"}
+OF_A_VARIANT = {"train": "${key}", "distil": "${key}", "profile": "${item}", "infer": "${item}"}
 """Stages with one for each variant, or for each in a list of variants, and how DVC calls the variant there."""
+COMMANDS = {"distil": "train"}
 MAKES = {
     "environment": {"environment.json"},
     "fetch": {"data/raw"},
     "prepare": {"data/prepared"},
     "train": {"results/${key}.json", "results/${key}/history.csv", "results/${key}/system.csv", "models/${key}"},
+    "distil": {"results/${key}.json", "results/${key}/history.csv", "results/${key}/system.csv", "models/${key}"},
     "bench": {"bench.json"},
     "profile": {"profiles/${item}"},
     "infer": {"inference/${item}.json", "inference/${item}.md"},
@@ -30,7 +33,7 @@ MAKES = {
 
 
 def paths(entries: list[str | dict[str, Any]], cache: bool | None = None) -> Iterator[str]:
-    """The paths of outs or plots; with ``cache``, those whose own ``cache`` is that."""
+    """Yield the paths of outs or plots; if ``cache`` is given, only those with this value of ``cache``."""
     for entry in entries:
         path, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
         if cache is None or options.get("cache") is cache:
@@ -39,7 +42,9 @@ def paths(entries: list[str | dict[str, Any]], cache: bool | None = None) -> Ite
 
 def test_stages_run_the_command_of_their_name() -> None:
     assert {name: stage["cmd"] for name, stage in STAGES.items()} == {
-        name: " ".join(["python -m pipeline", name, *([OF_A_VARIANT[name]] if name in OF_A_VARIANT else [])])
+        name: " ".join(
+            ["python -m pipeline", COMMANDS.get(name, name), *([OF_A_VARIANT[name]] if name in OF_A_VARIANT else [])]
+        )
         for name in MAKES
     }
 
@@ -47,7 +52,8 @@ def test_stages_run_the_command_of_their_name() -> None:
 def test_stages_make_what_the_design_says() -> None:
     assert {name: set(paths(stage.get("outs", []))) for name, stage in STAGES.items()} == MAKES
     uncached = {path for stage in STAGES.values() for path in paths(stage.get("outs", []), cache=False)}
-    assert uncached == KEPT_IN_GIT == {*PIPELINE["metrics"], *paths(PIPELINE["plots"])}
+    assert uncached == KEPT_IN_GIT
+    assert {*PIPELINE["metrics"], *paths(PIPELINE["plots"])} == SHOWN
 
 
 def test_what_notices_another_machine_and_what_mirrors_to_mlflow_always_run() -> None:
@@ -55,13 +61,12 @@ def test_what_notices_another_machine_and_what_mirrors_to_mlflow_always_run() ->
 
 
 def test_what_is_measured_depends_on_the_environment_the_data_its_code_and_its_plan() -> None:
-    ones = {"train": "${key}", "profile": "${item}", "infer": "${item}"}
-    for stage in ("train", "profile", "bench", "infer"):
+    for stage in ("train", "distil", "profile", "bench", "infer"):
         assert "data/prepared" in STAGES[stage]["deps"]
-        who = f".{ones[stage]}" if stage in ones else ""
+        who = f".{OF_A_VARIANT[stage]}" if stage in OF_A_VARIANT else ""
         relied_on = "relied_on.forms" if stage == "infer" else f"relied_on.variants{who}"
         assert STAGES[stage]["params"] == [
-            {"environment.json": ["hash", relied_on, f"stages.{stage}", f"variants{who}"]}
+            {"environment.json": ["hash", relied_on, f"stages.{COMMANDS.get(stage, stage)}", f"variants{who}"]}
         ]
 
 
@@ -95,9 +100,20 @@ def test_a_new_variant_is_a_stage(clone: Callable[..., Clone]) -> None:
     assert [stage for stage in stages if stage.startswith("train@")] == ["train@baseline", "train@ddp", "train@tried"]
 
 
+def test_a_student_is_a_stage_that_follows_its_teacher_and_no_other(clone: Callable[..., Clone]) -> None:
+    student = {"model": "small_cnn", "distillation": {"teacher": "models/ddp"}}
+    tried = clone({"students": {"taught": student}})
+    stages = tried.run("dvc", "stage", "list", "--name-only").split()
+    assert [stage for stage in stages if "@" in stage and "profile" not in stage] == [
+        "train@baseline", "train@ddp", "train@memory", "distil@taught",
+    ]  # fmt: skip
+    graph = tried.run("dvc", "dag", "--dot", "distil@taught")
+    assert {each for each in ("baseline", "ddp", "memory") if f"train@{each}" in graph} == {"ddp"}
+
+
 @pytest.mark.slow
 def test_a_shell_command_in_a_variants_name_is_not_run(clone: Callable[..., Clone]) -> None:
-    """Also where the stage that would refuse the name is left out: DVC finds no plan of it."""
+    """Also if the stage that would refuse the name is skipped: DVC finds no plan of that name."""
     tried, name = clone({"fetch.dataset": "digits"}), "x; touch owned; true"
     tried.run("dvc", "repro", "prepare")
     tried.edit({f"variants.{name}": {}})

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Gpu:
-    """What the driver says of one GPU, or of one instance of a split GPU."""
+    """The driver's answers about one GPU, or about one MIG instance."""
 
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3"
@@ -48,8 +48,8 @@ NOTHING = cuda.Answer([])
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """``plug(*gpus, shown=None)``: a driver that knows ``gpus``, with CUDA_VISIBLE_DEVICES=``shown``. ``told``: what
-    CUDA itself says, None if nobody may ask it."""
+    """``plug(*gpus, shown=None)``: a driver that knows ``gpus``, with CUDA_VISIBLE_DEVICES=``shown``. ``told``: CUDA's
+    own answer, None if CUDA must not be asked."""
 
     def ask(told: cuda.Answer | None) -> cuda.Answer:
         assert told is not None, "CUDA was asked, which takes a process"
@@ -353,7 +353,7 @@ def test_of_split_gpus_cuda_shows_one_instance(plug: Plug, shown: str | None, vi
 
 
 def on_cuda(*names: str, uuids: Sequence[str] = ()) -> cuda.Answer:
-    """What CUDA tells of GPUs with these names."""
+    """CUDA's answer for GPUs with these names."""
     about = {"compute_capability": "9.0", "memory_gib": 79}
     pairs = zip_longest(names, uuids, fillvalue="")
     return cuda.Answer(
@@ -396,7 +396,7 @@ ERRORS = [pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_Unknown, pynvml.NVM
 
 @pytest.fixture(params=[*(("nvmlInit", error) for error in ERRORS), *((call, ERRORS[2]) for call in FAILING[1:])])
 def no_nvml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Lets NVML fail, at once or in the middle. A container without the capability utility has no such library."""
+    """Lets NVML fail, at once or at a later call. A container without the capability "utility" has no NVML library."""
     call, error = request.param
 
     def fail(*_: object) -> None:
@@ -464,7 +464,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {{ *value = attr
 
 @pytest.fixture
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``pretend(init)``: CUDA's library is one whose cuInit does ``init``, in C."""
+    """``pretend(init)`` replaces CUDA's library by one whose cuInit runs the C code ``init``."""
 
     def pretend(init: str) -> None:
         (tmp_path / "cuda.c").write_text(PRETENDING.format(init=init), encoding="utf-8")

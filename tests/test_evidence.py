@@ -1,4 +1,4 @@
-"""The evidence of a comparison: made, checked, forged, and made to do harm."""
+"""The evidence file of a comparison: made, checked, forged, and malicious."""
 
 from __future__ import annotations
 
@@ -24,17 +24,12 @@ from hypothesis import strategies as st
 from pipeline import cli, report, results
 from pipeline.comparison import consistency
 from pipeline.comparison.compare import compare
-from pipeline.data.prepared import Description
 from pipeline.environment import code, stages
 from pipeline.results import Session
 from pipeline.tools import evidence
 from tests.conftest import ROOT
-from tests.factories import ENVIRONMENT, make_bench, make_histories, make_params, make_results
+from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_history, make_params, make_results
 
-DESCRIBED = Description(
-    name="fashion_mnist", classes=("no", "yes"), channels=1, height=28, width=28, train_count=60_000, test_count=10_000,
-    train_class_counts=(30_000, 30_000), test_class_counts=(5_000, 5_000), mean=(0.3,), std=(0.3,), files={},
-)  # fmt: skip
 MNIST = DESCRIBED.model_copy(update={"name": "mnist"})
 ANOTHER = MNIST.model_copy(update={"sha256": MNIST.digest()}).model_dump_json().encode()
 SECRETS = ("me:hunter2", "s1gned")
@@ -45,24 +40,23 @@ Members = dict[str, bytes]
 Checked = Callable[[bytes], tuple[int, str]]
 
 
-def write_job() -> None:
-    """A job with two sessions of the bench, as `dvc repro` leaves it in the current directory."""
-    described = DESCRIBED.model_copy(update={"sha256": DESCRIBED.digest()})
+def write_job(**train: Any) -> None:
+    """Write a job with two sessions of the bench into the current directory, as `dvc repro` leaves it."""
     Path("data/prepared").mkdir(parents=True)
-    Path("data/prepared/dataset.json").write_text(described.model_dump_json(indent=2))
+    Path("data/prepared/dataset.json").write_text(DESCRIBED.model_dump_json(indent=2))
     measured = make_results()
-    dataset = measured[0].dataset.model_copy(update={"sha256": described.sha256})
     code_of = {"train": OF_ANOTHER_PYTHON, "bench": OF_ANOTHER_PYTHON, "compare": code.of_stage("compare")}
     here = ENVIRONMENT | {
         "stages": {name: {"code": each, "settings": {}} for name, each in code_of.items()}
         | {"fetch": {"settings": {"mirror": MIRROR}}},
         "variants": {each.variant: {} for each in measured},
     }
-    histories = make_histories(measured)
+    histories = {each.variant: make_history(each.runs) for each in measured}
     for number, each in enumerate(measured):
         history = results.history_file(each.variant)
         results.write_history(histories[each.variant], history)
-        made_from = {"dataset": dataset, "key": stages.key(here, "train", each.variant)}
+        asked = each.config | {"train": each.config["train"] | train}
+        made_from = {"config": asked, "key": stages.key(here, "train", each.variant)}
         measured[number] = each.model_copy(update=made_from | {"history_sha256": results.sha256(history)})
         results.write(measured[number], results.result_file(each.variant))
     another = Session(
@@ -104,7 +98,7 @@ def members(made: bytes, tmp_path: Path) -> Members:
 
 @pytest.fixture
 def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Checked:
-    """Check a file of this content from the command line: the exit code, and what was said."""
+    """Check a file with this content from the command line; the function returns the exit code and the output."""
 
     def run(content: bytes) -> tuple[int, str]:
         file = tmp_path / "evidence.zip"
@@ -118,13 +112,13 @@ def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Checked:
 
 
 def zipped_anew(members: Members) -> bytes:
-    """With a manifest that fits them, as a forger would."""
+    """Zip the members with a matching manifest, as a forger would."""
     rest = {name: content for name, content in members.items() if name != "manifest.json"}
     return evidence._zipped(rest | {"manifest.json": evidence._manifest(rest)})
 
 
 def compared_anew(members: Members, name: str, edit: Callable[[bytes], bytes]) -> bytes:
-    """As somebody who had these files, but for an edited one, would have made it."""
+    """Edit one file and make the evidence anew, as somebody who had these files would."""
     inputs = {each: content for each, content in members.items() if not re.match("reports/|manifest", each)}
     inputs[name] = edit(inputs[name])
     return zipped_anew(inputs | evidence._compared(inputs))
@@ -188,6 +182,17 @@ def test_a_report_of_other_files_is_no_evidence(
     assert not list(tmp_path.glob("evidence.zip*"))
 
 
+def test_a_secret_that_sums_rest_on_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_job(model_options={"weights": MIRROR})
+    assert cli.main(["evidence"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: bench.json holds an address with a user name, password or query")
+    assert not [secret for secret in SECRETS if secret in said]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -220,7 +225,7 @@ def test_a_full_disk_is_no_difference(made: bytes, checked: Checked, monkeypatch
 
 
 def test_a_changed_byte_of_any_file_is_found_and_named(members: Members, checked: Checked) -> None:
-    """Also where the zip's own checksum was made anew."""
+    """Also if the zip's own checksum was recomputed."""
     for name, content in members.items():
         flipped = bytearray(content)
         flipped[len(content) // 2] ^= 1
@@ -356,7 +361,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "the data set's description": (
         {"data/prepared/dataset.json": replaced('"train_count": 60000', '"train_count": 60001')},
-        r"data/prepared/dataset\.json: sha256",
+        r"data/prepared/dataset\.json: was changed after it was written",
     ),
     "another data set's": (
         {"data/prepared/dataset.json": lambda _: ANOTHER},
@@ -406,7 +411,7 @@ def test_what_another_processor_rounds_differently_is_no_difference(members: Mem
 
 def test_where_other_code_compares_it_says_so(members: Members, checked: Checked) -> None:
     def older(said: Any) -> None:
-        said["stages"]["compare"]["code"]["pipeline/results.py"] = "0" * 16
+        said["stages"]["compare"]["code"]["pipeline/results/__init__.py"] = "0" * 16
 
     changed = {"environment.json": of_json(older)(members["environment.json"]), "reports/comparison.md": b""}
     code, said = checked(zipped_anew(members | changed))
@@ -447,7 +452,7 @@ HARMFUL = {
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where nothing may be left or written."""
+    """A directory in which nothing may be left or written."""
     (tmp_path / "here" / "temporary").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here" / "temporary"))

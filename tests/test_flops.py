@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.params import Machine, parse
+from pipeline.data.prepared import Dataset, Statistics
+from pipeline.params import Machine, Train, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import flops
 from pipeline.results import Flops
+from pipeline.tasks import Task
 from pipeline.techniques.activation_checkpointing import blocks
-from tests.nets import LooksAtValues
+from tests.nets import LooksAtValues, labelled, task_of
 
 SHAPE, CLASSES = (3, 8, 8), 10
 WITH_GPUS = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
@@ -39,11 +41,17 @@ def looking(**data: int) -> nn.Module:
     return LooksAtValues(net(**data))
 
 
+def small_images(train: Train) -> Task:
+    split = labelled(torch.zeros(1, *SHAPE, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    known = {"inputs": Statistics(mean=(0.5,) * SHAPE[0], std=(0.5,) * SHAPE[0])}
+    return task_of(Dataset("small", "0" * 64, tuple("abcdefghij"), None, known, split, split), train)
+
+
 def counted(
     model: str = "tests.test_flops:net", machine: Machine = WITHOUT, device: str = "Some CPU", **variant: Any
 ) -> Flops:
     config = parse({"train": {"model": model}, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
-    return flops.counted(plan(config, "tried", machine), SHAPE, CLASSES, device)
+    return flops.counted(plan(config, "tried", machine), small_images(config.train), device)
 
 
 def test_convolutions_and_matrices_are_counted_as_by_hand() -> None:
@@ -115,5 +123,5 @@ def test_the_plan_is_only_read() -> None:
     config = parse({"train": {"model": "tests.test_flops:net"}, "variants": {"baseline": {"precision": "bf16"}}})
     made: Plan = plan(config, "baseline", WITH_GPUS)
     before = made.model_dump()
-    flops.counted(made, SHAPE, CLASSES, "NVIDIA L4")
+    flops.counted(made, small_images(config.train), "NVIDIA L4")
     assert made.model_dump() == before

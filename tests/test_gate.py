@@ -59,7 +59,7 @@ def arm(
     told: bool = True,
     **changes: Any,
 ) -> Arm:
-    """An arm of a machine that drifts; ``noise`` is drawn anew for each name. Without ``told``, memory is unknown."""
+    """An arm on a machine that drifts; each name draws its own ``noise``. Without ``told``, memory is unknown."""
     draw = random.Random(name)
     samples = [
         make_window(
@@ -102,7 +102,7 @@ def judged(
 
 
 def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
-    """By variant, of throughput and of memory."""
+    """Return each variant's decisions on throughput and on memory."""
     rows = [*found.variants, *([found.together] if found.together else [])]
     return {
         row.variant: (
@@ -257,7 +257,7 @@ def test_too_few_rounds_are_no_pass() -> None:
 
 
 def test_what_hits_all_variants_shows_in_all_of_them_together_first() -> None:
-    """With this noise, each variant's own interval reaches into the margin; that of their mean does not."""
+    """With this noise, each variant's own interval reaches into the margin; the interval of their mean does not."""
     names = ("baseline", "ddp", "memory", "other")
     slower = judged(*(arm(f"head {name}", throughput=0.94, noise=0.04) for name in names), noise=0.04)
     assert {decisions(slower)[name] for name in names} == {("undecided", "same")}
@@ -282,7 +282,7 @@ def test_together_means_the_ratios_of_what_is_known() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose reports/comparison.json is the factory's, and of what is here, as DVC says."""
+    """A checkout whose reports/comparison.json is the factories' and, according to DVC, up to date."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recording, "output", lambda *_: "{}")
     monkeypatch.setattr(stages, "described", described_once)
@@ -312,7 +312,7 @@ def _described(text: str) -> dict[str, Any]:
 
 
 def write_environment(config: Config) -> None:
-    """environment.json, of what is here."""
+    """Write environment.json for this machine and code."""
     environment.write(described=stages.described(config, plans(config, environment.machine())))
 
 
@@ -547,7 +547,7 @@ def test_this_checkouts_comparison_must_be_there(checkout: Path) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A git and DVC repository with one commit, in a state that no commit has; the current directory."""
+    """A git and DVC repository with one commit and uncommitted changes, as the current directory."""
     path = tmp_path / "repository"
     (path / ".dvc").mkdir(parents=True)
     (path / ".dvc" / "config").touch()
@@ -663,7 +663,7 @@ def test_no_dvc_repository(repository: Path) -> None:
 
 @pytest.mark.usefixtures("repository")
 def test_a_side_that_is_no_dvc_repository() -> None:
-    """DVC would take the repository around the copy."""
+    """DVC would use the repository that contains the copy."""
     run("git", "rm", "-r", "--quiet", "--cached", ".dvc")
     run("git", "commit", "--quiet", "--message", "without")
     with pytest.raises(GateError, match=r"^the base is no DVC repository"):
@@ -703,6 +703,16 @@ def test_a_base_that_cannot_measure_itself(repository: Path) -> None:
     check_arms(Copy(repository), "main")
 
 
+def test_a_base_may_run_the_installed_package_if_it_has_its_stages(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(copies.__file__).parents[2]))
+    with pytest.raises(GateError, match="older than the gate"):
+        check_arms(Copy(repository), "main")
+    (repository / "dvc.yaml").touch()
+    check_arms(Copy(repository), "main")
+
+
 def test_a_stage_that_fails_is_named(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         GateError, match=r"^`dvc repro environment prepare` failed in .*repository; what it wrote stands"
@@ -717,7 +727,7 @@ def test_a_stage_that_fails_is_named(repository: Path, capfd: pytest.CaptureFixt
 
 @dataclass
 class Pretended:
-    """What the two sides are, and what their measurement gives."""
+    """The two sides, and the result of their measurement."""
 
     about: list[dict[str, Any]]
     speeds: dict[str, float] = field(default_factory=dict)
@@ -1042,7 +1052,7 @@ def test_a_head_with_fewer_seeds_is_refused_before_it_is_trained(pretended: Pret
 
 
 def test_one_image_a_seed_is_no_loss_of_accuracy(pretended: Pretended) -> None:
-    """Of ninety, one is more than the margin, and three seeds that lose just one each show no deviation."""
+    """One of ninety images is more than the margin, and three seeds that each lose one image show no deviation."""
     pretended.correct, pretended.test_count = (81, 80), 90
     assert gate.run(configured(), "main") == 0
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
@@ -1096,7 +1106,7 @@ def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
 
 
 def test_the_rulers_are_there() -> None:
-    """Of one that was moved, nobody would be told that it changed."""
+    """If one of these files were moved, nobody would be told that it changed."""
     package = Path(gate.__file__).parent.parent
     assert all(list(package.glob(ruler)) for ruler in side_by_side.RULERS)
 

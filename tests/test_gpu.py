@@ -1,4 +1,4 @@
-"""The whole way on GPUs. Where there is none, `make rehearse` has a CPU play two."""
+"""All stages on GPUs. On a machine without one, `make rehearse` runs these tests on two simulated GPUs."""
 
 from __future__ import annotations
 

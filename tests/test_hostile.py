@@ -1,4 +1,4 @@
-"""Inputs that somebody made to hurt: each is a named error within seconds, and nothing is left behind."""
+"""Malicious inputs: each gives a named error within seconds, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def npy(array: Any) -> bytes:
 
 
 def header(text: str) -> bytes:
-    """An .npy file of a header alone."""
+    """An .npy file with a header and no data."""
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
 
 
@@ -55,7 +55,7 @@ def folder(**files: bytes) -> Files:
 
 
 def png(width: int, height: int, bits: int = 1) -> bytes:
-    """A grey picture that says its size, and packs all of it into little."""
+    """A grey PNG of the stated size, compressed to few bytes."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -183,7 +183,7 @@ def test_a_picture_that_is_as_large_as_allowed_takes_bounded_memory(
             **{
                 "one/large.png": png(2**13, PIXELS // 2**13, bits=8),
                 "one/small.png": picture("PNG"),
-                "one/tiny.png": picture("PNG"),
+                "two/small.png": picture("PNG"),
             }
         )
     )
@@ -198,6 +198,6 @@ def test_the_formats_that_a_folder_may_hold_are_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     suffix = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
-    write(folder(**{f"one/{index}.{suffix}": picture(kind) for index in range(2)}))
+    write(folder(**{f"{label}/{index}.{suffix}": picture(kind) for label in ("one", "two") for index in range(2)}))
     assert main(["fetch"]) == 0
     assert main(["prepare"]) == 0

@@ -1,4 +1,4 @@
-"""Inference with a trained model: forms that agree, forms that cannot be and say why, and honest rounds."""
+"""Inference with a trained model: forms that agree, forms that are impossible and say why, and fair rounds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from pipeline import environment, results
-from pipeline.data.prepared import Dataset
+from pipeline.data.prepared import Dataset, Statistics
 from pipeline.distributed import ALONE
 from pipeline.errors import PipelineError
-from pipeline.models import Classifier
 from pipeline.params import Config, Machine, parse
+from pipeline.tasks.base import Normalise
 from pipeline.tools import inference
 from pipeline.tools.inference import forms, timing
 from pipeline.tools.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
 from pipeline.tools.inference.inference_file import Form
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
-from tests.nets import conv_net
+from tests.nets import conv_net, task_of
 from tests.workspaces import PREPARED, furnish
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -37,21 +37,20 @@ PARAMETERS = 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 1
 
 @pytest.fixture(scope="module")
 def trained(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A net that tells digits apart."""
+    """A model trained to classify the digits."""
     model = conv_net(norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    pixels = (digits.train.images / 255.0 - digits.mean[0]) / digits.std[0]
+    pixels = task_of(digits).preprocess(digits.train.inputs)
     for step in range(120):
         rows = slice(step * 64 % 1344, step * 64 % 1344 + 64)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(pixels[rows]), digits.train.labels[rows]).backward()
+        nn.functional.cross_entropy(model(pixels[rows]), digits.train.targets[rows]).backward()
         optimizer.step()
     return Trained(
         model=model.eval(),
-        mean=digits.mean,
-        std=digits.std,
+        preprocess=task_of(digits).preprocess,
         device=torch.device("cpu"),
-        samples=digits.train.images[:128],
+        samples=digits.train.inputs[:128],
         batch_sizes=[1, 8],
         native=frozenset({"bf16", "fp16"}),
         scratch=tmp_path_factory.mktemp("forms"),
@@ -60,7 +59,9 @@ def trained(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Traine
 
 def measure(trained: Trained, dataset: Dataset, kinds: Mapping[str, Kind]) -> dict[str, Form]:
     kinds = {"eager": FORMS["eager"], **kinds}
-    found, noise = inference.forms_on(trained, kinds, dataset, ALONE, "a CPU", rounds=2, seconds=0.001, max_spread=0.15)
+    found, noise = inference.forms_on(
+        trained, kinds, task_of(dataset), ALONE, "a CPU", rounds=2, seconds=0.001, max_spread=0.15
+    )
     assert [each.batch_size for each in noise] == [1, 8]
     assert all(each.refused and "at least 6 are needed" in each.refused for each in noise)
     return {form.name: form for form in found}
@@ -177,15 +178,15 @@ def test_a_broken_form_is_reported_and_the_others_are_measured(trained: Trained,
     def only_one_size(trained: Trained) -> Made:
         def predict(images: torch.Tensor) -> torch.Tensor:
             assert len(images) == 1, "one image at a time"
-            return trained.classifier()(images)  # type: ignore[no-any-return]
+            return trained.deployed()(images)  # type: ignore[no-any-return]
 
         return Made(predict, 0)
 
     def not_finite(trained: Trained) -> Made:
-        return Made(lambda images: trained.classifier()(images) * torch.nan, 0)
+        return Made(lambda images: trained.deployed()(images) * torch.nan, 0)
 
     def wrong(trained: Trained) -> Made:
-        return Made(lambda images: -trained.classifier()(images), 0)
+        return Made(lambda images: -trained.deployed()(images), 0)
 
     broken = {
         "raising": Kind("raises", raising),
@@ -196,7 +197,7 @@ def test_a_broken_form_is_reported_and_the_others_are_measured(trained: Trained,
     found = measure(trained, digits, {**broken, "exported": FORMS["exported"]})
     assert found["raising"].why_not == "RuntimeError: no kernel image"
     assert found["one"].why_not == "AssertionError: one image at a time"
-    assert found["nan"].why_not == "its logits are not finite"
+    assert found["nan"].why_not == "its outputs are not finite"
     assert found["exported"].measured
     assert found["wrong"].measured
     assert found["wrong"].measured.agreement.equal_count < 0.1 * len(digits.test)
@@ -213,27 +214,27 @@ def test_a_plain_form_that_fails_is_no_result(trained: Trained, digits: Dataset)
 
 def test_a_model_without_finite_logits_is_no_result(trained: Trained, digits: Dataset) -> None:
     def not_finite(trained: Trained) -> Made:
-        return Made(lambda images: trained.classifier()(images) * torch.nan, 0)
+        return Made(lambda images: trained.deployed()(images) * torch.nan, 0)
 
-    with pytest.raises(PipelineError, match="no plain form to compare with: its logits are not finite"):
+    with pytest.raises(PipelineError, match="no plain form to compare with: its outputs are not finite"):
         measure(trained, digits, {"eager": Kind("is not finite", not_finite)})
 
 
 def test_every_image_counts_once_whatever_the_batch(trained: Trained, digits: Dataset) -> None:
-    whole = trained.classifier()(digits.test.images)
+    whole = trained.deployed()(digits.test.inputs)
     seen: set[int] = set()
 
     def predict(images: torch.Tensor) -> torch.Tensor:
         seen.add(len(images))
-        logits: torch.Tensor = trained.classifier()(images)
+        logits: torch.Tensor = trained.deployed()(images)
         return logits
 
-    batches = inference._Batches(digits, torch.device("cpu"), 7)
+    batches = inference._Batches(task_of(digits), 7)
     with torch.no_grad():
-        logits = batches.logits(predict)
+        logits = batches.outputs(predict)
     assert torch.allclose(logits, whole, atol=1e-5)
     assert seen == {7}, "a compiled form meets no other size"
-    assert len(inference._Batches(digits, torch.device("cpu"), 1000).images) == 1000, "more than there are"
+    assert len(inference._Batches(task_of(digits), 1000).first) == 1000, "more than there are"
 
 
 def test_bytes_are_those_of_the_weights() -> None:
@@ -244,7 +245,8 @@ def test_bytes_are_those_of_the_weights() -> None:
     twice = nn.Sequential(tied, nn.Linear(4, 4, bias=False))
     twice[1].weight = tied.weight
     assert bytes_of(twice) == 64
-    assert bytes_of(Classifier(tied, [0.5], [0.5])) == 64 + 12
+    known = Normalise(Statistics(mean=(0.5,), std=(0.5,)), torch.uint8, dimensions=4)
+    assert bytes_of(nn.Sequential(known, tied)) == 64 + 12
 
 
 # Rounds.
@@ -358,7 +360,7 @@ def test_batches_that_do_not_fit_are_named(workspace: Config, monkeypatch: pytes
         def predict(images: torch.Tensor) -> torch.Tensor:
             if len(images) > 16:
                 raise torch.OutOfMemoryError("tried to allocate too much")
-            logits: torch.Tensor = trained.classifier()(images)
+            logits: torch.Tensor = trained.deployed()(images)
             return logits
 
         return Made(predict, 0)
@@ -381,7 +383,7 @@ def test_weights_of_another_model_are_refused(workspace: Config) -> None:
     values = json.loads(file.read_text())
     values["runs"][0]["model_sha256"] = state_sha256(state)
     file.write_text(json.dumps(values))
-    with pytest.raises(PipelineError, match=r"seed-3\.pt does not fit train\.model"):
+    with pytest.raises(PipelineError, match=r"seed-3\.pt does not fit its variant"):
         inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
 
 

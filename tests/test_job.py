@@ -44,6 +44,8 @@ PARAMS: dict[str, Any] = {
         "baseline": {},
         "ddp": {"parallelism": "ddp"},
         "pipeline": {"parallelism": "pipeline"},
+        "fsdp": {"parallelism": "fsdp"},
+        "tensor": {"parallelism": "tensor"},
         "memory": {
             "precision": "bf16",
             "channels_last": True,
@@ -56,7 +58,7 @@ PARAMS: dict[str, Any] = {
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as a checkout is when the train stages are due; the current one."""
+    """The current directory, furnished like a checkout in which the train stages can run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the server that ranks are forked from
     furnish(configure())
@@ -64,7 +66,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configure(*, live: bool = False, **train: Any) -> Config:
-    """Write params.yaml with changes in ``train``; return what it says."""
+    """Write params.yaml with changes in ``train``; return the parsed config."""
     params = PARAMS | {"train": PARAMS["train"] | train, "publish": {"live": live}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     return parse(params)
@@ -110,7 +112,7 @@ def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # 
         assert run.step_p99_ms
         assert run.step_p50_ms <= run.step_p99_ms
         assert run.refusals == ()
-        model = models.build("small_cnn", {}, channels=1, height=8, width=8, classes=10)
+        model = models.small_cnn(channels=1, height=8, width=8, classes=10)
         model.load_state_dict(torch.load(results.model_file("baseline", run.seed), weights_only=True))
         assert state_sha256(model.state_dict()) == run.model_sha256
     assert result.runs[0].model_sha256 != result.runs[1].model_sha256
@@ -169,7 +171,7 @@ def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # 
 
 @pytest.mark.parametrize(
     "variant",
-    ["baseline", pytest.param("ddp", marks=pytest.mark.slow)],
+    ["baseline", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp", "tensor"))],
 )
 def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, variant: str) -> None:  # noqa: ARG001
     whole = train(variant, epochs=3)
@@ -196,6 +198,22 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
     history = results.read_history(results.history_file(variant))
     assert [(row.seed, row.step) for row in history] == sorted({(row.seed, row.step) for row in history})
     assert not second_seed.exists()
+
+
+def test_one_process_at_a_time_trains_a_variant(workspace: Path) -> None:  # noqa: ARG001
+    configure(seeds=[0], epochs=1, batch_size=8, history_every_steps=1)
+    first, history = command("baseline"), results.history_file("baseline")
+    while not history.exists() and first.poll() is None:
+        time.sleep(0.002)
+    os.kill(first.pid, signal.SIGSTOP)
+    second = command("baseline")
+    output = second.communicate(timeout=300)
+    assert second.returncode == 2, output
+    assert "error: another training of variants.baseline is running in" in output
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    assert not results.result_file("baseline").exists()
+    train("baseline", seeds=[0], epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +245,7 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
     output = asked.communicate(timeout=300)
     assert asked.returncode == code, output
     assert "Traceback" not in output, output
-    said = re.search(rf"{variant} seed 0: interrupted after step (\d+); goes on from (\S+)", output)
+    said = re.search(rf"{variant} seed 0: interrupted after step (\d+); the same command goes on from (\S+)", output)
     assert said, output
     assert Path(said[2]) == checkpoint_file(variant, 0)
     assert not results.result_file(variant).exists()
@@ -264,6 +282,17 @@ def test_a_log_gets_a_line_an_epoch(workspace: Path, capsys: pytest.CaptureFixtu
     assert len(lines) == 2
     for number, line in enumerate(lines, 1):
         assert re.fullmatch(EPOCH.format(number), line)
+
+
+def test_the_speed_of_the_line_is_the_whole_epoch_s(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    train("baseline", seeds=[0], history_every_steps=1)  # so that a row of history is one step
+    rows = results.read_history(results.history_file("baseline"))
+    ends = [row for row in rows if row.test_accuracy is not None]
+    batch_size, started, expected = load().train.batch_size, (0, 0.0), []
+    for row in ends:
+        expected.append(f"{(row.step - started[0]) * batch_size / (row.train_seconds - started[1]):,.0f} samples/s")
+        started = (row.step, row.train_seconds)
+    assert re.findall(r"[\d,]+ samples/s", capsys.readouterr().out) == expected
 
 
 def test_a_terminal_gets_a_bar_and_a_line_an_epoch(
@@ -361,7 +390,7 @@ def test_a_checkpoint_from_before_a_change_of_the_users_model_is_not_used(worksp
 
 
 def test_memory_of_one_seed_does_not_count_for_the_next(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    """Checkpointed blocks refer to themselves, so only the collector frees them."""
+    """Checkpointed blocks contain reference cycles, so only the garbage collector frees them."""
     built: list[Any] = []
     alive: list[bool] = []
 
@@ -384,7 +413,7 @@ def test_without_a_fingerprint_nothing_is_trained(workspace: Path) -> None:
 
 
 class Asked(Exception):
-    """That the detectors were asked for; with the devices."""
+    """Raised when the detectors are requested, with the devices."""
 
 
 def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
@@ -399,9 +428,8 @@ def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.
     config = config.model_copy(update={"variants": {"both": Variant(parallelism="data_parallel")}})
     plan_ = plan(config, "both", two)
     world = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
-    assembly: Any = SimpleNamespace(
-        config=config, plan=plan_, world=world, dataset=SimpleNamespace(sha256="", train=[])
-    )
+    task = SimpleNamespace(dataset=SimpleNamespace(sha256="", train=[]))
+    assembly: Any = SimpleNamespace(config=config, plan=plan_, world=world, task=task)
     for module in (job, arm):
         monkeypatch.setattr(module, "detectors", asked)
     monkeypatch.setattr(job, "forget_last_run", lambda _: None)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import environment, models
+from pipeline import environment
 from pipeline.data import DataError
-from pipeline.data.prepared import Dataset, Split
+from pipeline.data.prepared import Dataset, Statistics
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
@@ -22,7 +22,7 @@ from pipeline.profiling import ledger
 from pipeline.profiling.ledger.allocation_trace import Tape
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
-from tests.nets import ALONE, GPU, LooksAtValues, batches_of
+from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of
 from tests.ranks import run_ranks
 
 PEAK = 10**9
@@ -36,12 +36,12 @@ WIDTH = 256
 
 
 def linear(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """One matrix."""
+    """A model of one linear layer."""
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes, bias=False))
 
 
 def stack(*, channels: int, height: int, width: int, classes: int, layers: int = 8) -> nn.Module:
-    """Matrices and the activation that keeps its output alone, so that almost all that is kept are matrices' inputs."""
+    """Linear layers, with an activation that saves only its output: almost all saved tensors are the layers' inputs."""
     hidden = [part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True))]
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, WIDTH), *hidden, nn.Linear(WIDTH, classes))
 
@@ -64,18 +64,14 @@ def asked(
 
 
 def rehearsed(config: Config, dataset: Dataset, machine: Machine = LAPTOP) -> Ledger:
-    return ledger.predicted(plan(config, "tried", machine), dataset)
+    return ledger.predicted(plan(config, "tried", machine), task_of(dataset, config.train))
 
 
 def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, steps: int = 2) -> Training:
     """A training on this rank after some steps."""
     torch.manual_seed(0)
-    channels, height, width = dataset.shape
-    train = config.train
-    model = models.build(
-        train.model, train.model_options, channels=channels, height=height, width=width, classes=len(dataset.classes)
-    )
-    training = Training(how, model, dataset, batches_of(dataset, how, world), world, seed=0)
+    task = task_of(dataset, config.train)
+    training = Training(how, task.model(), task, batches_of(dataset, how, world), world, seed=0)
     for _ in islice(training.run(), steps):
         pass
     return training
@@ -94,8 +90,9 @@ def added_up(found: Ledger) -> int:
 def endless(count: int) -> Dataset:
     """A data set of 3x224x224 images that takes no memory."""
     images = torch.zeros((), dtype=torch.uint8).expand(count, 3, 224, 224)
-    split = Split(images, torch.zeros((), dtype=torch.int64).expand(count))
-    return Dataset("endless", "0" * 64, tuple("abcdefghij"), (0.5,) * 3, (0.5,) * 3, (3, 224, 224), split, split)
+    split = labelled(images, torch.zeros((), dtype=torch.int64).expand(count))
+    known = {"inputs": Statistics(mean=(0.5,) * 3, std=(0.5,) * 3)}
+    return Dataset("endless", "0" * 64, tuple("abcdefghij"), None, known, split, split)
 
 
 def test_the_tape_keeps_what_was_out_at_the_highest_point() -> None:
@@ -227,7 +224,7 @@ def test_accumulation_keeps_the_activations_of_one_micro_batch(digits: Dataset) 
 def test_bf16_halves_what_matrix_products_keep(machine: Machine, digits: Dataset) -> None:
     def a_sample(precision: str) -> float:
         config = asked("tests.test_ledger:stack", variant={"precision": precision}, device="auto")
-        rehearsal = ledger.Rehearsal(plan(config, "tried", machine), digits)
+        rehearsal = ledger.Rehearsal(plan(config, "tried", machine), task_of(digits, config.train))
         return (rehearsal.ledger(1400).activations_bytes - rehearsal.ledger(900).activations_bytes) / 500
 
     assert a_sample("bf16") == pytest.approx(0.5 * a_sample("fp32"), rel=0.1)
@@ -258,7 +255,7 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
 
 def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     config = asked("resnet9", 64, {"gradient_accumulation": 2}, model_options={"base_width": 8})
-    rehearsal = ledger.Rehearsal(plan(config, "tried", LAPTOP), digits)
+    rehearsal = ledger.Rehearsal(plan(config, "tried", LAPTOP), task_of(digits, config.train))
     predict, predicted = rehearsal.ledger, list[int]()
 
     def noted(size: int) -> Ledger:
@@ -278,7 +275,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset, monkeypat
 
 def test_nothing_fits_or_all_does(digits: Dataset) -> None:
     config = asked()
-    rehearsal = ledger.Rehearsal(plan(config, "tried", SERVER), digits)
+    rehearsal = ledger.Rehearsal(plan(config, "tried", SERVER), task_of(digits, config.train))
     assert rehearsal.largest_batch(1000) is None
     assert rehearsal.largest_batch(2**40) == len(digits.train)
 
@@ -288,10 +285,10 @@ def test_a_gpu_is_foreseen_without_one() -> None:
     dataset = endless(200_000)
     found = rehearsed(config, dataset, SERVER)
     assert found.peak_bytes > 2**40  # more than any GPU has, foreseen by a laptop
-    assert found.data_bytes > dataset.train.images.nbytes
+    assert found.data_bytes > dataset.train.inputs.nbytes
     assert found.rest_bytes >= 0
     streamed = rehearsed(asked("resnet18", 64, device="auto", placement="streamed"), dataset, SERVER)
-    assert 64 * 3 * 224 * 224 * 4 < streamed.data_bytes < dataset.train.images.nbytes
+    assert 64 * 3 * 224 * 224 * 4 < streamed.data_bytes < dataset.train.inputs.nbytes
 
 
 def test_autocast_on_cuda_normalises_in_float32(digits: Dataset) -> None:
@@ -384,7 +381,7 @@ def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     assert found is not None
     assert added_up(found) == found.peak_bytes == found.tensors_bytes == training.memory.peak_bytes
     assert found.rest_bytes >= 0
-    foreseen = ledger.predicted(how, digits)
+    foreseen = ledger.predicted(how, task_of(digits, how.train))
     assert foreseen.parameters_bytes == found.parameters_bytes
     assert foreseen.optimizer_state_bytes == found.optimizer_state_bytes
     assert foreseen.activations_bytes > 0.5 * found.activations_bytes  # cuDNN's workspaces are not foreseen

@@ -1,4 +1,4 @@
-"""The benchmarks of what differs between sittings: known answers."""
+"""The benchmarks of differences between sittings: known answers."""
 
 from __future__ import annotations
 

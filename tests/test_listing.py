@@ -26,11 +26,24 @@ def test_the_page_of_the_documentation_is_in_step() -> None:
 
 def test_each_excluded_name_stands_beside_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
     page = listing.markdown()
-    listing.show(LAPTOP, [], as_json=False)
+    listing.show(LAPTOP, [""], as_json=False)
     said = capsys.readouterr().out
     for name in {name for entry in CATALOGUE for name in exclusions(entry)}:
         assert re.search(rf"^\| `[^`]*{name}[^`]*`|^\| `[^`]*` \(`{name}`\)", page, re.MULTILINE), name
         assert re.search(rf"^  (?=\S).*\b{name}\b", said, re.MULTILINE), name
+
+
+def test_without_a_word_each_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    listing.show(LAPTOP, [], as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    for entry in CATALOGUE:
+        (line,) = [line for line in lines if line.startswith(f"  {entry.name} ")]
+        assert re.search(r"  (yes|no|slowly) +\S", line), line
+    assert max(map(len, lines)) <= 100
+    assert lines[-1].endswith("python -m pipeline techniques NAME, or a word such as AMP")
+    listing.show(LAPTOP, ["ddp"], as_json=False)
+    (shown,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert shown == "  parallelism: ddp"
 
 
 def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.models import loss_and_metric
 from pipeline.models.loss_and_metric import ObjectiveError
 from pipeline.params import Train, parse
 from pipeline.training.evaluation import Score, evaluate
-from tests.nets import ALONE, batch, conv_net
+from tests.nets import ALONE, batch, conv_net, task_of
 from tests.ranks import run_ranks
 from tests.test_training import make_training, rows_of
 
@@ -83,11 +82,8 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_code", raising=False)
 
 
-CPU = torch.device("cpu")
-
-
-def test_the_job_s_own_is_cross_entropy_and_accuracy() -> None:
-    objective = loss_and_metric.of_job(Train(label_smoothing=0.1), 10, CPU)
+def test_the_job_s_own_is_cross_entropy_and_accuracy(digits: Dataset) -> None:
+    objective = task_of(digits, Train(label_smoothing=0.1)).objective
     images, labels = batch()
     logits = conv_net()(images)
     assert torch.equal(objective.loss(logits, labels), F.cross_entropy(logits, labels, label_smoothing=0.1))
@@ -106,10 +102,10 @@ def test_a_loss_of_one_s_own_trains_and_is_the_test_loss_too(digits: Dataset) ->
     assert ours.score.loss > theirs.score.loss, "smoothed too, which cross_entropy's test loss is not"
 
 
-def test_options_reach_the_loss_and_buffers_its_device() -> None:
+def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:
     train = Train(loss="own_code:Weighted")
-    loss_and_metric.check(train, 10)
-    loss = loss_and_metric.of_job(train, 10, torch.device("meta")).loss
+    task_of(digits, train).check()
+    loss = task_of(digits, train, torch.device("meta")).objective.loss
     assert loss.weights.device.type == "meta"  # type: ignore[attr-defined]
 
 
@@ -122,7 +118,7 @@ def test_options_reach_the_loss_and_buffers_its_device() -> None:
         ),
         ("no_code:loss", r"train\.loss: found 'no_code:loss', but there is no module 'no_code'"),
         ("own_code:top_two", r"train\.loss: own_code:top_two is called with classes and train\.loss_options \(none\)"),
-        ("own_code:number", r"own_code:number returned 3; expected a function of logits and labels"),
+        ("own_code:number", r"own_code:number returned 3; expected a function of outputs and targets"),
         ("own_code:Learned", r"own_code:Learned has parameters of its own \(temperature\), which nothing would train"),
         ("own_code:not_reduced", r"gave a tensor of shape \[6\]; expected a scalar tensor with a gradient"),
         ("own_code:without_gradient", r"expected a scalar tensor with a gradient"),
@@ -130,9 +126,9 @@ def test_options_reach_the_loss_and_buffers_its_device() -> None:
         ("own_code:weighted_by_the_batch", r"With class weights: weight the losses of the samples"),
     ],
 )
-def test_what_is_wrong_with_a_loss_is_said(name: str, message: str) -> None:
+def test_what_is_wrong_with_a_loss_is_said(name: str, message: str, digits: Dataset) -> None:
     with pytest.raises(ObjectiveError, match=message):
-        loss_and_metric.check(Train(loss=name), 10)
+        task_of(digits, Train(loss=name)).check()
 
 
 @pytest.mark.parametrize(
@@ -140,19 +136,18 @@ def test_what_is_wrong_with_a_loss_is_said(name: str, message: str) -> None:
     [
         ("own_code:top", r"train\.metric: found 'own_code:top', but .* has no 'top'"),
         ("own_code:percentage", r"train\.metric: own_code:percentage gave scores from .*; expected true or false"),
-        ("own_code:in_place", r"train\.metric: own_code:in_place changes the logits, which others look at too"),
+        ("own_code:in_place", r"train\.metric: own_code:in_place changes the outputs, which others look at too"),
         ("own_code:relative", r"own_code:relative gives samples other scores beside other samples"),
         ("own_code:mean", r"gave a tensor of shape \[\] for 6 sample\(s\); expected .*\[6\]"),
     ],
 )
-def test_what_is_wrong_with_a_metric_is_said(name: str, message: str) -> None:
+def test_what_is_wrong_with_a_metric_is_said(name: str, message: str, digits: Dataset) -> None:
     with pytest.raises(ObjectiveError, match=message):
-        loss_and_metric.check(Train(metric=name), 10)
+        task_of(digits, Train(metric=name)).check()
 
 
 def _evaluate(joined: World, dataset: Dataset, metric: str, batch_size: int) -> Score:
-    objective = loss_and_metric.of_job(Train(metric=metric), 10, CPU)
-    return evaluate(conv_net(), dataset, joined, batch_size, objective)
+    return evaluate(conv_net(), task_of(dataset, Train(metric=metric)), joined, batch_size)
 
 
 def test_a_metric_of_one_s_own_counts_every_sample_exactly_on_any_number_of_ranks(digits: Dataset) -> None:

@@ -27,7 +27,7 @@ def rank(
     peak: int | None = 100 * MIB,
     retries: int | None = None,
 ) -> tuple[Clock, Memory]:
-    """What one rank measured: its steps, how long it waited for input in all, and what is in no step; and its peak."""
+    """One rank's measurement: its steps, its total wait for input, its time outside steps, and its peak memory."""
     clock, memory = Clock(torch.device("cpu")), Memory(torch.device("cpu"))
     clock.step_seconds, clock.measured_seconds = list(step_seconds), sum(step_seconds) + unseen
     clock.input_seconds = wait
@@ -45,7 +45,7 @@ def window(
     max_input_wait: float | None = None,
     placement: str = "resident",
 ) -> Window:
-    """The first rank's record of all. ``seen``: what its detectors say; the others' say nothing."""
+    """The first rank's record of all ranks. ``seen``: the findings of its detectors; the other ranks have none."""
     others: list[Any] = [(clock.state(), memory.state(), []) for clock, memory in ranks[1:]]
     training: Any = SimpleNamespace(
         clock=ranks[0][0],

@@ -17,14 +17,17 @@ from torchvision import models as torchvision_models
 from torchvision.models.regnet import BlockParams
 
 from pipeline.data.batches import evaluation_batches
-from pipeline.data.prepared import Dataset, Split
-from pipeline.models import Classifier, ModelError, build
+from pipeline.data.prepared import Dataset, Statistics
+from pipeline.models import ModelError, build
+from pipeline.tasks.base import Normalise
 from tests.conftest import ROOT
+from tests.nets import labelled, task_of
 
 
 def build_for(name: str, shape: tuple[int, int, int], classes: int = 10, **options: Any) -> nn.Module:
     channels, height, width = shape
-    return build(name, options, channels=channels, height=height, width=width, classes=classes)
+    sizes = {"channels": channels, "height": height, "width": width, "classes": classes}
+    return build(name, options, sizes, inputs=torch.zeros(2, *shape), outputs=(classes,))
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -217,7 +220,10 @@ def test_the_check_draws_no_random_number(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("resnet81", r"train\.model: found 'resnet81'; did you mean resnet18 or "),
         ("small_cn", r"did you mean small_cnn"),
-        ("qqqq", r"found 'qqqq'; Allowed: small_cnn, resnet9, a torchvision classification model, or module:factory"),
+        (
+            "qqqq",
+            r"found 'qqqq'; Allowed: small_cnn, resnet9, mlp, gpt, a torchvision classification model, or module:f",
+        ),
     ],
 )
 def test_an_unknown_name_is_answered_with_close_ones(name: str, message: str) -> None:
@@ -314,7 +320,7 @@ def test_a_factory_of_the_users_own_is_found_in_the_current_directory(
         ("my_nets:for_other_images", r"on a batch of shape \[2, 1, 4, 4\] fails: .*2x16 and 99x10"),
         ("my_nets:nothing_to_train", r"my_nets:nothing_to_train has no parameter to train"),
         ("my_nets:no_parameter", r"my_nets:no_parameter has no parameter to train"),
-        ("my_nets:Pair", r"returns a tuple; expected logits of shape \[2, 10\]"),
+        ("my_nets:Pair", r"returns a tuple; expected a tensor of shape \[2, 10\]"),
     ],
 )
 def test_what_is_wrong_with_a_factory_is_said(
@@ -325,10 +331,23 @@ def test_what_is_wrong_with_a_factory_is_said(
         build_for(name, (1, 4, 4))
 
 
-def test_a_factorys_own_exception_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factorys_own_exception_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_nets(tmp_path, monkeypatch, "my_nets")
-    with pytest.raises(RuntimeError, match="my own mistake"):
+    with pytest.raises(ModelError) as refused:
         build_for("my_nets:careless", (1, 4, 4))
+    line = (tmp_path / "my_nets.py").read_text().splitlines().index('    raise RuntimeError("my own mistake")') + 1
+    place = f"my_nets.py, line {line}, in careless"
+    assert str(refused.value).startswith("train.model: my_nets:careless raised RuntimeError: my own mistake (")
+    assert str(refused.value).endswith(f"{place})")
+    assert isinstance(refused.value.__cause__, RuntimeError)
+
+
+def test_an_option_that_the_data_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_nets(tmp_path, monkeypatch, "my_nets")
+    with pytest.raises(
+        ModelError, match=r"train\.model_options: found width, which my_nets:careless gets from the data"
+    ):
+        build_for("my_nets:careless", (1, 4, 4), width=3)
 
 
 def test_a_module_that_cannot_import_what_it_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,24 +357,30 @@ def test_a_module_that_cannot_import_what_it_needs_is_named(tmp_path: Path, monk
         build_for("my_broken_nets:net", (1, 4, 4))
 
 
+def normalise(mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.uint8) -> Normalise:
+    return Normalise(Statistics(mean=mean, std=std), dtype, dimensions=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_a_classifier_normalises_raw_pixels(dtype: torch.dtype) -> None:
-    classifier = Classifier(nn.Identity(), mean=(0.5, 0.2), std=(0.25, 0.1))
+    classifier = normalise((0.5, 0.2), (0.25, 0.1))
     images = torch.tensor([[[[255, 0]], [[51, 102]]]], dtype=dtype)
     torch.testing.assert_close(classifier(images), torch.tensor([[[[2.0, -2.0]], [[0.0, 2.0]]]]))
 
 
 def test_a_classifier_sees_what_training_saw_to_the_last_bit() -> None:
     every_value = torch.arange(256, dtype=torch.uint8).expand(3, 256).reshape(1, 3, 16, 16)
-    split = Split(every_value, torch.zeros(1, dtype=torch.int64))
+    split = labelled(every_value, torch.zeros(1, dtype=torch.int64))
     mean, std = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
-    dataset = Dataset("grey", "0" * 64, ("a", "b"), mean, std, (3, 16, 16), split, split)
-    batches = evaluation_batches(split, dataset, rank=0, world_size=1, batch_size=1, device=torch.device("cpu"))
-    assert torch.equal(Classifier(nn.Identity(), mean, std)(every_value), next(batches)[0])
+    known = {"inputs": Statistics(mean=mean, std=std)}
+    task = task_of(Dataset("grey", "0" * 64, ("a", "b"), None, known, split, split))
+    batches = evaluation_batches(split, task, rank=0, world_size=1, batch_size=1)
+    assert torch.equal(normalise(mean, std)(every_value), next(batches)[0])
 
 
 def test_a_classifier_survives_pickling() -> None:
-    classifier = Classifier(build_for("squeezenet1_1", (3, 8, 8)), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3)).eval()
+    known = normalise((0.5, 0.4, 0.3), (0.2, 0.2, 0.3))
+    classifier = nn.Sequential(known, build_for("squeezenet1_1", (3, 8, 8))).eval()
     file = io.BytesIO()
     torch.save(classifier, file)
     file.seek(0)
@@ -364,8 +389,8 @@ def test_a_classifier_survives_pickling() -> None:
 
 
 def test_a_classifier_refuses_images_with_another_number_of_channels() -> None:
-    classifier = Classifier(nn.Identity(), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
-    with pytest.raises(ValueError, match=r"found shape \[2, 1, 8, 8\]; expected \[N, 3, H, W\]"):
+    classifier = normalise((0.5, 0.4, 0.3), (0.2, 0.2, 0.3))
+    with pytest.raises(ValueError, match=r"found shape \[2, 1, 8, 8\]; expected \[N, 3, \.\.\., \.\.\.\]"):
         classifier(torch.zeros(2, 1, 8, 8))
 
 
@@ -374,7 +399,7 @@ def test_loading_imports_what_building_would_and_torchvision_only_for_its_models
     program = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from pipeline import models
-models.build("small_cnn", {{}}, channels=1, height=8, width=8, classes=10)
+models.small_cnn(channels=1, height=8, width=8, classes=10)
 for name in ("small_cnn", "my_own_net:factory", "resnet18"):
     models.load(name)
     print(*sorted({{"torch._dynamo", "torchvision", "my_own_net"}} & set(sys.modules)))

@@ -1,4 +1,4 @@
-"""Names of models, losses and metrics, checked without importing what they name."""
+"""Names of models, losses and metrics, checked without importing the named objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Techniques that other installed packages bring along."""
+"""Techniques that other installed packages provide."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_where_none_is_installed() -> None:
 
 
 def _change(joined: World, dataset: Dataset, max_norm: float) -> float:
-    """The norm of the weights' change by one step of plain SGD at the rate 1."""
+    """Return the norm of the weights' change in one step of plain SGD with learning rate 1."""
     from pipeline.params import Train
 
     train = Train(batch_size=32, momentum=0.0, weight_decay=0.0, learning_rate=1.0, warmup_fraction=0.0, epochs=1)

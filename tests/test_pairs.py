@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Config, Entry, Machine, entry, exclusions, parse
 from pipeline.plans import Plan, plan
 from tests.factories import alone, setting_of
-from tests.nets import first
+from tests.nets import task_of
 from tests.ranks import run_ranks
 
 JOB = {"model": "small_cnn", "batch_size": 32, "epochs": 1, "seeds": [0], "warmup_steps": 4, "without_native": "run"}
@@ -43,7 +43,7 @@ def together(one: Entry, other: Entry) -> Iterator[dict[str, Any]]:
 
 
 def after(one: Entry) -> tuple[Entry, ...]:
-    """Each pair is tried once: with the other techniques that come later."""
+    """Return the techniques that come later, so that each pair is tried once."""
     return CATALOGUE[CATALOGUE.index(one) + 1 :]
 
 
@@ -52,6 +52,10 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
     job = JOB | {"optimizer": "adamw" if adamw else "sgd", "device": device}
     if "sync_batchnorm" in asked:
         job |= {"model": "tests.nets:normed_net"}
+    if asked.keys() & {"attention", "loss_chunks"}:
+        job |= {"model": "tests.nets:attending_net"}
+    if "model" in asked:
+        asked = asked | {"model": job["model"]}
     if asked.get("parallelism", "data_parallel") != "data_parallel":  # which is one process, as is none
         asked = asked | {"processes": processes}
     if asked.get("data_loading") == "dataloader":
@@ -108,7 +112,7 @@ def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slic
     """Train variants of many techniques, so that each pair that is compatible and runs here is in one of them; or
     some of them."""
     here = machine()
-    few = replace(digits, train=first(digits.train, STEPS * 32), test=first(digits.test, 33))
+    few = replace(digits, train=digits.train[: STEPS * 32], test=digits.test[:33])
     tries = list(itertools.islice(covering(here, device), sets.start, sets.stop))
     if failed := _failures(tries, few, device):
         pairs = [
@@ -123,7 +127,7 @@ def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slic
 
 
 def _failures(tries: list[Plan], dataset: Dataset, device: Literal["cpu", "cuda"]) -> dict[int, str]:
-    """Index of what did not train -> what went wrong."""
+    """Return the index of each plan that failed -> its error."""
     found: dict[int, str] = {}
     for size in sorted({made.processes for made in tries}):
         of_size = {index: each for index, each in enumerate(tries) if each.processes == size}
@@ -173,7 +177,7 @@ def _applied(made: Plan) -> frozenset[str]:
 
 
 def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, str]:
-    """Train each a few steps and evaluate it; what went wrong with which."""
+    """Train each plan a few steps and evaluate it; return the index of each that failed -> its error."""
     from pipeline.data.batches import Placement
     from pipeline.techniques import of_plan
     from pipeline.training.assembly import Assembly
@@ -187,7 +191,7 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
                 technique.prepare_process()
             wanted = (technique.placement for technique in techniques if technique.placement)
             placement: Placement = next(wanted, "resident")
-            with Assembly(each, world, dataset, placement).training(0) as training:
+            with Assembly(each, world, task_of(dataset, each.train), placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
                 assert training.work() == (each.train.batch_size,) * 3

@@ -44,7 +44,7 @@ def complaint(values: Any) -> str:
 
 
 def test_the_shipped_params_say_what_the_defaults_are() -> None:
-    """params.yaml shows the defaults; only variants and the lists of some of them have none."""
+    """params.yaml shows the defaults; only the variants and the lists of some variants have no default."""
     lists = {section: {"variants": SHIPPED[section]["variants"]} for section in ("profile", "infer")}
     assert parse(SHIPPED) == parse({"variants": SHIPPED["variants"], **lists})
 
@@ -83,6 +83,7 @@ MISTAKES = [
     ("prepare.image_size", [8, 9, 9], "found [8, 9, 9];", "2 or fewer entries."),
     ("prepare.image_size", 8, "found 8;", "a list."),
     ("compare.baseline", "base", "found 'base',", "allowed: baseline, ddp, memory."),
+    ("compare.margins.energy", 0.05, "found 0.05,", "set bench.energy: true."),
     ("variants", {}, "found {};", "1 or more entries."),
     ("variants.new", None, "found null;", "a mapping, such as {}"),
     ("variants.Big Name", {}, "found 'Big Name';", "text that matches ^[a-z0-9][a-z0-9_-]*$."),

@@ -1,8 +1,9 @@
-"""Whatever a file holds, what reads it reads it or names it: no traceback, no minutes, no gigabytes."""
+"""Any file is either read or named in an error: without a traceback, minutes of time or gigabytes of memory."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import io
@@ -11,6 +12,7 @@ import resource
 import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,14 +28,18 @@ from PIL import Image
 from pipeline import environment, params, results
 from pipeline.comparison import consistency
 from pipeline.comparison.comparison_file import Comparison
-from pipeline.data import datasets, prepared
+from pipeline.data import LISTING as LISTING_FILE
+from pipeline.data import datasets, prepared, sources
 from pipeline.data.sources.places import take_members
 from pipeline.data.sources.store import RawFile, SourceError, Store
 from pipeline.errors import PipelineError
+from pipeline.tools import evidence
 from pipeline.tracking import promoting
 from pipeline.training import checkpoints
 from tests.data.test_datasets import cifar10_batch, idx
+from tests.data.test_own_data import safetensors, table
 from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
+from tests.test_evidence import write_job
 from tests.test_params import SHIPPED, places
 
 SECONDS = 5.0
@@ -48,13 +54,17 @@ Read = Callable[[Path], object]
 class Parser(NamedTuple):
     file: str
     """Where, in a directory of its own, it looks for the file."""
-    valid: bytes
+    valid: bytes | Callable[[], bytes]
     read: Read
     """Called with the directory."""
 
 
-def of_file(name: str, valid: bytes, read: Read) -> Parser:
+def of_file(name: str, valid: bytes | Callable[[], bytes], read: Read) -> Parser:
     return Parser(name, valid, lambda folder: read(folder / name))
+
+
+def content(parser: Parser) -> bytes:
+    return parser.valid if isinstance(parser.valid, bytes) else parser.valid()
 
 
 def saved(write: Callable[[io.BytesIO], object]) -> bytes:
@@ -72,6 +82,21 @@ def decode(folder: Path) -> None:
     content = (folder / "picture").read_bytes()
     image = datasets._Image("picture", hashlib.sha256(content).hexdigest(), 0)
     datasets._decode_chunk(folder, [image], (8, 8))
+
+
+def of_arrays(kind: str, valid: bytes) -> Parser:
+    """The user's arrays in one file, as fetch has listed it, decoded to the end."""
+
+    def decode_all(folder: Path) -> None:
+        config = params.parse(
+            {"fetch": {"dataset": "arrays", "arrays": str(folder / f"own{kind}")}, "variants": {"baseline": {}}}
+        )
+        sources.fetch(config.fetch, folder)
+        decoded = datasets.decode(config, folder)
+        for _ in (*decoded.train, *decoded.test):
+            pass
+
+    return Parser(f"own{kind}", valid, decode_all)
 
 
 def archive(content: bytes) -> bytes:
@@ -100,8 +125,9 @@ def of(values: Any) -> bytes:
 RESULT = make_result("baseline")
 PARAMS = make_params([RESULT])
 DESCRIPTION = prepared.Description(
-    name="d", classes=("a",), channels=1, height=2, width=2, train_count=3, test_count=3, train_class_counts=(3,),
-    test_class_counts=(3,), mean=(0.5,), std=(0.2,), files={},
+    name="d", classes=("a",), vocabulary=None, arrays={"inputs": prepared.Form(dtype="uint8", shape=(1, 2, 2))},
+    train_count=3, test_count=3, train_class_counts=(3,), test_class_counts=(3,),
+    statistics={"inputs": prepared.Statistics(mean=(0.5,), std=(0.2,))}, files={},
 )  # fmt: skip
 WEIGHTS = saved(lambda out: torch.save({"identity": "job", "weights": torch.arange(9.0)}, out))
 GATE = {
@@ -124,6 +150,15 @@ def written_history() -> bytes:
         return Path(folder, "history.csv").read_bytes()
 
 
+@functools.cache
+def written_evidence() -> bytes:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(None):
+        write_job()
+        evidence.write()
+        return evidence.FILE.read_bytes()
+
+
+ARRAYS = {"inputs": np.arange(60.0).reshape(20, 3), "targets": np.arange(20) % 3}
 LISTING = b"path,size_bytes,sha256\ntrain/a/1.png,3,00\ntest/a/1.png,3,11\n"
 COMPARISON = make_comparison(bench=make_bench(rounds=6)).to_json().encode()
 
@@ -134,12 +169,15 @@ PARSERS = {
     "npy": of_file(
         "images.npy",
         saved(lambda out: np.save(out, np.zeros((3, 1, 2, 2), np.uint8))),
-        lambda path: prepared._open(path, np.uint8, (3, 1, 2, 2)),
+        lambda path: prepared._open(path, "uint8", (3, 1, 2, 2)),
     ),
     "dataset.json": Parser("dataset.json", DESCRIPTION.model_dump_json().encode(), prepared._describe),
     "pickle": of_file("batch", cifar10_batch(np.zeros((2, 3072), np.uint8), [1, 2]), datasets._read_cifar10_batch),
     "archive": Parser("archive", archive(RAW), unpack),
     "listing": of_file("files.csv", LISTING, lambda path: datasets._read_listing(path, 0.2)),
+    "npz": of_arrays(".npz", saved(lambda out: np.savez_compressed(out, **ARRAYS))),  # type: ignore[arg-type]
+    "safetensors": of_arrays(".safetensors", safetensors(ARRAYS)),
+    "parquet": of_arrays(".parquet", table(ARRAYS)),
     **{kind: Parser("picture", picture(kind), decode) for kind in datasets.IMAGE_FORMATS},
     "result": of_file("baseline.json", RESULT.to_json().encode(), lambda path: results.read(path, PARAMS)),
     "history": Parser("baseline/history.csv", written_history(), history),
@@ -148,6 +186,7 @@ PARSERS = {
         "comparison.json", COMPARISON, lambda path: results.read_document(path, Comparison, "make it again")
     ),
     "checkpoint": of_file("seed-0.pt", WEIGHTS, lambda path: checkpoints.load(path, "job")),
+    "evidence": of_file("evidence.zip", written_evidence, evidence.check),
     "gate": Parser("reports/gate.json", of(GATE), lambda folder: promoting._passed(folder, "c")),
 }
 
@@ -160,7 +199,8 @@ VALUES = st.recursive(
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Junk, or ``valid`` cut short, with bytes changed, or with another value somewhere in its JSON."""
+    """Junk, or ``valid`` cut short, with bytes changed, or with another value somewhere in its JSON; or, of an archive,
+    with one of its files so damaged, and sums that fit it."""
     how = draw(st.sampled_from(["junk", "cut", "bytes", "bytes", "value", "value"]))
     if how == "junk":
         return draw(st.binary() | st.text().map(str.encode))
@@ -174,6 +214,14 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
             inside = inside[part]
         inside[last] = draw(VALUES)
         return json.dumps(values["root"]).encode()
+    if how == "value" and valid.startswith(b"PK"):
+        with zipfile.ZipFile(io.BytesIO(valid)) as opened:
+            members = {name: opened.read(name) for name in opened.namelist()}
+        name = draw(st.sampled_from(sorted(members)))
+        members[name] = draw(damaged(members[name]))
+        if members.pop(evidence.MANIFEST, None) and name != evidence.MANIFEST:
+            members[evidence.MANIFEST] = evidence._manifest(members)
+        return evidence._zipped(members)
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(valid)))
         put = draw(st.binary(max_size=8) | st.sampled_from([b"\xff\xff\xff\xff", b"\x00\x00\x00\x80", b"9" * 20]))
@@ -183,7 +231,7 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Asking for more memory than ``BYTES`` fails, and more time than ``SECONDS``."""
+    """Let the block fail if it takes more memory than ``BYTES`` or more time than ``SECONDS``."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     taken = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -207,16 +255,17 @@ def test_what_is_damaged_is_read_or_named(
     parser, folder = PARSERS[name], tmp_path_factory.getbasetemp() / name
     path = folder / parser.file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data.draw(damaged(parser.valid)))
+    path.write_bytes(data.draw(damaged(content(parser))))
     before = {each for each in folder.rglob("*") if each.is_file()}
     with bounded(), contextlib.suppress(PipelineError, SourceError):
         parser.read(folder)
-    assert {each for each in folder.rglob("*") if each.is_file()} - before <= {folder / "raw", folder / "baseline.json"}
+    left = {folder / "raw", folder / "baseline.json", folder / "arrays" / LISTING_FILE}
+    assert {each for each in folder.rglob("*") if each.is_file()} - before <= left
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_is_not_damaged_is_read(name: str, tmp_path: Path) -> None:
     parser = PARSERS[name]
     (tmp_path / parser.file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / parser.file).write_bytes(parser.valid)
+    (tmp_path / parser.file).write_bytes(content(parser))
     parser.read(tmp_path)

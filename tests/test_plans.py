@@ -1,4 +1,4 @@
-"""What a machine makes of a variant: how many processes, what each holds, and what is left out. Without torch."""
+"""The plan of a variant on a machine: the number of processes, each one's share, what is left out. Without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.plans import Plan, plan
 
 
 def gpus(count: int) -> Machine:
-    """None: a laptop, on whose CPU ``auto`` is two processes."""
+    """A machine with ``count`` GPUs; 0: a laptop, on whose CPU ``auto`` is two processes."""
     return Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=True)
 
 

@@ -1,4 +1,4 @@
-"""The processes of a world, seen from outside: on what they listen, and that none outlives what it was started for."""
+"""The processes of a world, seen from outside: the addresses on which they listen, and that none outlives its job."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LOOPBACK = {"127.0.0.1", "::1"}
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """What params.yaml says in a directory that is furnished like a checkout; the current one."""
+    """The config of params.yaml; the current directory is furnished like a checkout."""
     return enter(tmp_path, monkeypatch, PARAMS)
 
 
 def addresses(process: psutil.Process) -> set[str]:
-    """On which it and all that it has started listen now."""
+    """Return the addresses on which the process and its descendants listen now."""
     found = set()
     with suppress(psutil.Error):
         for each in (process, *process.children(recursive=True)):
@@ -58,7 +58,7 @@ def addresses(process: psutil.Process) -> set[str]:
 
 @contextmanager
 def watched() -> Iterator[set[str]]:
-    """The addresses on which this process and all that it has started listen at any time while the block runs."""
+    """Collect the addresses on which this process and its descendants listen while the block runs."""
     found: set[str] = set()
     over = Event()
 
@@ -186,7 +186,7 @@ def session(leader: int) -> list[int]:
 
 
 def assert_none_left(leader: subprocess.Popen[bytes]) -> None:
-    """Kill ``leader``, and see all of its session end."""
+    """Kill ``leader``, and assert that all processes of its session end."""
     leader.kill()
     leader.wait()
     deadline = time.monotonic() + 50

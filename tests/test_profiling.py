@@ -220,7 +220,7 @@ def test_a_trace_without_a_step_is_refused() -> None:
 
 
 def times_of(**milliseconds: float) -> StepTimes:
-    """A step of 100 ms: what is not named is the backward pass."""
+    """A step of 100 ms: the time that is not named is the backward pass."""
     values = {f"{part}_ms": float(milliseconds.pop(part, 0)) for part in PARTS if part != "backward"}
     values["backward_ms"] = 100 - sum(values.values())
     return StepTimes(step_ms=100, communication_hidden_ms=milliseconds.pop("hidden", 0), **values)
@@ -269,7 +269,7 @@ def test_the_weightiest_finding_comes_first_and_small_ones_are_left_out() -> Non
 
 
 class _SlowBatches:
-    """A data loader that takes its time."""
+    """A slow data loader."""
 
     def __init__(self, batches: Any, seconds: float) -> None:
         self._batches, self._seconds = batches, seconds
@@ -333,7 +333,7 @@ def test_a_rank_that_waits_for_another_shows_as_communication(digits: Dataset, t
 
 
 def _reductions(world: World, dataset: Dataset, directory: Path) -> int:
-    """Of the profiled steps of post-local SGD."""
+    """Return the number of all-reduces in the profiled steps of post-local SGD."""
     found = profiled(dataset, directory / f"{world.rank}.json", world, communication_hook="post_local_sgd")
     events = trace.read(directory / f"{world.rank}.json")
     return sum(each.name == "gloo:all_reduce" and found.first <= each.start < found.last for each in events)
@@ -346,7 +346,7 @@ def test_what_begins_after_the_warm_up_of_the_rate_is_profiled_too(digits: Datas
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A directory as a checkout is when the stage is due; the current one."""
+    """The current directory, furnished like a checkout in which the stage can run."""
     params = {
         "fetch": {"dataset": "digits"},
         "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,10 @@ def test_history_comes_back_row_by_row(tmp_path: Path) -> None:
     for row in rows[5:]:
         results.append_history(row, path)
     assert results.read_history(path) == rows
+    with path.open("a", encoding="utf-8") as file:
+        file.write('"' + "0" * (csv.field_size_limit() + 1))  # a quote begins a field that takes in all that follows
+    with pytest.raises(ResultError, match=r"history\.csv is not a history"):
+        results.read_history(path)
 
 
 def test_equal_records_alone_share_a_digest() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline.measurement.sampling import SystemSampler
+from tests import drivers
 
 
 def test_system_sampler_writes_samples_with_their_seed(tmp_path: Path) -> None:
@@ -28,26 +29,14 @@ def test_system_sampler_writes_samples_with_their_seed(tmp_path: Path) -> None:
     assert float(rows[-1]["process_resident_megabytes"]) > 50
 
 
-Plug = Callable[[Callable[[str], int]], None]
-
-
-@pytest.fixture
-def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """``plug(milliwatts)``: a driver that tells of GPU-a and GPU-b; ``milliwatts`` of which they take now."""
-
-    def plug(milliwatts: Callable[[str], int]) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid="ab"[gpu.index]))
-        driver = {
-            "nvmlInit": lambda: None,
-            "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
-            "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=50),
-            "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=2e6),
-            "nvmlDeviceGetPowerUsage": milliwatts,
-        }
-        for name, function in driver.items():
-            monkeypatch.setattr(pynvml, name, function)
-
-    return plug
+def plug(monkeypatch: pytest.MonkeyPatch, milliwatts: Callable[[str], int]) -> None:
+    """Let GPUs draw the power that ``milliwatts`` returns."""
+    drivers.plug(
+        monkeypatch,
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=2e6),
+        nvmlDeviceGetPowerUsage=milliwatts,
+    )
 
 
 def sampled(path: Path, *gpus: int) -> dict[str, str]:
@@ -59,14 +48,14 @@ def sampled(path: Path, *gpus: int) -> dict[str, str]:
     return row
 
 
-def test_system_sampler_watches_every_gpu_of_the_job(plug: Plug, tmp_path: Path) -> None:
-    plug({"GPU-a": 100_000, "GPU-b": 250_000}.__getitem__)
+def test_system_sampler_watches_every_gpu_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plug(monkeypatch, {"GPU-a": 100_000, "GPU-b": 250_000}.__getitem__)
     row = sampled(tmp_path / "system.csv", 0, 1)
     assert (row["gpu_0_power_usage_watts"], row["gpu_1_power_usage_watts"]) == ("100.0", "250.0")
     assert row["gpu_1_memory_usage_megabytes"] == "2.0"
 
 
-def test_what_a_gpu_tells_no_more_is_blank(plug: Plug, tmp_path: Path) -> None:
+def test_what_a_gpu_tells_no_more_is_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
     def once(uuid: str) -> int:
@@ -75,6 +64,6 @@ def test_what_a_gpu_tells_no_more_is_blank(plug: Plug, tmp_path: Path) -> None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
         return 100_000
 
-    plug(once)
+    plug(monkeypatch, once)
     row = sampled(tmp_path / "system.csv", 0)
     assert (row["gpu_0_utilization_percentage"], row["gpu_0_power_usage_watts"]) == ("50.0", "")

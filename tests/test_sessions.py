@@ -1,4 +1,4 @@
-"""Several sessions of the bench: what they say together, and which of them count."""
+"""Several sessions of the bench: their combined result, and which of them count."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipeline.comparison.sessions import combined, distinct, over_sessions, sess
 from pipeline.comparison.stats import Interval, paired_ratio, widened
 from pipeline.comparison.verdicts import THROUGHPUT, Ratio
 from pipeline.params import Compare
+from pipeline.report.sentences import banner
 from pipeline.results import Bench, Result, Session
 from tests.factories import ENVIRONMENT, make_bench, make_histories, make_results
 
@@ -157,6 +158,16 @@ def test_a_comparison_is_over_all_sessions_of_the_same_pair() -> None:
     assert len(found.sessions) == 3
     assert found.high is not None
     assert found.high > 1.8
+
+
+def test_where_no_session_is_trusted_the_latest_one_s_reason_is_given() -> None:
+    first, second = session(1, 1.5, noise=0.5), session(2, 1.5, noise=0.3)
+    (alone,), (both,) = banner(over_all(first)), banner(over_all(first, second))
+    assert alone.startswith("Untrusted throughput: ")
+    latest = over_all(second).noise_throughput.why_untrusted
+    assert latest
+    assert both == f"Untrusted throughput in all 2 sessions: in the latest {latest.removeprefix('throughput: ')}."
+    assert banner(over_all(first, session(2, 1.5))) == []  # which the second decides
 
 
 def test_a_changed_technique_sets_aside_its_variant_s_sessions_alone() -> None:

@@ -45,11 +45,12 @@ from pipeline.tracking import (
     stores,
     views,
 )
-from pipeline.tracking.comparisons import COMPLETE, LIVE, PARENT, Wanted
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, Wanted
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
 from tests.factories import (
+    DESCRIBED,
     ENVIRONMENT,
     PLANTED,
     SECRETS,
@@ -72,7 +73,7 @@ pytestmark = [  # what MLflow's own modules do as they are imported
 PROJECT = Path(__file__).parents[1]
 SEEDS = (0, 1)
 VARIANTS = ("baseline", "ddp")
-SIDE = 8
+SIDE = DESCRIBED.arrays["inputs"].shape[-1]
 
 
 def config_of(*, models: bool = False, variants: tuple[str, ...] = VARIANTS, **sections: Any) -> Config:
@@ -91,9 +92,9 @@ def wanted_of(root: Path, config: Config | None = None) -> Wanted:
 
 
 def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: Any) -> None:
-    """What training leaves of one variant, with 3 epochs of history and 4 samples of the machine a seed.
+    """Write one variant's files as training does, with 3 epochs of history and 4 samples of the machine per seed.
 
-    The result is about the weights that are there, if there are any.
+    If weights are present, the result refers to them.
     """
     files = {seed: results.model_file(variant, seed, root / "models") for seed in SEEDS}
     digests: dict[int, dict[str, Any]] = {
@@ -102,7 +103,7 @@ def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: A
         if file.exists()
     }
     runs = [make_run(seed, samples_per_second=speed + seed, **digests.get(seed, {})) for seed in SEEDS]
-    results.write_history(make_history(SEEDS, rows_per_epoch=2), results.history_file(variant, root / "results"))
+    results.write_history(make_history(runs, rows_per_epoch=2), results.history_file(variant, root / "results"))
     lines = ["seed,seconds,cpu_utilization_percentage,gpu_0_power_usage_watts"]
     lines += [
         f"{seed},{1_700_000_000 + 100 * seed + n}.5,{50 + n},{'' if n == 3 else 200 + n}"
@@ -122,7 +123,7 @@ def write_report(root: Path, note: str = "# Compared") -> None:
 
 
 def write_comparison(root: Path, refused: int = 0) -> None:
-    """A report whose ddp pays, or is untrusted where ``refused`` of its 12 samples are."""
+    """Write a report in which ddp pays, or is untrusted if ``refused`` of its 12 samples were refused."""
     measured = [results.read(results.result_file(variant, root / "results"), config_of()) for variant in VARIANTS]
     reason = "other processes took 31% of the CPU's time"
     bench = make_bench(measured, throughput={"ddp": 1.6}, refused={"ddp": dict.fromkeys(range(refused), reason)})
@@ -134,20 +135,21 @@ def write_comparison(root: Path, refused: int = 0) -> None:
 
 
 def write_models(root: Path) -> None:
-    """Weights of each run, and the prepared data that their shape and normalisation come from."""
+    """Write each run's weights, and the prepared data from which shape and normalisation are read."""
     for variant in VARIANTS:
         for seed in SEEDS:
             torch.manual_seed(seed)
-            model = models.build("small_cnn", {}, channels=1, height=SIDE, width=SIDE, classes=10)
+            model = models.small_cnn(channels=1, height=SIDE, width=SIDE, classes=10)
             path = results.model_file(variant, seed, root / "models")
             checkpoints.save(model.state_dict(), path)
         write_result(root, variant)
-    images = np.random.default_rng(0).integers(0, 256, (5, 1, SIDE, SIDE), dtype=np.uint8)
     (root / "data/prepared").mkdir(parents=True)
-    np.save(root / "data/prepared/test_images.npy", images)
-    about = {"sha256": "d" * 64, "channels": 1, "height": SIDE, "width": SIDE, "mean": [0.3], "std": [0.4]}
-    about["classes"] = [str(label) for label in range(10)]
-    (root / "data/prepared/dataset.json").write_text(json.dumps(about))
+    for split, count in (("train", DESCRIBED.train_count), ("test", DESCRIBED.test_count)):
+        for name, form in DESCRIBED.arrays.items():
+            file = root / f"data/prepared/{split}_{name}.npy"
+            rows = np.lib.format.open_memmap(file, "w+", np.dtype(form.dtype), (count, *form.shape))
+            rows[:5] = np.random.default_rng(0).integers(0, 10, (5, *form.shape))
+    (root / "data/prepared/dataset.json").write_text(DESCRIBED.model_dump_json())
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +249,7 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert child.data.tags["environment"] == ENVIRONMENT["hash"]
     began_ms = 1_700_000_100_500
     losses = client.get_metric_history(run_id, "history/train_loss")
-    rows = [row for row in make_history(SEEDS, rows_per_epoch=2) if row.seed == 1]
+    rows = make_history([result.runs[1]], rows_per_epoch=2)
     assert [(point.step, point.value) for point in losses] == [(row.step, row.train_loss) for row in rows]
     assert [point.timestamp for point in losses] == [began_ms + round(row.train_seconds * 1000) for row in rows]
     assert len(client.get_metric_history(run_id, "history/test_accuracy")) == 3
@@ -257,7 +259,7 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     ]
     assert child.inputs
     [given] = child.inputs.dataset_inputs
-    assert (given.dataset.name, given.dataset.digest) == ("fashion_mnist", "d" * 16)
+    assert (given.dataset.name, given.dataset.digest) == ("fashion_mnist", DESCRIBED.sha256[:16])
     assert [(tag.key, tag.value) for tag in given.tags] == [("mlflow.data.context", "training")]
     assert get_source(given.dataset).to_dict() == {"uri": "data/prepared"}
     assert {file.path for file in client.list_artifacts(run_id)} == {"ddp.json", "history.csv"}
@@ -350,7 +352,7 @@ def test_nothing_new_is_found_out_without_importing_mlflow(root: Path) -> None:
 
 
 def replace_file(path: Path) -> None:
-    """By one of the same content and time."""
+    """Replace the file by another of the same content and time."""
     shutil.copy2(path, path.with_name("copy"))
     path.with_name("copy").replace(path)
 
@@ -491,6 +493,8 @@ def test_a_variant_trained_again_makes_a_new_comparison_and_keeps_the_old(root: 
         assert (speeds["baseline-seed0"], speeds["ddp-seed0"]) == (20_000.0, speed)
     write_result(root, "ddp")  # the old result restored, as by `dvc checkout`
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
+    view = json.loads(client_of(root).get_experiment("1").tags["mlflow.sharedViewState.verdicts"])
+    assert old.data.tags[COMPARISON] in json.loads(view["state"])["searchFilter"]
 
 
 def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> None:
@@ -624,7 +628,7 @@ def test_live_runs_of_another_checkout_are_left_alone(root: Path) -> None:
 
 def histories(root: Path, variant: str, count: int) -> None:
     """The first ``count`` rows, as the trainer replaces the file."""
-    rows = make_history(SEEDS, rows_per_epoch=2)[:count]
+    rows = make_history([make_run(seed) for seed in SEEDS], rows_per_epoch=2)[:count]
     results.write_history(rows, results.history_file(variant, root / "results"))
 
 
@@ -633,13 +637,13 @@ def live_runs(root: Path) -> dict[str, MlflowRun]:
 
 
 def go_on(root: Path) -> None:
-    """The training's files stay fresh; older than the follower, they would not be looked at."""
+    """Refresh the times of the training's files: the follower ignores files older than itself."""
     for file in (root / "results/ddp").iterdir():
         file.touch()
 
 
 def logged(root: Path, name: str, metric: str) -> int:
-    """How many values of a metric a live run holds, while the training goes on."""
+    """Return the number of values of a metric in a live run, while the training goes on."""
     go_on(root)
     run = live_runs(root).get(name)
     return len(client_of(root).get_metric_history(run.info.run_id, metric)) if run else 0
@@ -861,7 +865,7 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
     environment = os.environ | {"MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
 
-    model = models.build("small_cnn", {}, channels=1, height=SIDE, width=SIDE, classes=10)
+    model = models.small_cnn(channels=1, height=SIDE, width=SIDE, classes=10)
     model.load_state_dict(torch.load(root / "models/ddp/seed-1.pt", weights_only=True))
     with torch.no_grad():
         expected = model.eval()((torch.from_numpy(images) / 255 - 0.3) / 0.4).numpy()
@@ -879,7 +883,7 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
     assert (given.type, given.shape) == (np.dtype(np.uint8), (-1, 1, SIDE, SIDE))
     assert (returned.type, returned.shape) == (np.dtype(np.float32), (-1, 10))
     example = about.load_input_example(logged_model.artifact_location)
-    np.testing.assert_array_equal(example, np.load(root / "data/prepared/test_images.npy")[:2])
+    np.testing.assert_array_equal(example, np.load(root / "data/prepared/test_inputs.npy")[:2])
     requirements = (Path(logged_model.artifact_location) / "requirements.txt").read_text()
     description = (Path(logged_model.artifact_location) / "MLmodel").read_text()
     assert "device: cpu" in description  # an exported program does not move to the GPU that pyfunc would take
@@ -896,10 +900,10 @@ def test_a_model_that_cannot_be_logged_is_named_and_the_run_stands(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_models(root)
-    np.save(root / "data/prepared/test_images.npy", np.zeros((1, 1, SIDE, SIDE), np.uint8))
+    np.save(root / "data/prepared/test_inputs.npy", np.zeros((1, 1, SIDE, SIDE), np.uint8))
     tracking.publish(config_of(models=True), root)
     _, children = family(root)
-    assert children["ddp-seed0"].data.tags["model"].startswith("not logged: exporting it takes 2 test images")
+    assert children["ddp-seed0"].data.tags["model"].startswith("not logged: DataError: ")
     assert "the model of ddp-seed0 is not in MLflow" in capsys.readouterr().err
     assert agrees(root, config_of(models=True))
 
@@ -917,7 +921,7 @@ def one_session_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_gate(root: Path, outcome: str = "passed", commit: str = COMMIT) -> None:
     head, base = {"commit": commit}, {"commit": "b" * 40}
-    gate = {"outcome": outcome, "against": "main", "head": head, "base": base, "dataset": {"sha256": "d" * 64}}
+    gate = {"outcome": outcome, "against": "main", "head": head, "base": base, "dataset": {"sha256": DESCRIBED.sha256}}
     write_text(root / "reports/gate.json", json.dumps(gate))
     write_text(root / "reports/gate.md", "**Nothing got worse.**\n")
 
@@ -991,7 +995,7 @@ def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
 
 
 def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of five, two are of one hour, one is untrusted and one has too few pairs."""
+    """Of five sessions, two are of one hour, one is untrusted and one has too few pairs."""
     assert promoting.sessions_of(compared(("fast", "pays", 1.5, 1.0)), "fast") == 2
     write_comparison(root)
     write_gate(root)
@@ -1005,9 +1009,24 @@ def test_what_passed_on_other_data_is_not_promoted(root: Path) -> None:
     write_comparison(root)
     write_gate(root)
     path = root / "reports/gate.json"
-    write_text(path, path.read_text(encoding="utf-8").replace("d" * 64, "0" * 64))
+    write_text(path, path.read_text(encoding="utf-8").replace(DESCRIBED.sha256, "0" * 64))
     with pytest.raises(tracking.PromotionError, match=r"another data set than .*ddp\.json is of"):
         tracking.promote(config_of(), COMMIT, root)
+
+
+def test_a_report_made_with_another_setting_is_said_and_not_promoted(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_comparison(root)
+    write_gate(root)
+    tracking.publish(config_of(), root)
+    assert not capsys.readouterr().err
+    edited = config_of(compare={"margins": {"memory": 0.2}})
+    tracking.publish(edited, root)
+    assert "warning: the report was made of something else" in (said := capsys.readouterr().err)
+    assert "(compare.margins.memory in params.yaml)" in said
+    with pytest.raises(tracking.PromotionError, match=r"made of other: compare\.margins\.memory in params\.yaml"):
+        tracking.promote(edited, COMMIT, root)
 
 
 @pytest.mark.usefixtures("one_session_is_enough")
@@ -1064,7 +1083,7 @@ def test_the_champion_carries_its_evidence(
         "gate/gate.md",
     }
     monkeypatch.setenv("MLFLOW_TRACKING_URI", stores.address(root))
-    images = np.load(root / "data/prepared/test_images.npy")
+    images = np.load(root / "data/prepared/test_inputs.npy")
     champion = mlflow.pyfunc.load_model("models:/training-performance@champion").predict(images)
     assert np.array_equal(champion, mlflow.pyfunc.load_model(run.data.tags["model"]).predict(images))
     assert agrees(root, config)
@@ -1082,7 +1101,7 @@ def test_the_champion_carries_its_evidence(
 
 
 def forge(file: Path, **changes: Any) -> None:
-    """Let a file of JSON say something else."""
+    """Change values in a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
@@ -1110,10 +1129,9 @@ def test_a_model_is_built_as_params_yaml_says(root: Path) -> None:
     child = next(iter(wanted_of(root, config_of(models=True)).children.values()))
     forged = {"train": child.result.config["train"] | {"model": "torch.hub:load"}}
     child = replace(child, result=child.result.model_copy(update={"config": forged}))
-    description = json.loads((root / "data/prepared/dataset.json").read_text())
     weights = torch.load(root / "models/baseline/seed-0.pt", weights_only=True)
-    built = logged_models._classifier(child, description, weights).state_dict()
-    assert all(torch.equal(built[f"model.{name}"], tensor) for name, tensor in weights.items())
+    built = logged_models._trained(child, weights)[1].state_dict()
+    assert all(torch.equal(built[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("name", ["../../x", "{root}/../x"])
@@ -1127,17 +1145,17 @@ def test_a_result_names_no_file_to_upload(root: Path, name: str) -> None:
 
 def test_no_link_brings_out_a_file_of_this_machine(root: Path) -> None:
     secret, history = root.parent / "config.json", root / "results/ddp/history.csv"
-    secret.write_text("secret")
+    results.write_history([row.model_copy(update={"epoch": 0.123456}) for row in results.read_history(history)], secret)
     write_result(root, "ddp", history_sha256=results.sha256(secret))
     history.unlink()
     history.symlink_to(secret)
     with pytest.raises(ResultError, match=r"history\.csv is a link to .*/config\.json, which is not in DVC's cache"):
         tracking.publish(config_of(), root)
-    assert "secret" not in kept(root)
+    assert "0.123456" not in kept(root)
 
 
 def test_the_links_of_dvc_are_followed(root: Path) -> None:
-    """As with its setting cache.type symlink."""
+    """DVC makes such links with its setting ``cache.type symlink``."""
     history = root / "results/ddp/history.csv"
     cached = root.parent / "cache/files/md5/0a/1b2c3d4e5f60718293a4b5c6d7e8f9"
     cached.parent.mkdir(parents=True)
@@ -1307,6 +1325,31 @@ def test_publishing_prints_a_link_to_charts_of_exactly_these_runs(
     assert view["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "variant"}]
     for chart in view["compareRunCharts"]:
         assert chart["metricKey"] in shown[0].data.metrics
+
+
+def test_the_verdicts_are_a_view_with_a_row_a_variant_in_a_person_s_units(root: Path) -> None:
+    write_comparison(root)
+    tracking.publish(config_of(), root)
+    client = client_of(root)
+    view = json.loads(client.get_experiment("1").tags["mlflow.sharedViewState.verdicts"])
+    assert (view["name"], type(view["createdAt"])) == ("Verdicts", int)  # else the menu does not show it
+    table = json.loads(view["state"])
+    assert "start_time" not in table["orderByKey"]  # MLflow folds up what is in that order
+    shown = {
+        run.data.tags["variant"]: [run.data.tags[column[6:-1]] for column in table["selectedColumns"]]
+        for run in client.search_runs(["1"], filter_string=table["searchFilter"])
+    }
+    assert shown.keys() == set(VARIANTS)
+    verdict, speed, memory, accuracy = shown["ddp"]
+    assert verdict == "pays"
+    assert re.fullmatch(r"[\d,]{6} samples/s, .1\.\d+ \(1\.\d+ to 1\.\d+\)", speed)
+    assert re.match(r"\d+\.\d MiB, .1\.0", memory)
+    assert re.fullmatch(r"\d\d\.\d\d%, [+-]\d\.\d\d points", accuracy)
+    assert re.fullmatch(r"[\d,]+ samples/s", shown["baseline"][1])
+    write_comparison(root, refused=12)
+    tracking.publish(config_of(), root)
+    _, children = family(root)
+    assert children["ddp-seed1"].data.tags["speed"] == "unknown"
 
 
 @pytest.mark.parametrize(

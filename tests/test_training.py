@@ -22,7 +22,7 @@ from pipeline.results import HistoryRow
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
-from tests.nets import ALONE, batches_of, conv_net, first, make_plan
+from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
 
 TRAIN = Train(
@@ -47,7 +47,9 @@ def make_training(
         **{"parallelism": "ddp" if joined.size > 1 else "none"} | applied,
     )
     batches = batches_of(dataset, plan, joined, seed)
-    return Training(plan, model or conv_net(seed=seed), dataset, batches, joined, seed)
+    return Training(
+        plan, model or conv_net(seed=seed), task_of(dataset, plan.train, joined.device), batches, joined, seed
+    )
 
 
 def rows_of(steps: Iterator[HistoryRow | None]) -> list[HistoryRow]:
@@ -113,7 +115,7 @@ def test_a_seed_repeats_to_the_last_bit_and_another_does_not(digits: Dataset) ->
 
 
 def _curve(joined: World, dataset: Dataset, applied: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses of a whole run: of training a row, of testing an epoch."""
+    """Return the losses of a whole run: the training loss per row, the test loss per epoch."""
     rows = rows_of(make_training(dataset, joined, **applied).run())
     return [row.train_loss for row in rows], [row.test_loss for row in rows if row.test_loss is not None]
 
@@ -132,7 +134,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(
     digits: Dataset, stop_after: int, precision: str
 ) -> None:
     model = {"norm": True, "dropout": True}
-    few = replace(digits, train=first(digits.train, 20 * TRAIN.batch_size))
+    few = replace(digits, train=digits.train[: 20 * TRAIN.batch_size])
     whole = make_training(few, model=conv_net(**model), precision=precision)
     rows = rows_of(whole.run())
 
@@ -214,7 +216,7 @@ def test_all_ranks_stop_where_one_rank_s_loss_is_not_finite_on_the_device(digits
 
 
 class _Reads(TorchDispatchMode):
-    """Counts how often the host looks at a tensor's value, which on a GPU is to wait for it."""
+    """Counts how often the host reads a tensor's value, which on a GPU means waiting for the device."""
 
     count = 0
 
@@ -316,7 +318,7 @@ def test_advancing_in_parts_trains_the_same_and_measures_the_last_part(digits: D
 
 
 def _late(joined: World, dataset: Dataset) -> float:
-    """Rank 0 takes its time to open its windows."""
+    """Train with a rank 0 that opens its windows late."""
 
     class Slow(_Counts):
         def open(self) -> None:

@@ -25,7 +25,7 @@ CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_u
 
 
 def arm(figures: Sequence[float | str | None], quantity: Quantity = THROUGHPUT) -> Arm:
-    """With these figures, one a round; text is why it was rejected, None is not known."""
+    """An arm with these figures, one per round; a text is the reason for a rejection, None an unknown figure."""
     samples = []
     for figure in figures:
         known: dict[str, Any] = {quantity.field: figure}
@@ -54,7 +54,7 @@ def test_each_round_has_its_own_ratio() -> None:
 
 
 def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
-    """Half of A/A's width and its offset, in quadrature: with 1.03 (1.0 to 1.08), a ratio of 1.05 is undecided."""
+    """Half of A/A's width and A/A's offset, in quadrature: with 1.03 (1.0 to 1.08), a ratio of 1.05 is undecided."""
     half, offset = math.log(1.08) / 2, math.log(1.03)
     noise = CALM.model_copy(update={"estimate": 1.03, "low": 1.0, "high": 1.08})
     assert noise.doubt == pytest.approx(math.sqrt(half**2 + offset**2))

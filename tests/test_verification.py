@@ -39,7 +39,7 @@ from pipeline.tools.verification.natures import Nature, keep_still, nature, stat
 from pipeline.tools.verification.observing import PLAIN_SGD, Observed, Task, miniature, observe
 from pipeline.training import evaluation
 from pipeline.training.assembly import Assembly
-from tests.nets import batch, conv_net
+from tests.nets import batch, conv_net, task_of
 from tests.outside import forget, put_on_path, write_metadata
 from tests.ranks import run_ranks
 
@@ -226,7 +226,7 @@ NAMES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with nets and faulty techniques of a user's own."""
+    """A directory with models and faulty techniques of a user's own."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_nets.py").write_text(OWN_NETS)
     (folder / "faulty.py").write_text(FAULTS)
@@ -250,7 +250,7 @@ def job(variants: dict[str, Any], **train: Any) -> Config:
 def claimed(
     folder: Path, dataset: Dataset, variants: dict[str, Any], names: list[str], tmp_path: Path, **train: Any
 ) -> list[Claim]:
-    verifier = Verifier(job(variants, **train), MACHINE, folder, dataset, tmp_path)
+    verifier = Verifier(asked := job(variants, **train), MACHINE, folder, task_of(dataset, asked.train), tmp_path)
     return [claim for name in names for claim in verifier.claims(name)]
 
 
@@ -425,7 +425,7 @@ def test_the_step_that_shows_the_gradients_is_not_evaluated(
 
 
 def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed:
-    """A training whose evaluation fills every rank's share up to the same size."""
+    """Observe a training whose evaluation pads every rank's share to the same size."""
 
     def padded(*arguments: Any, **options: Any) -> Iterator[Any]:
         batches = list(evaluation_batches(*arguments, **options))
@@ -436,13 +436,13 @@ def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed
 
     vars(evaluation)["evaluation_batches"] = padded  # this process ends with the test
     plan = plan_of(config, "ddp", MACHINE)
-    return observe(Task("run"), file, Assembly(plan, joined, read(folder), "resident"))
+    return observe(Task("run"), file, Assembly(plan, joined, task_of(read(folder), plan.train), "resident"))
 
 
 def test_an_evaluation_that_pads_is_found(digits_folder: Path, tmp_path: Path) -> None:
     config = job({"ddp": {"parallelism": "ddp"}})
     seen = run_ranks(_padded, config, digits_folder, tmp_path / "state.pt")[0]
-    claim = evaluated(plan_of(config, "ddp", MACHINE), seen, "accuracy")
+    claim = evaluated(plan_of(config, "ddp", MACHINE), seen)
     assert claim.holds is False
     assert claim.note == f"{seen.expected_count + 1} samples were counted"
 
@@ -547,7 +547,7 @@ def test_dropout_inside_attention_is_switched_off_and_no_other_number() -> None:
 
 def test_what_a_technique_leaves_behind_goes_with_it(digits: Dataset, digits_folder: Path, tmp_path: Path) -> None:
     config = job({"ddp": {"parallelism": "ddp", "processes": 2}})
-    verifier = Verifier(config, MACHINE, digits_folder, digits, tmp_path)
+    verifier = Verifier(config, MACHINE, digits_folder, task_of(digits, config.train), tmp_path)
     plan = plan_of(config, "ddp", MACHINE)
     reduced = verifier._without_these(plan, [params.entry("ddp")])
     assert reduced.plan is not None
@@ -589,11 +589,17 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(
 
     assert cli.main(["verify"]) == 1
     out = capfd.readouterr().out
-    assert "own_nets:mixing on digits, seed 0: 20 steps of 32 samples. The model looks at several" in out
+    assert "own_nets:mixing on digits, seed 0: 20 steps of 32 samples, and 35" in out
+    assert ". The model looks at several" in out
     (line,) = [line for line in out.splitlines() if "without nearly_nothing" in line]
     assert line.startswith("nearly")
     assert line.endswith("NO")
-    assert "claims hold. " in out
+    assert ", 1 do not. " in out
+
+    (tmp_path / "params.yaml").write_text(json.dumps({**params, "train": {"batch_size": 5000}}))
+    assert cli.main(["verify"]) == 2
+    assert "train.batch_size: found 5000, but digits has" in capfd.readouterr().err
+    (tmp_path / "params.yaml").write_text(json.dumps(params))
 
     assert cli.main(["verify", "there-is-none"]) == 2
     assert "variants.there-is-none: no such variant" in capfd.readouterr().err
@@ -621,11 +627,25 @@ def test_words() -> None:
     failed = "rank 1: Traceback (most recent call last):\n  File x\n    code\nRuntimeError: not today\nnor tomorrow"
     _, *noted = words.lines(Claim("a", "one", holds=False, note=failed), 8)
     assert [line.strip() for line in noted] == ["RuntimeError: not today", "nor tomorrow"]
+    frames = ('File "/my/nets.py", line 7, in forward', f'File "{torch.__file__}", line 9, in conv2d')
+    in_own_code = "\n".join(
+        ["Traceback (most recent call last):", *(f"  {each}\n    code" for each in frames), "KeyError: 1"]
+    )
+    _, *noted = words.lines(Claim("a", "one", holds=False, note=in_own_code), 8)
+    assert " ".join(line.strip() for line in noted).endswith("in /my/nets.py, line 7, in forward KeyError: 1")
     _, *noted = words.lines(Claim("a", "one", note=f"nothing to hold it against: {failed}"), 8)
     assert [line.strip() for line in noted] == [
         "nothing to hold it against:", "RuntimeError: not today", "nor tomorrow",
     ]  # fmt: skip
-    assert words.summary(claims, 3.4) == "1 of 2 claims hold; 1 not promised; 1 cannot tell here. 3 s"
+    assert words.summary(claims, 3.4) == (
+        "4 claims: 1 hold, 1 do not, 1 not promised, 1 cannot tell here. Nothing of b could be tried. 3 s"
+    )
+    assert words.tested(113, 120) == "113 test samples (of 120: a prime number, which no number of processes divides)"
+    assert words.tested(113, 113) == "113 test samples"
+    assert not words.hold(claims)
+    assert words.hold(claims[:1])
+    assert not words.hold([claims[0], claims[3]])  # b shows nothing
+    assert words.hold([claims[0], Claim("a", "left out", undecided=UNTRIED)])
     answer = json.loads(words.as_json(claims, {}))
     assert answer["holds"] is False
     assert answer["claims"][2]["measured"] == "infinite"

@@ -17,13 +17,14 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE
 from pipeline.measurement.windows import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
 from tests import test_gpu
+from tests.drivers import plug
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 2**20
 
 
 class FakeTime:
-    """A clock that moves when told to."""
+    """A clock that advances when told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 100.0
@@ -159,20 +160,13 @@ def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.Mo
 
 
 def _running(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None]) -> None:
-    """The driver lists these processes, each with its bytes, on the GPU with the UUID of the device's properties."""
-
-    def handle_of(uuid: str) -> str:
-        assert uuid == "GPU-1234"
-        return "this one"
+    """The driver lists these processes, each with its bytes, on GPU a."""
 
     def listed(handle: str) -> list[Any]:
-        assert handle == "this one"
+        assert handle == "GPU-a"
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes]
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle_of)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", listed)
+    plug(monkeypatch, nvmlDeviceGetComputeRunningProcesses=listed)
 
 
 def test_the_drivers_figure_is_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pipeline import cli
 from pipeline.benchmark.server import Server
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.measurement.detectors import compiler
 from pipeline.measurement.detectors.figures import of_turns
 from pipeline.measurement.windows import Clock
 from pipeline.params import Machine, Variant, asked, outside, parse
@@ -25,10 +26,10 @@ from pipeline.tools.verification.claims import Verifier
 from pipeline.tools.verification.observing import Observed
 from pipeline.training.counting import Counted, Work, work_of
 from tests.conftest import ROOT
-from tests.nets import ALONE
+from tests.nets import ALONE, task_of
 from tests.outside import forget, put_on_path, write_metadata
 from tests.ranks import run_ranks
-from tests.test_training import make_training
+from tests.test_training import make_training, weights
 from tests.workspaces import furnish
 
 TECHNIQUES = """
@@ -48,7 +49,10 @@ def entry(name):
                  changes="statistics", asked=lambda variant: name in variant.extra)
 
 
-half, fewer, padded, whole, twice, busy = map(entry, ("half", "fewer", "padded", "whole", "twice", "busy"))
+half, later, fewer, padded, whole, twice, busy = map(
+    entry, ("half", "later", "fewer", "padded", "whole", "twice", "busy")
+)
+replayed, misrecorded = map(entry, ("replayed", "misrecorded"))
 inside = replace(entry("inside"), layer="model")
 
 
@@ -58,6 +62,44 @@ class Half(Technique):
     def change_step(self, step):
         forward = step.forward
         step.forward = lambda images, labels: forward(images[::2], labels[::2])
+
+
+class Later(Technique):
+    name = "later"
+
+    def change_step(self, step):
+        whole, take = step.forward, step.take
+
+        def halving(batches):
+            take(batches)
+            step.forward = lambda images, labels: whole(images[::2], labels[::2])
+
+        step.take = halving
+
+
+class Replayed(Technique):
+    name = "replayed"
+    every = 1
+
+    def change_step(self, step):
+        self.replays = True
+        whole, take, taken = step.forward, step.take, []
+
+        def forward(images, labels):
+            every = self.every if len(taken) == 4 else 1  # in the step that is recorded
+            return whole(images[::every], labels[::every])
+
+        def taking(batches):
+            taken.append(1)
+            if len(taken) <= 4:
+                take(batches)
+
+        step.forward, step.take = forward, taking
+
+
+class Misrecorded(Replayed):
+    name = "misrecorded"
+    every = 2
 
 
 class Fewer(Technique):
@@ -117,7 +159,7 @@ class Busy(Technique):
                 values.mul_(1.0)
         threading.Thread(target=work, daemon=True).start()
 """
-NAMES = ("half", "inside", "fewer", "padded", "whole", "twice", "busy")
+NAMES = ("half", "later", "inside", "fewer", "padded", "whole", "twice", "busy", "replayed", "misrecorded")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,15 +180,70 @@ def own_techniques(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _first_step(joined: World, dataset: Dataset, variant: dict[str, Any]) -> tuple[Work | None, ...]:
-    """What is counted of a first step, and of a training whose first step was another process's."""
+    """Return the work counted in a first step, and in a training whose first step ran in another process."""
     training, later = make_training(dataset, joined, **variant), make_training(dataset, joined, **variant)
     step, modules = training.take_step, [*training.take_step.model.modules(), training.model]
     before = step.criterion, step.backward, [len(each._forward_pre_hooks) for each in modules]
     training.advance(2)
     assert (step.criterion, step.backward, [len(each._forward_pre_hooks) for each in modules]) == before
-    later.restore(training.state())
+    later.restore(joined.announced(joined.wholes_on_main(training.state())))
     later.advance(2)
     return training.work(), later.work()
+
+
+@pytest.mark.parametrize(
+    ("variant", "found"),
+    [
+        ({}, 32),
+        ({"compile": "default"}, 32),
+        ({"extra": {"later": {}}}, 16),
+        ({"extra": {"later": {}}, "compile": "default"}, 16),
+    ],
+    ids=str,
+)
+def test_a_later_step_that_is_counted_trains_as_others_do_and_is_not_measured(
+    variant: dict[str, Any], found: int, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", _without_kernels)
+    plain, counted = (make_training(digits, **variant) for _ in range(2))
+    plain.advance(11)
+    assert plain.work() == Work(32, 32, 32)
+    counted.advance(7)
+    compiled = compiler._compile_seconds()
+    counted.advance_counted()
+    assert compiler._compile_seconds() == compiled
+    counted.advance(3)
+    assert counted.work() == Work(32, found, found)
+    assert weights(counted) == weights(plain)
+    assert len(counted.clock.step_seconds) == len(plain.clock.step_seconds) - 1 == 7
+
+
+def _drawn(joined: World, dataset: Dataset, before: int) -> list[set[int]]:
+    found = []
+    for _ in range(20):
+        training = make_training(dataset, joined)
+        training.steps = before
+        training.count_later()
+        found.append(training.counted_steps - {0})
+    return found
+
+
+def test_any_later_step_is_drawn_and_of_a_resumed_training_one_that_is_left(digits: Dataset) -> None:
+    assert {len(each) for each in _drawn(ALONE, digits, 0)} == {1}
+    last = make_training(digits).total_steps - 1
+    assert {*map(frozenset, _drawn(ALONE, digits, last))} == {frozenset({last})}
+    assert _drawn(ALONE, digits, last + 1)[0] == set()
+    assert len({*map(frozenset, _drawn(ALONE, digits, 0))}) > 5
+    first, second = run_ranks(_drawn, digits, 1)
+    assert first == second
+
+
+def test_of_steps_that_are_replayed_the_one_that_is_recorded_counts(digits: Dataset) -> None:
+    for name, found in (("replayed", 32), ("misrecorded", 16)):
+        training = make_training(digits, extra={name: {}})
+        training.counted_steps.update(range(6, 9))
+        training.advance(9)
+        assert training.work() == Work(32, found, found)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +309,7 @@ PARAMS: dict[str, Any] = {
     "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 128, "warmup_steps": 2},
     "bench": {"max_foreign_load": 1.0, "max_input_wait": 1.0},
     "publish": {"live": False},
-    "variants": {"baseline": {}, **{name: {"extra": {name: {}}} for name in ("half", "busy")}},
+    "variants": {"baseline": {}, **{name: {"extra": {name: {}}} for name in ("half", "later", "busy")}},
 }
 
 
@@ -228,31 +325,38 @@ def values_of(name: str) -> dict[str, Any]:
     return Variant.model_validate(PARAMS["variants"][name]).model_dump(mode="json")
 
 
-def test_half_of_each_batch_is_refused_by_training(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "half"]) == 2
+@pytest.mark.parametrize("name", ["half", "later"])
+def test_half_of_each_batch_is_refused_by_training(
+    name: str, workspace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", name]) == 2
     said = capfd.readouterr().err
-    assert "variants.half: of a step's 128 samples, 64 entered the model and 64 the loss" in said
-    assert not (workspace / "results/half.json").exists()
+    assert f"variants.{name}: of a step's 128 samples, 64 entered the model and 64 the loss" in said
+    assert not (workspace / f"results/{name}.json").exists()
 
 
 def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
     with Server() as server:
-        plain, half = (
-            Window.model_validate(server.measure(name, values_of(name), 4)["window"]) for name in ("baseline", "half")
+        plain, *halved = (
+            Window.model_validate(server.measure(name, values_of(name), 4)["window"])
+            for name in ("baseline", "half", "later")
         )
     assert plain.refusals == ()
     assert plain.samples_per_second
-    (reason,) = half.refusals
-    assert "64 entered the model and 64 the loss" in reason
-    assert (half.samples_per_second, half.step_p50_ms, half.peak_memory_bytes) == (None, None, None)
+    assert plain.measured_steps == 4
+    for each in halved:
+        (reason,) = each.refusals
+        assert "64 entered the model and 64 the loss" in reason
+        assert (each.samples_per_second, each.step_p50_ms, each.peak_memory_bytes) == (None, None, None)
 
 
-def test_and_by_verify(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["half", "later"])
+def test_and_by_verify(name: str, digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
     job = parse(PARAMS | {"train": PARAMS["train"] | {"batch_size": 32}})
-    verifier = Verifier(job, CPU_ONLY, digits_folder, digits, tmp_path)
-    claims = list(verifier.claims("half"))
-    assert len(claims) == verifier.count("half")
-    (claim,) = [each for each in claims if each.claim == "the first step takes all of its 32 samples"]
+    verifier = Verifier(job, CPU_ONLY, digits_folder, task_of(digits, job.train), tmp_path)
+    claims = list(verifier.claims(name))
+    assert len(claims) == verifier.count(name)
+    (claim,) = [each for each in claims if each.claim == "each step takes all of its 32 samples"]
     assert (claim.measured, claim.bound, claim.holds) == (16, 0, False)
 
 
@@ -260,7 +364,7 @@ def test_verify_looks_into_what_is_compiled(digits_folder: Path, digits: Dataset
     variant = {"compile": "default", "extra": {"inside": {}}}
     train, variants = PARAMS["train"] | {"batch_size": 32}, {"baseline": {}, "tried": variant}
     job = parse(PARAMS | {"train": train, "variants": variants})
-    verifier = Verifier(job, CPU_ONLY, digits_folder, digits, tmp_path)
+    verifier = Verifier(job, CPU_ONLY, digits_folder, task_of(digits, job.train), tmp_path)
     made = plan(job, "tried", CPU_ONLY)
     claim = verifier._worked(made, asked(made.applied), Observed(tmp_path / "state.pt", work=Work(32, 32, 32)))
     assert (claim.measured, claim.holds) == (16, False)

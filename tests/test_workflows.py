@@ -1,4 +1,4 @@
-"""What GitHub runs: the workflows' rules, their `run:` lines as they stand, and the scripts that they call."""
+"""The GitHub workflows: their rules, their `run:` lines executed unchanged, and the scripts that these call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def steps(workflow: str, job: str) -> list[dict[str, Any]]:
 
 
 def running(workflow: str, job: str, words: str) -> dict[str, Any]:
-    """The one step whose `run:` has ``words``."""
+    """Return the only step whose `run:` contains ``words``."""
     [step] = [step for step in steps(workflow, job) if words in step.get("run", "")]
     return step
 
@@ -108,6 +108,7 @@ def test_who_may_write_what() -> None:
         ("gpu", "session", "contents"),
         ("gpu", "session", "pull-requests"),
         ("release", "image", "packages"),
+        ("release", "pypi", "id-token"),
         ("release", "notes", "attestations"),
         ("release", "notes", "contents"),
         ("release", "notes", "id-token"),
@@ -134,7 +135,7 @@ def test_the_linter_from_npm_is_locked_by_checksums_and_comes_from_any_registry(
 
 
 def test_nobody_elses_code_gets_onto_the_machine_and_none_unless_it_is_asked_for() -> None:
-    """The whole condition: a change of it is one to think about."""
+    """The whole condition is compared, so that nobody changes it by accident."""
     assert re.sub(r"\s+", " ", the("gpu", "gpu")["if"]) == (
         "vars.GPU_RUNNER != '' && ( github.event_name != 'pull_request' || ( "
         "github.event.pull_request.head.repo.full_name == github.repository && ( "
@@ -149,7 +150,11 @@ def test_a_fork_cannot_start_it_in_another_way() -> None:
     assert all("pull_request_target" not in workflow[True] for workflow in WORKFLOWS.values())
     assert triggers["pull_request"]["types"] == ["labeled", "synchronize"]
     machines = {job for job in JOBS if "self-hosted" in the(*job).get("runs-on", "")}
-    assert machines == {("gpu", "gpu")}
+    assert machines == {("gpu", "gpu"), ("first-run", "check")}
+    first = the("first-run", "check")
+    assert first["if"] == "inputs.machine != 'self-hosted' || vars.GPU_RUNNER != ''", "else on GitHub's machine"
+    assert 'fromJSON(format(\'["self-hosted", "{0}"]\', vars.GPU_RUNNER))' in first["runs-on"]
+    assert set(WORKFLOWS["first-run"][True]) == {"workflow_dispatch"}, "so by who may write to the repository"
 
 
 def test_only_the_weekly_run_of_the_default_branch_may_write_what_others_read() -> None:
@@ -173,7 +178,7 @@ LARGER = {"fuzz", "chaos", "rehearse", "services-check", "image", "image-check"}
 
 
 def targets(workflow: str) -> set[str]:
-    """That its jobs make; they run nothing else, so a laptop does what they do."""
+    """Return the make targets of the workflow's jobs, which run nothing else, so a laptop can do the same."""
     found: set[str] = set()
     for job in WORKFLOWS[workflow]["jobs"]:
         for step in steps(workflow, job):
@@ -186,7 +191,7 @@ def targets(workflow: str) -> set[str]:
 
 
 def dry(target: str, **variables: str) -> str:
-    """What ``make target`` would run, where all is installed."""
+    """Return the commands that ``make target`` would run if everything is installed."""
     kept = [f"--assume-old={stamp}" for stamp in ("installed", "installed-dev", "installed-actionlint")]
     command = ["make", "--dry-run", *(each.replace("=", "=.venv/") for each in kept), target]
     command += [f"{name}={value}" for name, value in variables.items()]
@@ -238,12 +243,55 @@ def test_ci_tests_every_python_that_the_project_supports() -> None:
         ("services-check", [r"SERVICES_S3=\S+/moto_server \S+ -m pytest tests/services$"]),
         ("image", [r"docker build --tag pipeline "]),
         ("image-check", ["docker/check$"]),
+        ("docker-check", ["docker/first-run$"]),
+        ("packages", [r"python -c 'from setuptools import build_meta "]),
     ],
 )
 def test_what_a_target_runs(target: str, calls: list[str]) -> None:
     said = dry(target, BUILDER="docker")
     for call in calls:
         assert re.search(rf"^[\w./=-]*{call}", said, re.MULTILINE), said
+
+
+@pytest.mark.skipif(MAKE is None, reason="needs make")
+def test_a_first_run_makes_what_a_laptop_makes(tmp_path: Path) -> None:
+    asked = WORKFLOWS["first-run"][True]["workflow_dispatch"]["inputs"]["check"]["options"]
+    assert all(dry(target) for target in asked)
+    log = recorder(tmp_path / "tools", "make", "exit 3")
+    done = shell(running("first-run", "check", "make")["run"], tmp_path, tmp_path / "tools", CHECK="gpu-check; rm x")
+    assert (done.returncode, log.read_text(encoding="utf-8")) == (3, "make gpu-check\\;\\ rm\\ x\n")
+
+
+@pytest.mark.parametrize("broken", ["", "compose up", "run --rm --gpus"])
+def test_the_check_with_docker_goes_on_after_a_failure_and_leaves_nothing(
+    broken: str, clone: Callable[..., Clone], tmp_path: Path
+) -> None:
+    checkout, tools = clone(), tmp_path / "tools"
+    ends = f'[ -z "{broken}" ] || [[ "$*" != *"{broken}"* ]] || {{ echo no such; exit 1; }}'
+    log = recorder(tools, "docker", f'[ "$2" != up ] || cp .env "{tmp_path}/secrets"\n{ends}')
+    recorder(tools, "nvidia-smi")
+    recorder(tools, "make")
+    executable(checkout.path / "docker", "check", "#!/bin/sh\n")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    done = shell("docker/first-run", checkout.path, tools, TMPDIR=str(scratch))
+    assert done.returncode == (1 if broken else 0), done.stdout
+    report = (checkout.path / "docker-check.txt").read_text(encoding="utf-8")
+    names = re.findall(r"^(\S.*?) +(yes|no) +\d+ s$", report, re.MULTILINE)
+    assert [name for name, _ in names] == ["versions", "copy", "image", "a GPU inside", "image-check", "compose"]
+    assert [holds for _, holds in names].count("no") == (1 if broken else 0)
+    assert ("no such" in report) is bool(broken)
+    assert report.endswith("docker-check: all steps hold\n") is not bool(broken)
+    calls = log.read_text(encoding="utf-8")
+    assert "docker compose --profile gpu --profile cpu down --volumes" in calls
+    assert ("docker compose run --rm pipeline\n" in calls) is (broken != "compose up")
+    assert list(scratch.iterdir()) == []
+    compose = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    secrets = (tmp_path / "secrets").read_text(encoding="utf-8")
+    assert set(re.findall(r"^(\w+)=\w", secrets, re.MULTILINE)) == set(re.findall(r"\$\{(\w+):\?", compose))
+    _, _, table = (ROOT / "docs" / "first-run.md").read_text(encoding="utf-8").partition("| look at first |\n")
+    assert set(re.findall(r"^\| (\w[^|]*?) \|", table, re.MULTILINE)) <= {name for name, _ in names}
+    assert "params.yaml" not in checkout.run("git", "status", "--short")
 
 
 # On the GPU machine, with stand-ins for what it has and this one lacks.
@@ -452,7 +500,7 @@ REPOSITORY = "somebody/pipeline"
 
 
 class GitHub:
-    """As much of GitHub's API as comments need: 100 a page at most, oldest first."""
+    """The part of GitHub's API for comments: at most 100 per page, oldest first."""
 
     def __init__(self) -> None:
         self.comments: list[dict[str, Any]] = []
@@ -643,18 +691,39 @@ def test_the_release_names_the_digest(tmp_path: Path) -> None:
     given = {"DIGEST": "sha256:12ab", "REPOSITORY": "Somebody/Pipeline", "TAG": "v1.2.3"}
     step = running("release", "notes", "gh release create")
     summary = tmp_path / "summary.md"
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "a.whl").touch()
     done = shell(step["run"], tmp_path, tmp_path / "tools", GITHUB_STEP_SUMMARY=str(summary), **given)
     assert done.returncode == 0, done.stderr
     image = "`ghcr.io/somebody/pipeline@sha256:12ab`"  # a registry knows no capitals
     assert image in summary.read_text(encoding="utf-8")
     call = log.read_text(encoding="utf-8")
-    assert call.startswith("gh release create v1.2.3 evidence.zip --repo Somebody/Pipeline --verify-tag ")
+    assert call.startswith("gh release create v1.2.3 evidence.zip dist/a.whl --repo Somebody/Pipeline --verify-tag ")
     assert shlex.split(call)[-2:] == ["--notes", f"Image: {image}"]
+
+
+@pytest.mark.parametrize(("tag", "ended"), [("v0.1.0", 0), ("v0.1.1", 1)])
+def test_a_tag_that_is_not_the_version_releases_nothing(tag: str, ended: int, tmp_path: Path) -> None:
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "pipeline-0.1.0.tar.gz").touch()
+    done = shell(running("release", "packages", "TAG#v")["run"], tmp_path, tmp_path, TAG=tag)
+    assert done.returncode == ended
+    assert ("is not the version" in done.stdout) is bool(ended)
+    assert all("packages" in the("release", job)["needs"] for job in ("image", "notes", "pypi"))
+
+
+def test_pypi_gets_what_was_built_and_only_once_somebody_has_set_that_up() -> None:
+    job = the("release", "pypi")
+    assert (job["if"], job["environment"]) == ("vars.PYPI == 'yes'", "pypi")
+    assert [step["uses"].partition("@")[0] for step in job["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ], "nothing that was checked out runs beside the right to publish"
 
 
 def test_nothing_is_released_that_ci_refuses_and_all_of_it_has_its_papers() -> None:
     assert the("release", "ci")["uses"] == "./.github/workflows/ci.yml"
-    assert the("release", "image")["needs"] == "ci"
+    assert "ci" in the("release", "image")["needs"]
     [build] = [step["with"] for step in steps("release", "image") if "build-push-action" in step.get("uses", "")]
     assert (build["push"], build["sbom"], build["provenance"]) == (True, True, "mode=max")
 

@@ -1,4 +1,4 @@
-"""A directory as a checkout is when the stages that train or measure are due."""
+"""Make a directory look like a checkout in which the training and measuring stages can run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def furnish(config: Config) -> None:
 
 
 def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]) -> Config:
-    """Make ``folder`` such a directory with this params.yaml, and the current one; what it starts finds our modules."""
+    """Furnish ``folder`` with this params.yaml and make it the current directory. Child processes find our modules."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")

@@ -1,1 +1,1 @@
-"""All variants side by side: rounds, and the processes that measure."""
+"""Measure all variants side by side: the rounds, and the processes that measure."""

@@ -1,14 +1,15 @@
-"""The arms of a measurement: variants in fresh processes, which take steps on request of the process that measures.
+"""The arms of a measurement: variants in fresh processes, which take steps when the bench asks for them.
 
-``python -m pipeline arms`` serves the checkout that it is started in: a request a line on stdin, an answer a line on
-stdout, both JSON. An arm is opened (and warmed up), takes its turns, and is closed, which tells what was measured. Two
-checkouts, each with a server of its own, can so be measured side by side.
+``python -m pipeline arms`` serves the checkout in which it is started. It reads one JSON request per line from stdin
+and writes one JSON answer per line to stdout. Requests open an arm (and warm it up), let it take turns, and close it;
+the answer to "close" holds the measurement. Two checkouts, each with its own server, can be measured side by side.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from pipeline.distributed import forked
 from pipeline.errors import PipelineError
 from pipeline.interpreter import terminate_with_parent
 from pipeline.measurement.detectors import children_seconds, detectors, of_turns
+from pipeline.measurement.energy import Energy, per_sample
 from pipeline.measurement.malloc import keep_freed_memory, return_freed_memory
 from pipeline.params import Config, Machine, Variant
 from pipeline.plans import Plan
@@ -34,29 +36,30 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import dataset_of, device_name_of, setup_of, window_of
 
 MEMORY_STEPS = (2, 4)
-"""On a CPU: steps of warm-up, and measured ones, of the memory's own window. They count as warm-up of the speed's."""
+"""On a CPU: warm-up steps and measured steps of the memory window. Both count as warm-up of the speed window."""
 FEWEST_WARMUP_STEPS = 3
-"""After the allocator was told to keep what is freed: one takes the pages, the others find them."""
+"""After the allocator was told to keep freed memory: the first step takes the pages, the others reuse them."""
+LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs cut windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
-"""What every arm imports; torch imports the second with the first optimizer."""
+"""The modules that every arm imports; torch imports the second one when the first optimizer is made."""
 
 
 class Measured(Setup):
-    """What one fresh process, or its world, says of a variant."""
+    """The measurement of a variant in one fresh process, or in one world of processes."""
 
     window: Window
     ledgers: Ledgers | None = None
-    """Only if asked for, like the next."""
+    """None unless the ledgers were asked for; the same holds for ``flops``."""
     flops: Flops | None = None
 
 
 def serve(config: Config, machine: Machine, prepared: Path) -> None:
     """Answer requests until stdin ends. A request that cannot be served is answered with ``{"error": message}``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears it, and ends this one
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends the processes forked for a request
-    terminate_with_parent()  # one that went before this has left the end of stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client receives the signal too, and ends this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
+    terminate_with_parent()  # if the parent ended before this call, stdin is at its end
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's model prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print, and its output is no answer
 
     def describe() -> dict[str, Any]:
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
@@ -104,25 +107,30 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 def _measure_in_turns(
     config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
-    """What each process does: a warm-up, then turns of so many steps as it is sent, ``steps`` in all, then the record.
+    """Run one process of an arm: warm up, take turns of as many steps as are sent (``steps`` in all), yield the record.
 
-    On a CPU, memory and speed exclude each other: an allocator that keeps freed blocks is fast, one that returns them
-    shows what is needed. So there the memory is measured first, in ``MEMORY_STEPS``, and then the speed.
+    On a CPU, memory and speed cannot be measured together: an allocator that keeps freed blocks is fast, and one that
+    returns them shows how much memory is needed. So the memory is measured first, in ``MEMORY_STEPS``, then the speed.
+
+    At the end of a turn drawn at random (with one turn, after the window), one extra step is taken, whose samples are
+    counted. So a technique that leaves samples out only inside the measured windows is found by training's count
+    (``Training.count_later``), not by this one.
     """
     on_cpu = plan.device == "cpu"
     if on_cpu:
         return_freed_memory()
     with assembled(plan, prepared) as assembly:
         world, warmup = assembly.world, plan.train.warmup_steps
-        wanted = [warmup + steps]
+        wanted = [warmup + steps + 1]
         if on_cpu:
             warmup = max(FEWEST_WARMUP_STEPS, warmup - sum(MEMORY_STEPS))
-            wanted = [sum(MEMORY_STEPS), warmup + steps]
-        epochs = -(-sum(wanted) // max(1, len(assembly.dataset.train) // plan.train.batch_size))
+            wanted = [sum(MEMORY_STEPS), warmup + steps + 1]
+        epochs = -(-sum(wanted) // max(1, len(assembly.task.dataset.train) // plan.train.batch_size))
         plan = plan.with_train(epochs=max(epochs, plan.train.epochs))
         seed = plan.train.seeds[0]
+        devices = world.devices(plan.devices_per_process)
         watching = detectors(
-            world.devices(plan.devices_per_process),
+            devices,
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
@@ -136,11 +144,15 @@ def _measure_in_turns(
                 keep_freed_memory()
                 training.settle(warmup)
             training.detectors = watching
+            training.energy = Energy(devices if config.bench.energy else (), LONGER_WINDOWS)
             training.advance(warmup)
             aside = waited = 0.0
+            counted_after = training.steps + world.broadcast(secrets.randbelow(steps))  # no step can foresee it
             turn = yield None
             while turn:
                 training.advance(turn)
+                if counted_after in range(training.steps - turn, training.steps):
+                    training.advance_counted()
                 children, since, own = children_seconds(os.getpid()), time.monotonic(), time.process_time()
                 turn = yield None
                 aside += time.process_time() - own
@@ -154,6 +166,9 @@ def _measure_in_turns(
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
+            if config.bench.energy and not window.refusals:  # the refusals are the same on every rank
+                samples = window.measured_steps * training.train.batch_size
+                window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
             found = _ledgers(training, window) if ledgers else None
             counted = _flops(training, device_name) if ledgers else None
@@ -162,10 +177,10 @@ def _measure_in_turns(
 
 
 def _allowed_wait(training: Training, config: Config) -> float | None:
-    """The share of a window that may be waiting for input; None where that belongs to what is compared.
+    """Return the share of a window that may be spent waiting for input; None where that wait is part of the comparison.
 
-    It does where a technique chooses how the input comes. And where steps are replayed from a CUDA graph: of a small
-    net's step hardly more is left than the input, which is made on the device, outside of the graph.
+    The wait is part of it where a technique chooses the input's placement. It also is where a CUDA graph replays the
+    steps: little more is left of a small model's step than the input, which is made on the device outside of the graph.
     """
     resident = training.batches.placement == "resident"
     if any(each.placement or (each.replays and resident) for each in training.techniques):
@@ -174,8 +189,10 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
 
 
 def _ledgers(training: Training, window: Window) -> Ledgers | None:
-    """The variant's ledger as measured on the largest rank, and as predicted; None if the peak is unknown."""
-    from pipeline.profiling import ledger  # most arms need none
+    """Return the variant's ledger, measured (on the rank with the highest peak) and predicted.
+
+    None if no peak is known, and on ranks other than the main one."""
+    from pipeline.profiling import ledger  # most arms need no ledger
 
     own_peak = None if window.peak_memory_bytes is None else training.memory.peak_bytes
     ranks = training.world.gather(ledger.measured(training, own_peak))
@@ -184,7 +201,7 @@ def _ledgers(training: Training, window: Window) -> Ledgers | None:
         return None
     predicted, why_not = None, None
     try:
-        predicted = ledger.predicted(training.plan, training.dataset, training.batches.placement)
+        predicted = ledger.predicted(training.plan, training.task, training.batches.placement)
     except ledger.PredictionError as error:
         why_not = str(error)
     return Ledgers(
@@ -195,5 +212,4 @@ def _ledgers(training: Training, window: Window) -> Ledgers | None:
 def _flops(training: Training, device_name: str) -> Flops:
     from pipeline.profiling import flops
 
-    dataset = training.dataset
-    return flops.counted(training.plan, dataset.shape, len(dataset.classes), device_name)
+    return flops.counted(training.plan, training.task, device_name)

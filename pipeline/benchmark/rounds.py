@@ -1,7 +1,7 @@
 """Steady-state speed and memory of all variants, side by side: fresh processes, interleaved rounds, an A/A arm.
 
-Three kinds of processes: this one asks; a server for each checkout (``server``, ``arm.serve``) answers; the ranks of an
-arm, which the server forks (``arm._measure_in_turns``), train and measure.
+There are three kinds of processes. This one sends requests; one server per checkout (``server``, ``arm.serve``) answers
+them; the ranks of an arm, which the server forks (``arm._measure_in_turns``), train and measure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import random
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,18 +45,20 @@ from pipeline.results import (
 
 CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
-"""As often is the short sample taken that says how many steps to measure, while other load spoils it."""
+"""Most tries for the calibration sample, from which the number of steps follows; other load can spoil a try."""
 FEWEST_STEPS = 5
+TOLD_SECONDS = 30
+"""Without a terminal, so often a line says how far the rounds are."""
 OPENING_SECONDS = 1.7
-"""So long took those arms to start of which windows of 1.5 s were found to be the best (docs/measuring.md)."""
+"""Start-up time of the arms for which windows of 1.5 s were found to be the best (docs/measuring.md)."""
 FEWEST_ROUNDS = 6
-"""``stats.FEWEST_PAIRS``, which the bench does not import: it need not be measured anew when statistics change."""
+"""Equals ``stats.FEWEST_PAIRS``, which is not imported here: a change of the statistics must not repeat the bench."""
 SETTLED_ROUNDS = 10
-"""So many rounds in a row on one side of a margin settle a ratio. With its median on the margin that has a chance of
-2 in 2^10 a look, however rounds scatter; ``benchmarks.simulations`` shows what all looks together cost."""
+"""This many rounds in a row on one side of a margin settle a ratio. A ratio whose median lies on the margin is settled
+by one look with a probability of 2 / 2^10, whatever the noise; ``benchmarks.simulations`` shows that of all looks."""
 NEGLIGIBLE = 0.001
-"""``stats.NEGLIGIBLE``, likewise: up to here a bias of equal arms' speeds disturbs nothing. Their peaks may differ by
-the margin, for heaps do."""
+"""Equals ``stats.NEGLIGIBLE``, for the same reason: a bias up to this between equal arms' speeds disturbs nothing. The
+peaks of equal arms may differ by the margin, because their heaps differ."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class ArmSpec:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What interleaved rounds gave."""
+    """The outcome of interleaved rounds."""
 
     arms: tuple[Arm, ...]
     steps: int
-    """Of each sample."""
+    """Steps of each sample."""
     turns: int
     seconds: float
     interrupted: bool
@@ -95,27 +98,29 @@ def measure(
     margins: Mapping[str, float] | None = None,
     max_spread: float = math.inf,
 ) -> Rounds:
-    """Rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one.
+    """Measure rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one round.
 
-    And at least ``fewest`` in which no sample was rejected, whatever ``seconds`` says; an arm whose samples always are
-    does not count, and twice as many rounds are enough. Once, when the time is over, the rounds are shown to
-    ``leaves_open``: if they do, it goes on for as long again. After ``max_rounds`` all ends, and sooner where
-    ``decided``, which is asked after each round from ``FEWEST_ROUNDS`` on, says so.
+    Whatever ``seconds`` says, at least ``fewest`` rounds without a rejected sample are measured, or 2 * ``fewest``
+    rounds in all; an arm whose samples were rejected in every round does not count. When the time is over,
+    ``leaves_open`` is called once with the rounds: if it returns True, the time is doubled. The measurement ends after
+    ``max_rounds``, or as soon as ``decided``, called after each round from ``FEWEST_ROUNDS`` on, returns True.
 
-    ``margins``: of fields of ``Window``. With them a variant whose ratios are all settled (``unsettled``) takes no part
-    in later rounds, so that its samples are of the first ones alone, and all ends with the last variant. None is where
-    the control itself strays, or its ratios lie further apart than ``max_spread`` (``equal``).
+    ``margins``: the margin of each field of ``Window``. With margins, a variant whose ratios are all settled
+    (``unsettled``) takes no part in later rounds, so it has samples of the first rounds only; when all variants are
+    settled, the measurement ends. No variant is settled while the A/A control deviates, or its ratios spread wider than
+    ``max_spread`` (``equal``).
 
-    With one turn, the arms of a round run one after the other, each alone. With more, all are started, and then take
-    their ``steps`` in ``turns`` short turns while the others wait, so that what the machine does for some seconds hits
-    all of them (in which order: ``order_of``). An interruption (KeyboardInterrupt) keeps the rounds that are complete;
-    it is raised again if there is none.
+    With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started, and
+    each takes its ``steps`` in ``turns`` short turns while the others wait, so that a disturbance of some seconds hits
+    all arms (for the order of the arms see ``order_of``). A KeyboardInterrupt keeps the complete rounds; if there are
+    none, it is raised again.
     """
     turns = min(turns, steps)  # no turn without a step
     facts: dict[str, dict[str, Any]] = {}
     rounds: list[dict[str, Window]] = []
     started, longest, interrupted, limit, extended = time.monotonic(), 0.0, False, seconds, False
     running = list(arms)
+    told, overdue = started, False
 
     def so_far() -> Rounds:
         return Rounds(
@@ -151,6 +156,11 @@ def measure(
                     if extended or not leaves_open(so_far()):
                         break
                     limit, extended = 2 * seconds, True
+                if rounds and not overdue and began - started > limit:
+                    overdue = True
+                    over = f"{limit / 60:g} minutes are over after {len(rounds)} round(s)"
+                    least = f"{fewest} without a rejected sample are needed, and {2 * fewest} are the most"
+                    bar.write(f"bench: {over}, and it goes on: {least} (bench.hard_limit)", sys.stdout)
                 order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 for name, answer in answers.items():
@@ -165,13 +175,17 @@ def measure(
                     if window.measured_steps < steps and not window.refusals:
                         raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and says not why.")
                 rounds.append(windows)
-                longest = max(longest, time.monotonic() - began)
+                now = time.monotonic()
+                if bar.disable and now - told >= TOLD_SECONDS:
+                    told = now
+                    print(f"bench: {len(rounds)} round(s) after {now - started:.0f} s", flush=True)
+                longest = max(longest, now - began)
                 if len(rounds) >= FEWEST_ROUNDS and decided(so_far()):
                     break
                 if margins and len(still := unsettled(running, rounds, margins, max_spread)) < len(running):
                     longest *= len(still) / len(running)
                     running = still
-                    if len({spec.variant for spec in running}) == 1:  # the baseline's
+                    if len({spec.variant for spec in running}) == 1:  # only the baseline's arms are left
                         break
         except KeyboardInterrupt:
             if not rounds:
@@ -181,8 +195,9 @@ def measure(
 
 
 def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
-    """Of round ``number``, from 0: drawn anew every other round, so that no arm has a place or neighbours of its own;
-    reversed in the round after, so that a drift hits all arms alike."""
+    """Return the order of the arms in round ``number``, counted from 0. Every other round draws a new order, so that no
+    arm has a fixed place or fixed neighbours; the round after it reverses the order, so that drift hits all arms alike.
+    """
     drawn = random.Random(number // 2).sample(arms, len(arms))
     return drawn[:: 1 if number % 2 == 0 else -1]
 
@@ -200,12 +215,12 @@ def unsettled(
     margins: Mapping[str, float],
     max_spread: float = math.inf,
 ) -> list[ArmSpec]:
-    """Those of ``arms`` that another round is to measure: the baseline and its control, and each variant, with the arms
-    of its ablation, of which a ratio is not ``settled``; all, unless baseline and control are ``equal``.
+    """Return those of ``arms`` that the next round must measure: the baseline, its control, and each variant (with the
+    arms of its ablation) that has a ratio that is not ``settled``. All arms, unless baseline and control are ``equal``.
 
-    An arm is held against the baseline and its control alike, so that what equal arms differ by settles nothing; one
-    without a technique, against its variant. A rejected sample settles nothing, a figure that this machine does not
-    tell leaves nothing open.
+    An arm is compared with both the baseline and its control, so that a difference between equal arms settles nothing;
+    an arm without one technique is compared with its variant. A rejected sample settles nothing. A figure that this
+    machine cannot measure leaves nothing open.
     """
     baseline, control = next((arm.variant, arm.name) for arm in arms if arm.role == "aa_control")
     equals = [arm.name for arm in arms if arm.variant == baseline]
@@ -236,18 +251,19 @@ def unsettled(
 
 
 def settled(rounds: Sequence[Sequence[float]], margin: float, count: int = SETTLED_ROUNDS) -> bool:
-    """Whether all ratios of the last ``count`` rounds lie above 1 + margin, or below its reciprocal, or between."""
+    """True if the ratios of the last ``count`` rounds all lie above 1 + margin, all below 1 / (1 + margin), or all
+    between the two. False with fewer rounds."""
     bound = 1 + margin
     sides = {(ratio > bound) - (ratio < 1 / bound) for each in rounds[-count:] for ratio in each}
     return len(rounds) >= count and len(sides) == 1
 
 
 def equal(ratios: Sequence[float], tolerance: float, max_spread: float, count: int = SETTLED_ROUNDS) -> bool:
-    """Whether the last ``count`` ratios look like those of equal arms: the second and the last but one by size, of ten
-    an interval of the median with 97.9%, hold 1 or a value within ``tolerance`` of it, and lie no further apart than
-    ``max_spread``, a relative width.
+    """True if the last ``count`` ratios look like those of equal arms. The interval from the second smallest to the
+    second largest (of ten ratios a 97.9% interval of the median) must hold a value within ``tolerance`` of 1, and be no
+    wider than ``max_spread``, a relative width. False with fewer ratios.
 
-    Source of the interval: two binomial tails of at most one in ten, 1 - 2 * 11 / 2^10 (the sign test's).
+    Source of the interval: the sign test; two binomial tails of at most one in ten, 1 - 2 * 11 / 2^10.
     """
     if len(ratios) < count:
         return False
@@ -278,38 +294,39 @@ def _in_turns(
     return {spec.name: spec.server.close(spec.name) for spec in arms}
 
 
-_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s, {postfix}"
+_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
 
 
 class Calibration(NamedTuple):
     """A short sample of an arm, taken before the rounds."""
 
     answer: dict[str, Any]
-    """As of ``Server.close``."""
+    """The answer of ``Server.close``."""
     opening_seconds: float
-    """Of its processes, from their start to the first measured step."""
+    """From the start of the arm's processes to the first measured step."""
     step_seconds: float
 
     def seconds(self, steps: int) -> float:
-        """About what it takes in a round."""
+        """Return about how long the arm takes in a round of ``steps`` steps."""
         return self.opening_seconds + steps * self.step_seconds
 
 
 def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
-    """``CALIBRATION_STEPS`` of ``arm``; what ``ledgers`` take is in none of its times."""
+    """Measure ``CALIBRATION_STEPS`` of ``arm``. Its times do not include the time that ``ledgers`` take."""
     began = time.monotonic()
     arm.server.open(arm.name, arm.values, CALIBRATION_STEPS, ledgers=ledgers)
     opened = time.monotonic()
     arm.server.turn(arm.name, CALIBRATION_STEPS)
     ended = time.monotonic()
-    return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / CALIBRATION_STEPS)
+    steps = CALIBRATION_STEPS + 1  # the only turn ends with the step whose samples are counted
+    return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / steps)
 
 
 def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -> tuple[int, Calibration]:
-    """As many steps as ``arm`` takes for a window, by short samples of it; and the last of these.
+    """Return how many steps of ``arm`` fill a window, from short samples, and the last of these samples.
 
-    A window takes ``seconds``, and more where the arms take long to start: by the square root of how much longer that
-    is than ``OPENING_SECONDS``. It is the window that knows most for its minutes (Kalibera and Jones, ISMM 2013).
+    A window takes ``seconds``. Where the arms take r times ``OPENING_SECONDS`` to start, r > 1, it takes sqrt(r) times
+    as long, which yields the most information per minute (Kalibera and Jones, ISMM 2013).
     """
     for _ in range(CALIBRATIONS):
         sample = calibrate(arm)
@@ -322,12 +339,12 @@ def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -
 
 
 def fewest_rounds(settings: BenchSettings) -> int:
-    """Those that are measured whatever the time is."""
+    """Return how many rounds are measured even if that takes longer than allowed."""
     return 0 if settings.hard_limit else FEWEST_ROUNDS
 
 
 def outlook(arms: int, steps: int, round_seconds: float, *, seconds: float, max_rounds: int | None, fewest: int) -> str:
-    """What ``measure`` is about to do, and until when, in words. ``round_seconds``: about what a round takes."""
+    """Say in words what ``measure`` is about to do, and when it will end. ``round_seconds``: estimate for one round."""
     fitting = max(1, int(seconds / round_seconds))
     rounds = max(fitting, fewest) if max_rounds is None else min(max(fitting, fewest), max_rounds)
     ends = time.strftime("%H:%M %Z", time.localtime(time.time() + rounds * round_seconds))
@@ -341,26 +358,29 @@ def outlook(arms: int, steps: int, round_seconds: float, *, seconds: float, max_
 
 
 def turns_on(device: str, settings: BenchSettings) -> int:
-    """In how many turns a sample is measured. On a GPU in one: an arm that waits would hold the GPU's memory."""
+    """Return the turns per sample. On a GPU there is one turn only: an arm that waits would hold the GPU's memory."""
     return settings.turns if device == "cpu" else 1
 
 
 def run(config: Config, machine: Machine, *, again: bool = False) -> None:
-    """Measure all variants and write ``bench.json``; ``again``: one more session, into a file of its own.
+    """Measure all variants and write ``bench.json``; with ``again``, write one more session into its own file.
 
-    Interrupted, it writes the rounds that are complete and raises KeyboardInterrupt. Raises PipelineError.
+    If interrupted, write the complete rounds and raise KeyboardInterrupt. Raises PipelineError.
     """
     settings, baseline = config.bench, config.compare.baseline
     seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
     ended = sitting.begin()
-    # Before anything is measured: what is edited meanwhile was not.
+    # Read before anything is measured: code that is edited during the bench was not measured.
     commit, content = environment.checked_out(), environment.read() | stages.described(config, plans(config, machine))
     with Server() as server:
         about = server.describe()
         variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
         specs = [ArmSpec(name, "variant", name, None, server, values) for name, values in variants.items()]
-        # Also the warm-up: from here on the files are in memory.
-        samples = {arm.name: calibrate(arm, ledgers=not again) for arm in specs}
+        # This is also a warm-up: from here on the files are in the page cache.
+        samples = {}
+        for number, spec in enumerate(specs, 1):
+            print(f"bench: a first look at {spec.name}, {number} of {len(specs)}", flush=True)
+            samples[spec.name] = calibrate(spec, ledgers=not again)
         ledgers = _known(samples, "ledgers", Ledgers)
         flops = _known(samples, "flops", Flops)
         ablated, not_ablated = _ablation(config, machine, server)
@@ -379,11 +399,12 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
             steps=steps,
             turns=turns,
             fewest=fewest,
-            # As max_minutes they change how much is measured, not what; dvc.yaml does not name them, so that a changed
-            # margin is judged on the rounds there are.
+            # Like max_minutes, the margins change how much is measured, not what. dvc.yaml does not name them, so a
+            # changed margin is applied to the rounds that exist.
             margins={
                 "samples_per_second": config.compare.margins.throughput,
                 "peak_memory_bytes": config.compare.margins.memory,
+                **({"joules_per_sample": margin} if (margin := config.compare.margins.energy) else {}),
             },
             max_spread=config.compare.max_spread,
         )
@@ -410,7 +431,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     if again:
         for earlier in recalled(bench):
             print(f"bench: an earlier bench of the same counts as a session too: {earlier}", flush=True)
-    else:  # unasked it makes no session: two of them, with an interval over both, can leave open what one decides
+    else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides
         files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
     print(f"bench: {bench.rounds} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
     for arm in rounds.arms:
@@ -418,13 +439,15 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
             print(f"bench: {arm.name} was settled after {len(arm.samples)} rounds", flush=True)
         for line in rejections(arm):
             print(f"bench: {arm.name} {line}", flush=True)
+    if why := next((each.why_no_energy for arm in rounds.arms for each in arm.samples if each.why_no_energy), None):
+        print(f"bench: energy is unknown, at least in a round: {why}", flush=True)
     if rounds.interrupted:
         raise KeyboardInterrupt
 
 
 def recalled(bench: Bench) -> list[Path]:
-    """Make sessions of the kept benches that measured the baseline and a variant as ``bench`` did; their files. What
-    has too few rounds to bound a ratio is left where it is."""
+    """Move the kept benches that measured the baseline and a variant as ``bench`` did to the sessions; return their new
+    files. A bench with too few rounds to bound a ratio stays where it is."""
     found = []
     for kept in read_sessions(KEPT_BENCHES):
         same = {name for name, key in bench.keys.items() if kept.keys.get(name) == key}
@@ -436,18 +459,18 @@ def recalled(bench: Bench) -> list[Path]:
 
 
 def _name(bench: Bench) -> str:
-    """Of its file among others: when it started."""
+    """Return the name of the bench's file among other sessions: the time at which the bench started."""
     return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
 
 
 def _known(samples: Mapping[str, Calibration], key: str, record: type[R]) -> dict[str, R]:
-    """By variant."""
+    """Return the records under ``key`` by variant, without the variants that have none."""
     found = {name: sample.answer[key] for name, sample in samples.items()}
     return {name: record.model_validate(values) for name, values in found.items() if values is not None}
 
 
 def _ablation(config: Config, machine: Machine, server: Server) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
-    """The arms that show each technique's own share in the variants to ablate, and why some have none."""
+    """Return the arms that isolate each technique of the variants to ablate, and why some techniques have no arms."""
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}
     base = plan(config, config.compare.baseline, machine).applied

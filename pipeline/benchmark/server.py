@@ -1,4 +1,4 @@
-"""The process that measures a checkout's variants, as the one that asks sees it; ``arm.serve`` is the other end."""
+"""The client side of the process that measures a checkout's variants; ``arm.serve`` is the server side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BenchError(PipelineError):
 
 
 class Server(AbstractContextManager["Server"]):
-    """A process that measures the variants of the checkout ``root`` with that checkout's own code, by ``python``."""
+    """A ``python`` process that measures the variants of the checkout ``root`` with that checkout's own code."""
 
     def __init__(self, root: Path = Path(), python: Path = Path(sys.executable)) -> None:
         self.root, self._python = root, python
@@ -40,23 +40,23 @@ class Server(AbstractContextManager["Server"]):
         self._process.communicate()
 
     def describe(self) -> dict[str, Any]:
-        """What params.yaml, the environment and the prepared data set are there."""
+        """Return the settings of params.yaml, the environment's hash, the data set and the device of the checkout."""
         return self._ask(do="describe")
 
     def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
-        """Start a variant in a fresh process or world and warm it up, for ``steps`` steps in all."""
+        """Start a variant in a fresh process or world and warm it up, to measure ``steps`` steps of it in all."""
         self._ask_of(name, do="open", values=values, steps=steps, ledgers=ledgers)
 
     def turn(self, name: str, steps: int) -> None:
-        """``steps`` steps of an open arm."""
+        """Let an open arm take ``steps`` steps."""
         self._ask_of(name, do="turn", steps=steps)
 
     def close(self, name: str) -> dict[str, Any]:
-        """End an open arm: ``arm.Measured`` as plain values."""
+        """End an open arm and return its ``arm.Measured`` as plain values."""
         return self._ask_of(name, do="close")
 
     def measure(self, name: str, values: dict[str, Any], steps: int) -> dict[str, Any]:
-        """The three of them: ``steps`` warm steps in one turn."""
+        """Open an arm, measure ``steps`` warm steps in one turn, and close it."""
         self.open(name, values, steps)
         self.turn(name, steps)
         return self.close(name)

@@ -1,4 +1,4 @@
-"""What the machine was like while a bench ran: told beside its figures, and used for none of them."""
+"""The state of the machine while a bench ran: recorded beside the bench's figures, and used for none of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def begin() -> Callable[[], Session]:
-    """Call it when a bench starts; what it returns tells of the session when the bench has ended."""
+    """Call this when a bench starts, and the returned function when the bench has ended: it returns the session."""
     start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
 
     def ended() -> Session:
         spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
-        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))  # which user holds
+        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))  # user includes it
         return Session(
             start_utc=start.isoformat(timespec="seconds"),
             boot_id=BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else None,

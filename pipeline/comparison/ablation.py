@@ -1,4 +1,4 @@
-"""Each technique's own share in an ablated variant: added to the baseline alone, and left out of the whole stack."""
+"""Each technique's own effect in an ablated variant: added alone to the baseline, and removed from the full variant."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pipeline.results import Arm, Bench, Record
 
 
 class Share(Record):
-    """What one technique of one ablated variant does, alone and beside the variant's others."""
+    """The effect of one technique of an ablated variant, alone and beside the variant's other techniques."""
 
     variant: str
     technique: str
     added_throughput: Ratio | None = None
-    """The baseline with the technique over the baseline. None: not measured, as everywhere here."""
+    """The baseline with the technique over the baseline. In all fields here, None means not measured."""
     added_memory: Ratio | None = None
     stacked_throughput: Ratio | None = None
     """The variant over the variant without the technique."""
     stacked_memory: Ratio | None = None
     accuracy: Accuracy | None = None
-    """Of a trained variant that runs as the baseline with exactly this technique does; None if there is none."""
+    """Accuracy of a trained variant that equals the baseline with exactly this technique; None if there is none."""
     accuracy_from: str | None = None
     """That variant's name."""
     verdict: Verdict | None = None
-    """Of the technique alone, added to the baseline. Accuracy and memory count only where they are known."""
+    """Verdict on the technique added alone to the baseline. Accuracy and memory count only where they are known."""
     interaction: str | None = None
-    """Where added and stacked disagree, in a sentence a quantity."""
+    """One sentence per quantity whose added and stacked ratios disagree."""
     why_not: str | None = None
     """Why nothing was measured; then everything above is None."""
 
@@ -38,10 +38,10 @@ class Share(Record):
 def shares(
     bench: Bench, accuracies: Mapping[str, Accuracy], margins: Margins, noise: Callable[[Quantity, int], Noise]
 ) -> tuple[Share, ...]:
-    """Every technique's share in every ablated variant, in the bench's order.
+    """Return every technique's share in every ablated variant, in the bench's order.
 
-    ``accuracies``: of the trained variants against the baseline, by name. ``noise``: A/A of a quantity in so many
-    of the first rounds.
+    ``accuracies``: the trained variants' accuracy against the baseline, by name. ``noise``: returns the A/A noise of a
+    quantity in a given number of first rounds.
     """
     pairs = [(arm.variant, arm.technique or "") for arm in bench.arms if arm.role in ("with", "without")]
     pairs += [(variant, technique) for variant, reasons in bench.not_ablated.items() for technique in reasons]
@@ -88,9 +88,9 @@ def _ratios(
 
 
 def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:
-    """The trained variant that runs as ``arm`` does."""
+    """Return the trained variant that applies the same techniques as ``arm``; None if there is none."""
 
-    def how(one: Arm) -> tuple[dict[str, Any], int]:  # "auto" processes, and the number it comes to, are the same
+    def how(one: Arm) -> tuple[dict[str, Any], int]:  # processes "auto" equals the number it resolves to
         return {key: value for key, value in one.applied.items() if key != "processes"}, one.world_size
 
     others = (bench.arm("variant", variant) for variant in accuracies)
@@ -98,7 +98,8 @@ def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str 
 
 
 def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, ...]) -> str | None:
-    """Where the intervals of the two ratios do not overlap, and the ratios differ by more than the margin."""
+    """Say in which quantities the intervals of the two ratios do not overlap and the ratios differ by more than the
+    margin; None if in none."""
     sentences = []
     for quantity, alone, beside in zip((THROUGHPUT, MEMORY), added, stacked, strict=True):
         if alone is None or beside is None or "untrusted" in (alone.decision, beside.decision):
@@ -113,19 +114,12 @@ def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, .
             how = "turns round"
         else:
             how = "is larger" if abs(other[1]) > abs(one[1]) else "is smaller"
-        sentences.append(
-            f"The effect on {quantity.noun} {how} beside the other techniques: {_shown(beside)}, against "
-            f"{_shown(alone)} alone."
-        )
+        sentences.append(f"The effect on {quantity.noun} {how} beside the other techniques.")
     return " ".join(sentences) or None
 
 
 def _logarithms(ratio: Ratio) -> tuple[float, float, float] | None:
-    """Low, estimate and high; None where the ratio is not bounded."""
+    """Return the logarithms of low, estimate and high; None if the ratio has no bounds."""
     if ratio.low is None or ratio.estimate is None or ratio.high is None:
         return None
     return math.log(ratio.low), math.log(ratio.estimate), math.log(ratio.high)
-
-
-def _shown(ratio: Ratio) -> str:
-    return f"{ratio.estimate:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -1,22 +1,55 @@
-"""What stands between the figures and a decision, in words, and what would help."""
+"""Explain why figures do not lead to a decision, and advise what would help."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from pipeline.comparison import planning, stats
+from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
+from pipeline.comparison.stats import Decision
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio
 from pipeline.results import Bench
 
 MOST_SEEDS = 20
-"""To train more of them is no advice."""
+"""Training more seeds than this is never advised."""
+
+_CERTAIN = {
+    ("throughput", "better"): "faster",
+    ("throughput", "worse"): "slower",
+    ("memory", "better"): "saves memory",
+    ("memory", "worse"): "needs more memory",
+    ("energy", "better"): "saves energy",
+    ("energy", "worse"): "needs more energy",
+    ("accuracy", "better"): "more accurate",
+    ("accuracy", "worse"): "less accurate",
+}
+
+
+def certain(decisions: Mapping[str, Decision]) -> list[str]:
+    """Return the decided part of an undecided verdict and its possible outcomes, or the decided part of an untrusted
+    one. Empty if nothing is decided for better or worse, or the verdict is neither.
+
+    >>> certain({"throughput": "undecided", "accuracy": "same", "memory": "better"})
+    ['saves memory; pays or trades']
+    >>> certain({"throughput": "untrusted", "accuracy": "undecided", "memory": "better"})
+    ['decided all the same: saves memory']
+    """
+    said, verdict = (
+        [_CERTAIN[each] for each in decisions.items() if each in _CERTAIN],
+        verdicts.verdict(list(decisions.values())),
+    )
+    if not said or verdict not in ("undecided", "untrusted"):
+        return []
+    if verdict == "untrusted":
+        return [f"decided all the same: {', '.join(said)}"]
+    return [f"{', '.join(said)}; {' or '.join(verdicts.possible(list(decisions.values())))}"]
 
 
 def reasons(
     throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench, *, stopped: bool = False
 ) -> tuple[str, ...]:
-    """Of one variant; ``stopped``: ``bench`` took it for settled."""
+    """Return the reasons and advice for one variant; ``stopped``: ``bench`` considered the variant settled."""
     cost = planning.cost_of(bench)
     found = [
         *ratio_reasons(throughput, THROUGHPUT, cost, stopped=stopped),
@@ -33,9 +66,9 @@ def interrupted(bench: Bench) -> str:
 
 
 def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped: bool = False) -> list[str]:
-    """Why ``ratio`` is untrusted or undecided, and what would decide it; nothing if it is decided.
+    """Return why ``ratio`` is untrusted or undecided, and what would decide it; empty if it is decided.
 
-    Where that would take longer than ``LONGEST_MINUTES``: at what margin it could be decided in this time.
+    If a decision would take longer than ``LONGEST_MINUTES``, name the margin at which this time would suffice.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]
@@ -58,8 +91,8 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.refused)
         if rounds <= cost.affordable():
-            remedy = cost.remedy(rounds)
-            return [f"{quantity.noun} is undecided: about {ratio.more_pairs} more pair(s) would decide ({remedy})"]
+            enough = f"about {cost.duration(rounds)} in all would decide ({cost.remedy(rounds)})"
+            return [f"{quantity.noun} is undecided: {enough}"]
     undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
     if math.isinf(cost.affordable()):
         return [f"{undecided}, and no number of pairs that would decide can be foreseen"]
@@ -69,9 +102,9 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
 
 
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:
-    """Why ``accuracy`` is undecided, and what would decide it; nothing if it is decided.
+    """Return why ``accuracy`` is undecided, and what would decide it; empty if it is decided.
 
-    Where that would take more than ``MOST_SEEDS``: at what margin so many could decide.
+    If a decision would take more than ``MOST_SEEDS`` further seeds, name the margin at which these would suffice.
     """
     if accuracy.decision != "undecided":
         return []
@@ -81,7 +114,7 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
         return [f"{undecided}: about {accuracy.more_seeds} more would decide (add them to train.seeds)"]
     mean = accuracy.mean_fraction
-    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one of them may be cut off
+    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one half may be cut off
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
         f"{undecided} at the margin of {100 * accuracy.margin_fraction:g} percentage points; {MOST_SEEDS} more could "

@@ -1,5 +1,5 @@
-"""The best of the variants that pay. What is chosen for its figure has a flattered one: of ten variants that all gain
-6%, the best seems to gain about 8%. So its gain is told by other measurements than those that chose it."""
+"""The best of the variants that pay. A variant chosen for its figure has an inflated figure: of ten variants that all
+gain 6%, the best seems to gain about 8%. So its gain comes from other measurements than those that chose it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
 from pipeline.comparison.sessions import Sitting, arm_of, by_session, combined, over_sessions
 from pipeline.comparison.stats import FEWEST_PAIRS, Interval
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Quantity, Ratio, SessionRatio
+from pipeline.comparison.verdicts import QUANTITIES, Quantity, Ratio, SessionRatio
 
 
-def champion_of(paying: Mapping[str, tuple[Ratio, Ratio]], sittings: Sequence[Sitting]) -> Champion | None:
-    """Of the variants that pay, and so lose no accuracy, the one that gains most speed, then memory; None if none pays.
+def champion_of(paying: Mapping[str, Sequence[Ratio | None]], sittings: Sequence[Sitting]) -> Champion | None:
+    """Return the champion of the variants that pay, which lose no accuracy: the one with the largest gain in speed; if
+    none gains speed, in memory, then in energy. None if no variant pays.
 
-    ``paying``: their ratios of throughput and memory. Gains that are not decided count for nothing.
+    ``paying``: the variants' ratios in the order of ``QUANTITIES``. Undecided gains do not count.
     """
-    for index, quantity in enumerate((THROUGHPUT, MEMORY)):
-        ratios = {name: each[index] for name, each in paying.items() if each[index].decision == "better"}
+    for index, quantity in enumerate(QUANTITIES):
+        told = {name: each[index] for name, each in paying.items() if index < len(each)}
+        ratios = {name: each for name, each in told.items() if each and each.decision == "better"}
         if ratios:
-            first, *others = sorted(ratios, key=lambda name: ratios[name].estimate or 1.0, reverse=index == 0)
+            first, *others = sorted(
+                ratios, key=lambda name: ratios[name].estimate or 1.0, reverse=quantity.higher_is_better
+            )
             second = others[0] if others else None
             return Champion(
                 variant=first,
@@ -35,24 +39,24 @@ def champion_of(paying: Mapping[str, tuple[Ratio, Ratio]], sittings: Sequence[Si
                 runner_up=second,
                 head_to_head=_head_to_head(first, second, ratios, sittings, quantity) if second else None,
             )
-    for first in paying:  # by its accuracy alone
+    for first in paying:  # it pays by its accuracy alone
         return Champion(variant=first, quantity=None, among=len(paying), ratio=None, runner_up=None, head_to_head=None)
     return None
 
 
 def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.mean) -> list[int]:
-    """For each part of a measurement the best candidate by the ``middle`` of all *other* parts.
+    """Return, for each part of a measurement, the index of the best candidate by the ``middle`` of all *other* parts.
 
-    ``gains``: [candidates, parts], at least two parts, more is better. The chosen one's gain in the part left out had
-    no say in the choice, so that luck does not flatter it.
+    ``gains``: [candidates, parts], at least two parts, higher is better. The gain in the part left out has no influence
+    on the choice, so luck does not inflate it.
     """
     parts = range(gains.shape[1])
     return [int(middle(np.delete(gains, part, axis=1), axis=1).argmax()) for part in parts]
 
 
 def no_narrower(interval: Interval, own: Interval) -> Interval:
-    """``interval``, on either side at least as wide as ``own``, the best one's: parts that choose for each other are
-    not independent, and agree better than they know."""
+    """Widen ``interval``, on each side, to at least the width of ``own``, the best variant's interval. Parts that
+    choose for each other are not independent, so their agreement would make the interval too narrow."""
     return replace(
         interval,
         low=interval.estimate * min(interval.low / interval.estimate, own.low / own.estimate),
@@ -61,9 +65,10 @@ def no_narrower(interval: Interval, own: Interval) -> Interval:
 
 
 def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], quantity: Quantity) -> Ratio | None:
-    """What to choose the best brings, over the sessions that have all of ``ratios``; of a single one, over its rounds.
+    """Return the gain of choosing the best variant, over the sessions that have all of ``ratios``; with a single such
+    session, over its rounds.
 
-    None where there is none, or too few rounds of it have all.
+    None if there is no such session, or too few rounds of the single one have all variants.
     """
     starts = _shared(ratios)
     margin, sign = next(iter(ratios.values())).margin, 1 if quantity.higher_is_better else -1
@@ -102,7 +107,7 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
 def _head_to_head(
     first: str, second: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], quantity: Quantity
 ) -> Ratio | None:
-    """``first`` over ``second``, from the rounds that have both, over the sessions that have both."""
+    """Return ``first`` over ``second``, from the rounds and sessions that have both; None if no session has both."""
     starts = _shared({name: ratios[name] for name in (first, second)})
 
     def of(sitting: Sitting) -> Ratio:
@@ -116,14 +121,14 @@ def _head_to_head(
 
 
 def _shared(ratios: Mapping[str, Ratio]) -> list[str]:
-    """When the sessions started that count for all."""
+    """Return the start times of the sessions that count for all ``ratios``."""
     return sorted(
         set.intersection(*({one.start_utc for one in each.sessions if one.counts} for each in ratios.values()))
     )
 
 
 def _interval(ratio: Ratio | SessionRatio) -> Interval:
-    """Of one that is bounded."""
+    """Return the interval of a ratio that has bounds."""
     return Interval(ratio.estimate or 1.0, ratio.low or 0.0, ratio.high or math.inf, ratio.pairs)
 
 
@@ -132,12 +137,12 @@ def _in(ratio: Ratio, start: str) -> SessionRatio:
 
 
 def _figures(sitting: Sitting, names: Sequence[str], quantity: Quantity) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[1 + names, rounds]: the baseline's and theirs, of the rounds in which all are known."""
+    """Return the figures of the baseline and of ``names``, [1 + names, rounds], in the rounds that have all of them."""
     arms = [arm_of(sitting.bench, "variant", name) for name in (sitting.bench.baseline, *names)]
     rounds = zip(*([getattr(sample, quantity.field) for sample in arm.samples] for arm in arms), strict=False)
     return np.array([each for each in rounds if all(each)], dtype=np.float64).reshape(-1, len(arms)).T
 
 
 def _rounds(sitting: Sitting, names: Sequence[str]) -> int:
-    """In which all took part."""
+    """Return the number of rounds in which all of ``names`` took part."""
     return min(len(arm_of(sitting.bench, "variant", name).samples) for name in names)

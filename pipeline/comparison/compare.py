@@ -1,7 +1,7 @@
 """Results of all variants and the bench -> one comparison with the baseline. A pure function of files.
 
-Throughput, memory and the verdicts rest on the bench, which measured all variants side by side; accuracy and the steps
-to reach it rest on the training runs. ``None`` means unknown: a figure that no file holds is not estimated here.
+Throughput and memory come from the bench, which measured all variants side by side; accuracy and the steps to reach it
+come from the training runs; verdicts use both. ``None`` means unknown: a figure that is in no file is not estimated.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.comparison import ablation, advice, consistency, figures, pareto, verdicts
+from pipeline.comparison import ablation, advice, consistency, figures, pareto, planning, verdicts
 from pipeline.comparison.champion import champion_of
 from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError
 from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, distinct, sitting_of, sittings_like, summary
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
+from pipeline.comparison.verdicts import ENERGY, MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
 from pipeline.environment import without_stages
 from pipeline.params import Compare, Margins
 from pipeline.results import Bench, HistoryRow, Result
@@ -28,14 +28,14 @@ def compare(
     environment: Mapping[str, Any],
     made_of: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """Compare every result with the baseline's, over all ``sessions`` that measured the pair as the first did, which is
-    the bench's own: figures that are no ratios are of it alone.
+    """Compare every result with the baseline's. The first of ``sessions`` is the bench's own; ratios use all sessions
+    that measured the pair as the first did, and all other figures use the first session only.
 
-    On the Pareto front is what nothing beats in throughput, memory and accuracy against the baseline's; a difference
-    from the baseline that was not shown to matter counts as none, and one that is not trusted has no place there.
+    The Pareto front holds the variants that no other variant beats in throughput, memory and accuracy, each relative to
+    the baseline. A difference that was not shown to matter counts as none; untrusted variants are not on the front.
 
-    Raises ComparisonError if the results and the bench are not those of one job in one environment: ``environment`` is
-    the content of environment.json. ``made_of``: the files that all this was read from (``consistency.made_of``).
+    Raises ComparisonError if the results and the bench are not from one job in one environment. ``environment``: the
+    content of environment.json. ``made_of``: the files from which the arguments were read (``consistency.made_of``).
     """
     baseline = next((result for result in measured if result.variant == settings.baseline), None)
     if baseline is None:
@@ -45,7 +45,7 @@ def compare(
             "Name one of them as the baseline, or run `dvc repro`."
         )
     bench, names = sessions[0], [each.variant for each in measured]
-    consistency.check(measured, baseline, histories, bench, environment)
+    consistency.check(measured, baseline, bench, environment)
 
     sittings = sittings_like(bench, sessions, settings.max_spread)
     own = sitting_of(bench, settings.max_spread)
@@ -56,10 +56,11 @@ def compare(
         )
         for each in others
     }
-    trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:2]) for name, each in judgements.items()}
+    trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:3]) for name, each in judgements.items()}
     trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in own[1:])
-    placed = {name: each[:3] for name, each in judgements.items() if each.verdict != "untrusted"}
-    front = pareto.on_front(baseline.variant, placed) if placed or all(trusted[baseline.variant]) else set()
+    trusting = {name: each for name, each in judgements.items() if each.verdict != "untrusted"}
+    placed = {name: (each.throughput, each.memory, each.accuracy) for name, each in trusting.items()}
+    front = pareto.on_front(baseline.variant, placed) if placed or all(trusted[baseline.variant][:2]) else set()
     target = settings.target_accuracy
     benched = {name: figures.of_bench(bench, arm_of(bench, "variant", name), *trusted[name]) for name in names}
     times = {
@@ -69,12 +70,19 @@ def compare(
         for each in measured
     }
     reached = times[baseline.variant]
+    speeds = {name: each["samples_per_second"] for name, each in benched.items()}
+    equal_times = {
+        each.variant: figures.equal_time(each, baseline, histories, speeds)
+        for each in others
+        if each.applied.get("distillation") or figures.another_model(each, baseline)
+    }
     time_ratios = {name: figures.time_ratio(times[name], reached, each.throughput) for name, each in judgements.items()}
     return Comparison(
         baseline=baseline.variant,
         target_accuracy_fraction=target,
         margins=settings.margins,
         made_of=made_of or {},
+        settings=settings,
         environment=without_stages(environment),
         device=baseline.device,
         dataset=baseline.dataset,
@@ -83,6 +91,7 @@ def compare(
         seeds=tuple(run.seed for run in baseline.runs),
         noise_throughput=own.throughput,
         noise_memory=own.memory,
+        noise_energy=own.energy if verdicts.tells_energy(bench.arms) else None,
         variants=tuple(
             Compared(
                 variant=each.variant,
@@ -92,11 +101,17 @@ def compare(
                 **figures.of_training(each, baseline),
                 time_to_target=times[each.variant],
                 time_to_target_ratio=time_ratios.get(each.variant),
+                another_model=figures.another_model(each, baseline),
+                equal_time=equal_times.get(each.variant),
             )
             for each in (baseline, *others)
         ),
         champion=champion_of(
-            {name: each[:2] for name, each in judgements.items() if each.verdict == "pays"},
+            {
+                name: each[:3] if settings.margins.energy else each[:2]
+                for name, each in judgements.items()
+                if each.verdict == "pays"
+            },
             sittings,
         ),
         sessions=tuple(summary(each, [name for name in names if alike(bench, each.bench, name)]) for each in sittings),
@@ -111,16 +126,20 @@ def compare(
     )
 
 
-def _trusts(own: Sitting, ratio: Ratio) -> bool:
-    """Whether the bench's own session told a trusted ratio: only then are its figures shown."""
-    return any(each.trusted for each in ratio.sessions if each.start_utc == own.bench.session.start_utc)
+def _trusts(own: Sitting, ratio: Ratio | None) -> bool:
+    """True if the bench's own session gave a trusted ratio: only then are the session's figures shown."""
+    return ratio is not None and any(
+        each.trusted for each in ratio.sessions if each.start_utc == own.bench.session.start_utc
+    )
 
 
 class Judgement(NamedTuple):
-    """What a variant's verdict says and rests on."""
+    """A variant's verdict, and the ratios, accuracy and reasons behind it."""
 
     throughput: Ratio
     memory: Ratio
+    energy: Ratio | None
+    """None if energy was not asked for."""
     accuracy: Accuracy
     accuracy_difference: AccuracyDifference
     verdict: Verdict
@@ -128,11 +147,12 @@ class Judgement(NamedTuple):
 
 
 _NOT_JUDGED: dict[str, Any] = {**dict.fromkeys(Judgement._fields), "reasons": ()}
-"""The baseline is not."""
+"""The values of these fields for the baseline, which is not judged."""
 
 
 def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: Sitting, margins: Margins) -> Judgement:
-    """Of each quantity samples -> interval -> decision at a margin, over sessions; and the verdict of all decisions."""
+    """Turn the samples of each quantity into an interval over sessions and a decision at a margin; the decisions give
+    the verdict."""
 
     def of(sitting: Sitting, quantity: Quantity, margin: float) -> Ratio:
         arm, reference = (arm_of(sitting.bench, "variant", each.variant) for each in (result, baseline))
@@ -152,11 +172,17 @@ def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: S
         1 / baseline.dataset.test_count,
         identical=_weights(result) == _weights(baseline),
     )
-    known = [throughput.decision, accuracy.decision]
+    known = {"throughput": throughput.decision, "accuracy": accuracy.decision}
     arms = [arm_of(own.bench, "variant", each.variant) for each in (result, baseline)]
-    known += [] if verdicts.unmeasurable(arms, MEMORY) else [memory.decision]
+    known |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.decision}
     reasons = advice.reasons(throughput, memory, accuracy, own.bench, stopped=arms[0].settled)
-    return Judgement(throughput, memory, accuracy, difference, verdicts.verdict(known), reasons)
+    energy = over(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.bench.arms) else None
+    if energy and margins.energy and not verdicts.unmeasurable(arms, ENERGY):
+        known["energy"] = energy.decision
+    if energy and (margins.energy or energy.decision == "untrusted"):
+        reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.bench), stopped=arms[0].settled))
+    verdict = verdicts.verdict(list(known.values()))
+    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(known), *reasons))
 
 
 def _weights(result: Result) -> dict[int, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from pipeline.comparison.ablation import Share
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio, Verdict
-from pipeline.params import Margins, VariantName
+from pipeline.params import Compare, Margins, VariantName
 from pipeline.results import Bench, Dataset, Document, Flops, Ledgers, Record, Run, Session
 
 
@@ -38,8 +41,8 @@ class SeedTarget(Record):
 
 
 class TimeRatio(Record):
-    """Of the samples to the target over that of the throughputs: its interval is that of the throughput alone, for how
-    far seeds differ in steps is coarser than evaluations tell."""
+    """Ratio of the times to the target: the ratio of the samples divided by the ratio of the throughputs. The interval
+    is only the throughput's, because evaluations are too rare to show how far seeds differ in steps."""
 
     estimate: float
     low: float
@@ -52,27 +55,36 @@ class TimeToTarget(Record):
 
     seeds: tuple[SeedTarget, ...]
     reached_count: int
-    """How many seeds reached it."""
+    """How many seeds reached the target."""
     samples: float | None
-    """Median over seeds of their steps, times the global batch. None unless every seed reached the target."""
+    """Median of the seeds' steps, times the global batch. None unless every seed reached the target."""
     train_seconds: float | None
-    """None also where the throughput is not trusted."""
+    """None also if the throughput is unknown or not trusted."""
+
+
+class EqualTime(Record):
+    """Test accuracies (means over seeds) of a variant and the baseline after the same time of training: at the last
+    evaluation before the one that needs less time for its epochs ends."""
+
+    train_seconds: float
+    accuracy_fraction: float
+    baseline_accuracy_fraction: float
 
 
 class Compared(Record):
-    """One variant beside the baseline. The baseline is one too: what compares it with itself is None."""
+    """One variant beside the baseline. The baseline has an entry too, whose comparisons with itself are None."""
 
     variant: VariantName
     techniques: tuple[str, ...]
-    """What was in effect, by name."""
+    """Names of the techniques that were in effect."""
     left_out: dict[str, str]
     """Technique that was requested -> why this machine skipped it."""
     decided: dict[str, str]
-    """Technique -> what it decided by itself on this machine, and why."""
+    """Technique -> what it decided automatically on this machine, and why."""
     batch_size: int
-    """Global, as it was trained; like the next, the job's unless scaling is weak."""
+    """Global batch size in training. With weak scaling, it and the learning rate differ from the job's."""
     learning_rate: float
-    """The peak."""
+    """Peak learning rate."""
     micro_batches: int
     backend: str | None
     world_size: int
@@ -86,30 +98,34 @@ class Compared(Record):
     throughput: Ratio | None
     memory: Ratio | None
     accuracy: Accuracy | None
+    energy: Ratio | None = Field(None, exclude_if=operator.not_)
+    """None if energy was not asked for. The margin is 0 where energy does not count for the verdict."""
     on_front: bool
-    """On the Pareto front of throughput, memory and accuracy; see ``compare``. False if one of them is not known."""
+    """On the Pareto front of throughput, memory and accuracy; see ``compare``. False if one of the three is unknown."""
 
     samples_per_second: float | None
-    """This and the next five: medians over the bench's samples, without those that were rejected."""
+    """This and the next five: medians over the bench's samples, without rejected ones."""
     step_p50_ms: float | None
     step_p90_ms: float | None
     step_p99_ms: float | None
     input_wait_fraction: float | None
     peak_memory_bytes: int | None
-    """What counts of the ranks': see ``results.Window``."""
+    """How it is made of the ranks' peaks: see ``results.Window``."""
     peak_memory_rank_bytes: tuple[int, ...] = ()
-    """Of each rank, the median over the bench's samples that tell it. Empty where no peak is known or trusted."""
+    """Each rank's median over the bench's samples that have a peak. Empty where no peak is known or trusted."""
     peak_reserved_bytes: int | None = None
-    """This and the next, on a GPU: medians of what its allocator and its driver held, of the rank with most."""
+    """This and the next, on a GPU: median bytes held by its allocator and by its driver, on the rank with most."""
     driver_memory_bytes: int | None = None
+    joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
+    """Median over the bench's samples: see ``results.Window``."""
     allocator_retries: int | None = None
-    """Of all samples; a sample with one is rejected. None on a CPU."""
+    """Sum over all samples; a sample with a retry is rejected. None on a CPU."""
     refused: int
     """How many of the bench's samples of this variant were rejected, in part or whole."""
 
     ledgers: Ledgers | None
     prediction_error_fraction: float | None
-    """The predicted ledger's peak over what the tensors of the measured one take, minus 1."""
+    """The predicted ledger's peak over the measured ledger's ``tensors_bytes``, minus 1."""
     flops: Flops | None
     model_flops_per_second: float | None
     utilisation_fraction: float | None
@@ -125,18 +141,24 @@ class Compared(Record):
     """None for the baseline itself."""
 
     training_samples_per_second: float | None
-    """Of the training runs: median over seeds."""
+    """Throughput of the training runs: median over seeds."""
     training_peak_memory_bytes: int | None
-    """Of the training runs: as in ``results.Window``, largest over seeds."""
+    """Peak memory of the training runs: as in ``results.Window``, largest over seeds."""
     startup_seconds: float | None
-    """Cold times: of the first seed, the only one that starts cold."""
+    """This and the next: cold times, from the first seed, the only one that starts cold."""
     first_step_seconds: float | None
     train_seconds: float
     """Median over seeds."""
     train_time_ratio: float | None
     time_to_target: TimeToTarget
     time_to_target_ratio: TimeRatio | None
-    """To the baseline's. None: of the baseline itself, and where either has none, or the throughput no interval."""
+    """Ratio to the baseline's time. None for the baseline itself, and if either time or the throughput's interval is
+    unknown."""
+    another_model: str | None = Field(None, exclude_if=operator.not_)
+    """The variant's model, if it is not the baseline's."""
+    equal_time: EqualTime | None = Field(None, exclude_if=operator.not_)
+    """For a variant with another model or a teacher; None also if a throughput is unknown or not trusted, and if the
+    time is too short for an evaluation."""
     runs: tuple[Run, ...]
 
 
@@ -145,16 +167,16 @@ class Champion(Record):
 
     variant: VariantName
     quantity: str | None
-    """By which it was chosen; None: it pays by its accuracy alone, as the next two are then."""
+    """The quantity by which it was chosen; None: it pays by its accuracy alone, and then the ratios are None too."""
     among: int
-    """So many pay by it."""
+    """How many variants pay by this quantity."""
     ratio: Ratio | None
-    """To the baseline, told by other sessions than those that chose the best, or other rounds of a single one
-    (``champion``). None also where no session has enough rounds of all."""
+    """Ratio to the baseline, from other sessions than those that chose the best, or from other rounds of a single
+    session (``champion``). None also if no session has enough rounds of all candidates."""
     runner_up: VariantName | None
-    """The next best."""
+    """The second best."""
     head_to_head: Ratio | None
-    """The champion over the runner-up, from the same rounds. None without one, and where no session has both."""
+    """The champion over the runner-up, from the same rounds. None without a runner-up, and if no session has both."""
 
 
 class SessionSummary(Session):
@@ -167,7 +189,7 @@ class SessionSummary(Session):
     noise_throughput: Noise
     noise_memory: Noise
     variants: tuple[str, ...]
-    """For which it counts, as far as it is trusted: it measured them and the baseline as they are now."""
+    """The variants for which the session counts, if trusted: it measured them and the baseline as they are now."""
 
 
 class Comparison(Document):
@@ -181,25 +203,29 @@ class Comparison(Document):
     device: str
     dataset: Dataset
     train: dict[str, Any]
-    """The job that every variant trained, as ``train`` in params.yaml has it."""
+    """The job that every variant trained: ``train`` in params.yaml."""
     parameter_count: int
     seeds: tuple[int, ...]
     noise_throughput: Noise
     noise_memory: Noise
+    noise_energy: Noise | None = Field(None, exclude_if=operator.not_)
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
     champion: Champion | None = None
-    """None: nothing pays."""
+    """None: no variant pays."""
     sessions: tuple[SessionSummary, ...] = ()
-    """Those that measured the baseline as ``bench`` did, the oldest first. Figures but ratios are of ``bench``."""
+    """The sessions that measured the baseline as ``bench`` did, the oldest first. Only ratios use all sessions; other
+    figures are from ``bench``."""
     sessions_set_aside: int = 0
-    """Others, of other code, settings, data or another environment."""
+    """Number of the other sessions: with other code, settings or data, or from another environment."""
     shares: tuple[Share, ...]
-    """Of the techniques of ablated variants, in the bench's order."""
+    """Effects of the techniques of ablated variants, in the bench's order."""
     bench: Bench
-    """Whole, raw samples included."""
+    """The whole bench, raw samples included."""
     made_of: Mapping[str, str] = {}
-    """File -> SHA-256, of the results, histories, bench and sessions. Empty in one from before that was told."""
+    """File -> SHA-256, for the results, histories, bench and sessions. Empty in a file older than this field."""
+    settings: Compare | None = None
+    """``compare`` in params.yaml at that time. None in a file older than this field."""
 
     def problems(self) -> list[str]:
         return self.bench.problems()

@@ -1,9 +1,8 @@
-"""Whether files belong together: one job, one environment, as they were written. What does not is not compared."""
+"""Check that files belong together: one job, one environment, unchanged since they were written."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,27 +11,28 @@ import yaml
 
 from pipeline import environment as environments
 from pipeline import params, results
+from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, stages
 from pipeline.errors import PipelineError
 from pipeline.params import Config, Train, Variant
-from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result
+from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, contradictions
 
 
 class ComparisonError(PipelineError, ValueError):
-    """The results do not make a comparison. The message names each file or variant, why, and what to do."""
+    """The results cannot be compared. The message names each file or variant, the reason, and what to do."""
 
 
 def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[str, list[HistoryRow]]]:
-    """Results, in the order of the variants in ``params``, and histories by variant.
+    """Read the results, in the order of the variants in ``params``, and the histories by variant.
 
-    Raises ComparisonError, listing every file that is missing, cannot be read or is of another job or variant.
+    Raises ComparisonError, listing every file that is missing, cannot be read, is from another job or variant, or no
+    longer matches its inputs or its record (``broken_links``); PipelineError for environment.json that cannot be read.
     """
     found: list[Result] = []
     histories: dict[str, list[HistoryRow]] = {}
     problems = []
-    for variant in params.variants:
+    for variant, settings in params.variants.items():
         result_file, history_file = results.result_file(variant, root), results.history_file(variant, root)
-        again = f"run `dvc repro`, or `dvc repro train@{variant}` for this variant alone."
         try:
             found.append(results.read(result_file, params))
         except ValueError as error:
@@ -40,12 +40,15 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
         try:
             histories[variant] = results.read_history(history_file)
         except FileNotFoundError:
-            problems.append(f"{history_file} is missing, so variant {variant!r} cannot be compared: {again}")
+            problems.append(
+                f"{history_file} is missing, so variant {variant!r} cannot be compared: run `dvc repro`, or "
+                f"`dvc repro {results.stage_of(settings)}@{variant}` for this variant alone."
+            )
         except ValueError as error:
-            problems.append(f"{history_file} is not a history that this version can read: {again} ({error})")
+            problems.append(str(error))
     problems += broken_links(found, root.parent)
     if problems:
-        raise ComparisonError("\n".join(problems))
+        raise ComparisonError("\n".join(dict.fromkeys(problems)))  # a history may be refused twice
     return found, histories
 
 
@@ -54,18 +57,34 @@ PREPARED = Path("data/prepared/dataset.json")
 
 
 def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[str]:
-    """Where files under ``root`` are not what those that they were made from, or dvc.lock, say: results, histories, the
-    bench and ``others``. What is not there is held against nothing."""
+    """List where files under ``root`` (results, histories, the bench and ``others``) contradict the files from which
+    they were made, or dvc.lock. Missing files are not compared.
+
+    Raises ComparisonError for dvc.lock, and PipelineError for environment.json, that cannot be read.
+    """
     here = environments.read(root / ENVIRONMENT_FILE) if (root / ENVIRONMENT_FILE).exists() else None
     problems = [_environment_problem(each, here) for each in measured if here]
+    data = None
+    try:
+        data = described((root / PREPARED).parent) if (root / PREPARED).exists() else None
+    except PipelineError as error:
+        problems.append(str(error))  # names the file
     files = [results.BENCH_FILE, *others]
+    weights = {each.variant: {run.seed: run.model_sha256 for run in each.runs} for each in measured}
     for result in measured:
         file, history = results.result_file(result.variant), results.history_file(result.variant)
         files += [file, history]
-        again = f"Run {results.train_again(result.variant)}."
+        again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
+        problems += [f"{file} {each}. {again}" for each in _taught_by_others(result, weights)]
         if (root / history).exists() and results.sha256(root / history) != result.history_sha256:
             problems.append(f"{history} is not the one that was written with {file}. {again}")
-        if (root / PREPARED).exists() and _sha256_of_data(root / PREPARED) != result.dataset.sha256:
+        elif (root / history).exists():
+            try:
+                ends = contradictions.of_history(result, results.read_history(root / history))
+                problems += [f"{file} holds what was not measured: {'; '.join(ends)}. {again}"] if ends else []
+            except PipelineError as error:
+                problems.append(str(error))
+        if data and data.sha256 != result.dataset.sha256:
             problems.append(f"{file} is of another data set than {PREPARED}: {_described(result.dataset)}. {again}")
     recorded = _recorded(root / LOCK)
     for file in files:
@@ -81,9 +100,17 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
     return [problem for problem in problems if problem]
 
 
+def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
+    """Say which seeds learned from weights that their teacher, a variant among ``weights``, no longer has."""
+    teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
+    now = weights.get(teacher, {})
+    others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
+    return [f"learned from other weights than {teacher} has now, with seed {', '.join(others)}"] if others else []
+
+
 def check_here(config: Config, environment: Mapping[str, Any]) -> None:
-    """Raise ComparisonError if of the stages that measure, code or parameters are no longer as ``environment`` says:
-    whoever compares speaks of what is here."""
+    """Raise ComparisonError if code or settings of the measuring stages differ from ``environment``: a comparison must
+    describe the code that is checked out."""
     there = environment.get("stages", {})
     changed = [
         path
@@ -97,15 +124,8 @@ def check_here(config: Config, environment: Mapping[str, Any]) -> None:
         raise ComparisonError(f"{', '.join(changed)} changed since {ENVIRONMENT_FILE} was written. Run `dvc repro`.")
 
 
-def _sha256_of_data(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["sha256"]
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ComparisonError(f"{path} describes no data set: {error!r}. Run `dvc repro --force prepare`.") from None
-
-
 def _recorded(lock: Path) -> dict[str, str]:
-    """Output -> MD5, of what DVC says that its stages made, directories aside."""
+    """Return output -> MD5 from dvc.lock, without directories; empty if there is no lock file."""
     try:
         text = lock.read_text(encoding="utf-8")
         made = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).get("stages", {}).values()
@@ -117,14 +137,14 @@ def _recorded(lock: Path) -> dict[str, str]:
 
 
 def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
-    """File -> SHA-256, of what a comparison of these results is made from."""
+    """Return file -> SHA-256 of the files from which a comparison of these results is made."""
     files = [file(each.variant) for each in measured for file in (results.result_file, results.history_file)]
     sessions = sorted(path.relative_to(root) for path in (root / results.SESSIONS).glob("*.json"))
     return {path.as_posix(): results.sha256(root / path) for path in (*files, results.BENCH_FILE, *sessions)}
 
 
 def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
-    """What a comparison was made of that is another file now, or none."""
+    """Return the files from which a comparison was made that have changed since or no longer exist."""
     then = comparison.get("made_of", {})
     return [name for name, sha in then.items() if not (root / name).is_file() or results.sha256(root / name) != sha]
 
@@ -132,15 +152,13 @@ def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
 def check(
     measured: Sequence[Result],
     baseline: Result,
-    histories: Mapping[str, Sequence[HistoryRow]],
     bench: Bench,
     environment: Mapping[str, Any],
 ) -> None:
-    """Raise ComparisonError, naming every contradiction, unless all this is of one job in one environment."""
+    """Raise ComparisonError, naming every contradiction, unless all arguments are from one job in one environment."""
     problems = [
         *(_environment_problem(result, environment) for result in measured),
         *(problem for result in measured for problem in _job_problems(result, baseline)),
-        *(problem for result in measured for problem in _history_problems(result, histories)),
         *_bench_problems(bench, measured, baseline, environment),
     ]
     problems = [problem for problem in problems if problem]
@@ -149,7 +167,7 @@ def check(
 
 
 def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what a variant applies beyond single-device fp32, in the order of its fields."""
+    """Return the names of the techniques that a variant applies, in the order of its fields."""
     return tuple(params.techniques(Variant.model_validate(applied)))
 
 
@@ -168,11 +186,11 @@ def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
 def _key_problem(
     key: str | None, environment: Mapping[str, Any], stage: Literal["train", "bench"], variant: str
 ) -> str:
-    """Whether a variant ran as environment.json says; a fingerprint alone says nothing."""
+    """Return why a variant did not run as environment.json says; empty if it did, or if the file has no stages."""
     try:
         if "stages" not in environment or key == stages.key(environment, stage, variant):
             return ""
-    except (AttributeError, KeyError, TypeError):  # it knows no such variant, or is none
+    except (AttributeError, KeyError, TypeError):  # the content lacks the variant, or is malformed
         pass
     return (
         f"variant {variant!r} ran with other code, another plan or other settings than environment.json says "
@@ -181,7 +199,7 @@ def _key_problem(
 
 
 def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
-    """What of environment.json beside its own hash went into that of ``variants``; and which it does not know."""
+    """Describe the optional packages that entered the hash of ``variants``, and the variants environment.json lacks."""
     known = optional_versions(environment, "variants")
     parts = [f"{name} {version}" for each in variants for name, version in known.get(each, {}).items()]
     parts += [f"no variant {each!r}" for each in variants if known and each not in known]
@@ -189,7 +207,7 @@ def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
 
 
 def _job_problems(result: Result, baseline: Result) -> list[str]:
-    """Where ``result`` did another job than the baseline."""
+    """List where ``result`` is from another job than the baseline."""
     name, base = f"variant {result.variant!r}", f"the baseline {baseline.variant!r}"
     again = "Run `dvc repro`, which trains every variant with what params.yaml says now."
     problems = []
@@ -209,21 +227,10 @@ def _job_problems(result: Result, baseline: Result) -> list[str]:
     return problems
 
 
-def _history_problems(result: Result, histories: Mapping[str, Sequence[HistoryRow]]) -> list[str]:
-    """Seeds without an evaluation in the history: they would wrongly count as never having reached the target."""
-    evaluated = {row.seed for row in histories.get(result.variant, ()) if row.test_accuracy is not None}
-    return [
-        f"the history of variant {result.variant!r} has no evaluation of seed {run.seed}. "
-        f"Run `dvc repro --force train@{result.variant}`."
-        for run in result.runs
-        if run.seed not in evaluated
-    ]
-
-
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """Where the bench measured something else than what was trained."""
+    """List where the bench measured something other than what was trained."""
     again = "Run `dvc repro bench`, which measures what params.yaml says now."
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     here = hash_of(environment, "variants", *variants)
@@ -274,7 +281,7 @@ def _bench_problems(
 
 
 def _run_of(one: Arm | Result) -> tuple[object, ...]:
-    """What makes two runs of a variant the same. One may know of more techniques than the other."""
+    """Return the values that are equal in equal runs of a variant. Defaults fill in techniques that a file lacks."""
     return Variant().model_dump(mode="json") | one.applied, one.world_size, one.batch_size, one.micro_batches
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.comparison.comparison_file import (
     AccuracyDifference,
+    EqualTime,
     SeedDifference,
     SeedTarget,
     TimeRatio,
@@ -18,11 +19,12 @@ from pipeline.comparison.verdicts import Ratio
 from pipeline.results import Arm, Bench, HistoryRow, Result
 
 
-def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool) -> dict[str, Any]:
-    """The fields of Compared that the bench measured; ``speeds``, ``memory``: whether these are trusted.
+def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -> dict[str, Any]:
+    """Return the fields of Compared that the bench measured. ``speeds``, ``memory`` and ``energy``: whether these are
+    trusted.
 
-    Of an arm with fewer rounds than the baseline: times what the baseline's median of all rounds is over that of the
-    same ones, so that figures beside each other are of the same machine. A fraction stays as it is.
+    If an arm has fewer rounds than the baseline, its figures are multiplied by the baseline's median over all rounds
+    divided by the baseline's median over the arm's rounds, so that variants can be compared. Fractions are not scaled.
     """
     base = bench.arm("variant", bench.baseline)
     same = base.model_copy(update={"samples": base.samples[: len(arm.samples)]}) if base else None
@@ -46,6 +48,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool) -> dict[str, An
     achieved = flops.model_per_sample * speed if flops and speed else None
     return {
         "samples_per_second": speed,
+        "joules_per_sample": median("joules_per_sample", energy),
         **{name: median(name, speeds) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")},
         **{name: median_bytes(name) for name in ("peak_memory_bytes", "peak_reserved_bytes", "driver_memory_bytes")},
         "peak_memory_rank_bytes": tuple(round(statistics.median(each)) for each in zip(*ranks, strict=True)),
@@ -62,13 +65,13 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool) -> dict[str, An
 
 
 def median_of(arm: Arm, field: str) -> float | None:
-    """Over the rounds that have this figure of ``Window``."""
+    """Return the median over the rounds that have this field of ``Window``; None if no round has it."""
     known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
     return statistics.median(known) if known else None
 
 
 def of_training(result: Result, baseline: Result) -> dict[str, Any]:
-    """The fields of Compared that the training runs measured."""
+    """Return the fields of Compared that the training runs measured."""
     runs, summary = result.runs, result.summary
     return {
         "techniques": techniques(result.applied),
@@ -98,7 +101,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
 def time_to_target(
     result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
 ) -> TimeToTarget:
-    """When each seed first showed at least ``target`` test accuracy (0 to 1), at the variant's speed in the bench."""
+    """Return when each seed first reached ``target`` test accuracy (0 to 1), at the variant's speed in the bench."""
     reached = [(row.seed, row.step) for row in history if row.test_accuracy is not None and row.test_accuracy >= target]
     seeds = tuple(
         SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))
@@ -112,7 +115,7 @@ def time_to_target(
 
 
 def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | None) -> TimeRatio | None:
-    """Of the times to the target, by the ratio of throughputs."""
+    """Return the ratio of the times to the target; None if a time or the throughput's ratio is unknown or untrusted."""
     if not (throughput and throughput.estimate and throughput.low and throughput.high):
         return None
     more = _quotient(time.samples, baseline.samples)
@@ -121,10 +124,46 @@ def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | N
     return TimeRatio(estimate=more / throughput.estimate, low=more / throughput.high, high=more / throughput.low)
 
 
-def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
-    """Per-seed differences of test accuracy, from the exact counts; 0 where both ended in the same weights.
+def model_of(result: Result) -> tuple[str, dict[str, Any]]:
+    """Return name and options of the model that the variant trained."""
+    named = result.applied if result.applied.get("model") else result.config["train"]
+    return named.get("model", ""), named.get("model_options", {})
 
-    Both must hold the same seeds and test set.
+
+def another_model(result: Result, baseline: Result) -> str | None:
+    """Describe the variant's model; None if it is the baseline's."""
+    (name, options), theirs = model_of(result), model_of(baseline)
+    said = f" ({', '.join(f'{key} {value}' for key, value in options.items())})" if options else ""
+    return None if (name, options) == theirs else f"{name}{said}, {result.parameter_count:,} parameters"
+
+
+def equal_time(
+    result: Result,
+    baseline: Result,
+    histories: Mapping[str, Sequence[HistoryRow]],
+    speeds: Mapping[str, float | None],
+) -> EqualTime | None:
+    """Compare the two after the time, at their throughputs in the bench, in which the faster one has ended."""
+    rates = [(speeds[each.variant] or 0.0) / each.batch_size for each in (result, baseline)]  # steps a second
+    if not all(rates):
+        return None
+    seconds = min(each.runs[0].steps / rate for each, rate in zip((result, baseline), rates, strict=True))
+
+    def accuracy(each: Result, rate: float) -> float | None:
+        rows = [row for row in histories[each.variant] if row.step <= seconds * rate * (1 + 1e-9)]
+        last = {row.seed: row.test_accuracy for row in rows if row.test_accuracy is not None}
+        return statistics.fmean(last.values()) if len(last) == len(each.runs) else None
+
+    ours, theirs = (accuracy(each, rate) for each, rate in zip((result, baseline), rates, strict=True))
+    if ours is None or theirs is None:
+        return None
+    return EqualTime(train_seconds=seconds, accuracy_fraction=ours, baseline_accuracy_fraction=theirs)
+
+
+def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
+    """Return the per-seed differences of test accuracy, from the exact counts; 0 where both have the same weights.
+
+    Both results must have the same seeds and test set.
     """
     theirs = {run.seed: run for run in baseline.runs}
     differences = [

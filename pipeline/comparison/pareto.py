@@ -1,4 +1,4 @@
-"""The Pareto front: what no other variant beats."""
+"""The Pareto front: the variants that no other variant beats."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pipeline.comparison.verdicts import Accuracy, Ratio
 
 
 def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[bool]) -> list[int]:
-    """The indices, ascending, of the points that no other point beats.
+    """Return the indices, ascending, of the points that no other point beats.
 
     A point beats another if it is as good in every coordinate and better in one; equal points do not beat each other.
-    ``higher_is_better`` has one entry a coordinate. Raises ValueError for a coordinate that is not a number: leave out
-    what is not known.
+    ``higher_is_better`` has one entry per coordinate. Raises ValueError for NaN: leave out points that are not known.
     """
     values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
     if np.isnan(values).any():
@@ -28,10 +27,10 @@ def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[b
 
 
 def on_front(baseline: str, judged: Mapping[str, tuple[Ratio, Ratio, Accuracy]]) -> set[str]:
-    """The baseline and the variants, of throughput, memory and accuracy, without those that another one beats.
+    """Return those of the baseline and the variants that no other beats in throughput, memory and accuracy.
 
-    ``judged``: of each variant beside the baseline. A difference that was not shown to matter counts as none; a variant
-    of which a ratio is not known has no place.
+    ``judged``: each variant's ratios and accuracy relative to the baseline. A difference that was not shown to matter
+    counts as none; a variant with an unknown ratio is left out.
     """
     points = {baseline: (1.0, 1.0, 0.0)}
     for variant, (throughput, memory, accuracy) in judged.items():

@@ -1,4 +1,4 @@
-"""What more rounds or seeds would bring, and what they would take: foreseen from those there are."""
+"""Forecasts, from the existing rounds and seeds: what more of them would decide, and what they would cost."""
 
 from __future__ import annotations
 
@@ -12,60 +12,68 @@ from pipeline.comparison.stats import FEWEST_PAIRS, Equivalence, Interval, decid
 from pipeline.results import Bench
 
 LONGEST_MINUTES = 60
-"""To measure for longer is no advice."""
+"""Measuring for longer than this is never advised."""
 
 _FORESEEABLE = 1000
-"""More pairs or seeds than this are no plan."""
+"""The most further pairs or seeds that are forecast."""
 
 
 class RoundCost(NamedTuple):
-    """What rounds took."""
+    """The time that rounds took, and what limited them."""
 
     key: str
-    """Of params.yaml: what ended them."""
+    """The key of params.yaml that limited the number of rounds."""
     rounds: int
     seconds: float | None
-    """Of all rounds; None: not known."""
+    """Time of all rounds together; None: not known."""
     minutes: float = 0.0
-    """That were allowed: where they would do already, they were not what ended the rounds."""
+    """The minutes that were allowed. If they would already suffice, they did not limit the rounds."""
 
     def affordable(self) -> float:
-        """So many rounds in all are no more than ``LONGEST_MINUTES``; infinite where that is not known.
+        """Return how many rounds fit into ``LONGEST_MINUTES``; infinite if the time of a round is not known.
 
-        Less one: the last must fit as well, and some take longer.
+        One round is subtracted: the last round must fit as well, and some rounds take longer.
         """
         return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1 if self.seconds else math.inf
 
+    def duration(self, rounds: int) -> str:
+        """Say how long ``rounds`` rounds in all take; if that is not known, their number."""
+        return f"{self._minutes(rounds):g} minute(s) of rounds" if self.seconds else f"{rounds} rounds"
+
+    def _minutes(self, rounds: int) -> float:
+        """Return the minutes for ``rounds`` rounds and one more, rounded up to half minutes."""
+        return math.ceil((rounds + 1) * (self.seconds or 0.0) / self.rounds / 30) / 2
+
     def remedy(self, rounds: int) -> str:
-        """What gives so many rounds in all: the key with its value, or what makes rounds cheaper."""
+        """Say what gives ``rounds`` rounds in all: the key with its value, or how to make rounds cheaper."""
         if not self.seconds:
             return f"raise {self.key}"
-        minutes = (rounds + 1) * self.seconds / self.rounds / 60
+        minutes = self._minutes(rounds)
         if rounds > self.affordable():
             return (
                 f"{rounds} rounds would take {minutes:.0f} minutes here; fewer variants or a smaller "
                 "bench.window_seconds make them cheaper"
             )
-        value = rounds if self.key.endswith("rounds") else math.ceil(2 * minutes) / 2
+        value = rounds if self.key.endswith("rounds") else minutes
         if self.key.endswith("minutes") and value <= self.minutes:
             return "make again"
         return f"set {self.key}: {value:g}"
 
 
 def cost_of(bench: Bench) -> RoundCost:
-    """What the bench's rounds took, and what ended them."""
+    """Return the time that the bench's rounds took, and what limited them."""
     rounds, limit = bench.rounds, bench.config["bench"]["max_rounds"]
     key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
     return RoundCost(key, rounds, bench.seconds, bench.config["bench"]["max_minutes"])
 
 
 def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
-    """Rounds in all for so many pairs, if as many are rejected as so far."""
+    """Return the rounds in all that give ``wanted`` pairs, if the share of rejected rounds stays the same."""
     return math.ceil(wanted * (pairs + rejected) / pairs)
 
 
 def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
-    """What may make a machine calm that ``stats.distrust`` calls noisy. ``rejected``: rounds that are no pair."""
+    """Say what may help on a machine that ``stats.distrust`` calls noisy. ``rejected``: rounds without a valid pair."""
     found = [why_rejected] if why_rejected else []
     if aa.low > 0 and not found:
         found = ["let nothing else run here"]
@@ -77,10 +85,10 @@ def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str |
 
 
 def pairs_needed(interval: Interval, margin: float) -> int | None:
-    """About how many more pairs would decide, if the estimate stays and the interval shrinks with 1 / sqrt(n).
+    """Estimate how many more pairs would decide, if the estimate stays and the interval shrinks with 1 / sqrt(n).
 
-    0 if it is decided. None if that cannot be foreseen: there is no interval yet, the estimate lies on the
-    margin's very edge, or more than 1000 pairs would be missing.
+    Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate lies
+    exactly on the margin, or more than 1000 further pairs would be needed.
     """
     if decide(interval, margin) != "undecided":
         return 0
@@ -101,9 +109,9 @@ def pairs_needed(interval: Interval, margin: float) -> int | None:
 
 
 def calm_pairs(aa: Interval, max_spread: float) -> int | None:
-    """About how many pairs in all would do away with what ``distrust`` says of too few or too wide a spread.
+    """Estimate how many pairs in all ``distrust`` would accept, if it found too few pairs or too wide a spread.
 
-    Of a spread: if log(high / low) shrinks with 1 / sqrt(n). None where more pairs do not help.
+    For a spread, assume that log(high / low) shrinks with 1 / sqrt(n). None where more pairs do not help.
     """
     if aa.low <= 0:
         return FEWEST_PAIRS
@@ -113,11 +121,11 @@ def calm_pairs(aa: Interval, max_spread: float) -> int | None:
 
 
 def margin_decided(interval: Interval, pairs: int) -> float:
-    """The smallest margin at which so many pairs in all would show the ratio to be the *same*.
+    """Return the smallest margin at which ``pairs`` pairs in all would show the ratio to be the *same*.
 
-    If the estimate r stays and the interval shrinks from n to N pairs as in ``pairs_needed``: it ends at
-    log r -+ w sqrt(n / N) for its widths w on either side, and 1 + margin is the farther end's distance from 1.
-    Raises ValueError for an interval that bounds nothing.
+    This assumes that the estimate r stays and that the interval shrinks from n to N pairs as in ``pairs_needed``: its
+    ends are then log r -+ w sqrt(n / N), w being its width on that side, and log(1 + margin) is the farther end's
+    distance from 0. Raises ValueError for an interval without bounds.
     """
     if interval.low <= 0:
         raise ValueError("interval: found one without bounds, of which nothing can be foreseen.")
@@ -127,10 +135,10 @@ def margin_decided(interval: Interval, pairs: int) -> float:
 
 
 def seeds_needed(result: Equivalence) -> int | None:
-    """About how many more seeds would decide, if mean and deviation stay: equivalent, inferior or superior.
+    """Estimate how many more seeds would decide (equivalent, inferior or superior), if mean and deviation stay.
 
-    0 if it is decided. None if that cannot be foreseen: a single seed shows no deviation, the mean lies on the margin's
-    very edge, or more than 1000 seeds would be missing.
+    Return 0 if the result is decided. Return None if there is no forecast: a single seed shows no deviation, the mean
+    lies exactly on the margin, or more than 1000 further seeds would be needed.
     """
     if result.decision != "undecided":
         return 0
@@ -143,10 +151,10 @@ def seeds_needed(result: Equivalence) -> int | None:
 
 
 def margin_of_seeds(mean: float, half: float, count: int, seeds: int, *, confidence: float = 0.95) -> float:
-    """The smallest margin at which ``seeds`` in all would be equivalent, in the unit of ``mean``.
+    """Return the smallest margin, in the unit of ``mean``, at which ``seeds`` seeds in all would show equivalence.
 
-    If mean and deviation stay: ``half``, the half-width t_n-1 s / sqrt(n) of the interval of ``count`` = n differences
-    (at least two), becomes t_N-1 s / sqrt(N), and the margin is |mean| plus that.
+    This assumes that mean and deviation stay. ``half`` is the half-width t_n-1 s / sqrt(n) of the interval of n =
+    ``count`` differences (at least two). With N seeds it becomes t_N-1 s / sqrt(N); the margin is |mean| plus that.
     """
     narrower = stdtrit(seeds - 1, confidence) / stdtrit(count - 1, confidence) * math.sqrt(count / seeds)
     return abs(mean) + half * float(narrower)

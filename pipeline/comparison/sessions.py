@@ -1,7 +1,7 @@
-"""What several sessions of the bench say together: a ratio that holds beyond one sitting.
+"""Combine several sessions of the bench into a ratio that holds beyond one session.
 
-Within a session a ratio's interval covers its rounds. What is drawn once a sitting (the layout of memory, the boot, the
-neighbours, the day) is the same in all of them, and shows only between sessions.
+Within a session, a ratio's interval covers the variation between rounds. Conditions that are fixed for a session (the
+memory layout, the boot, the neighbours, the day) are the same in all its rounds, and vary only between sessions.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from scipy.special import stdtrit
 from pipeline.comparison import figures, planning, stats, verdicts
 from pipeline.comparison.comparison_file import SessionSummary
 from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
+from pipeline.comparison.verdicts import QUANTITIES, Noise, Quantity, Ratio, SessionRatio
 from pipeline.results import Arm, Bench, session_starts
 
 MOST_SESSIONS = 20
-"""To add more of them is no advice."""
+"""Adding more sessions than this is never advised."""
 
 
 def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) -> Interval:
-    """The geometric mean of the sessions' ratios, each counting the same, with its interval; of one, itself.
+    """Return the geometric mean of the sessions' ratios, equally weighted, with its interval; one session, unchanged.
 
-    A t interval of S - 1 degrees of freedom on their logarithms, as sessions are independent draws of what a sitting
-    brings. On neither side is it narrower than the median of the sessions' own intervals: a few that happen to agree
-    know no more than their rounds do. Raises ValueError for none, or for one without bounds.
+    The interval is a t interval with S - 1 degrees of freedom on the ratios' logarithms, as sessions are independent
+    draws of the conditions. On each side it is at least as wide as the median of the sessions' own intervals: a few
+    sessions that agree by chance know no more than their rounds. Raises ValueError if there is none, or one has no
+    bounds.
     """
     if not intervals or any(each.low <= 0 for each in intervals):
         raise ValueError("sessions: expected at least one interval, and each with its bounds.")
@@ -40,8 +41,8 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
 
 
 def by_session(found: Sequence[tuple[str, Interval]]) -> list[Interval]:
-    """One interval for each session, of (when a bench began, its interval): of several benches the geometric mean, as
-    wide as theirs are in the median."""
+    """Return one interval per session, from pairs (start of a bench, its interval). Several benches of one session give
+    their geometric mean, with the median width of their intervals."""
     starts = session_starts(start for start, _ in found)
     groups: list[list[Interval]] = [[] for _ in starts]
     for start, interval in found:
@@ -50,7 +51,8 @@ def by_session(found: Sequence[tuple[str, Interval]]) -> list[Interval]:
 
 
 def _mean(intervals: Sequence[Interval], half: float = 0.0) -> Interval:
-    """``half``: of the mean's logarithm, to each side; no less than the intervals' own in the median."""
+    """Return the geometric mean with its interval. ``half``: the half-width on the logarithmic scale, raised to the
+    intervals' median on each side."""
     mean = statistics.fmean(math.log(each.estimate) for each in intervals)
     below, above = _median_widths(intervals)
     low, high = mean - max(half, below), mean + max(half, above)
@@ -62,10 +64,10 @@ def _half(deviation: float, sessions: int, confidence: float = 0.95) -> float:
 
 
 def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
-    """About how many more sessions would decide, if mean, deviation and the sessions' own intervals stay.
+    """Estimate how many more sessions would decide, if mean, deviation and the sessions' own intervals stay.
 
-    None if that cannot be foreseen: there is one alone, the mean lies on the margin's very edge, the sessions' own
-    intervals are too wide for any number of them, or more than ``MOST_SESSIONS`` would be missing.
+    Return None if there is no forecast: there is only one session, the mean lies exactly on the margin, the sessions'
+    own intervals are too wide for any number of sessions, or more than ``MOST_SESSIONS`` more would be needed.
     """
     if len(intervals) < 2:
         return None
@@ -77,7 +79,7 @@ def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
 
 
 def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """Of the intervals' lower and upper parts, on the logarithmic scale."""
+    """Return the median widths of the intervals below and above their estimates, on the logarithmic scale."""
     return (
         statistics.median(math.log(each.estimate / each.low) for each in intervals),
         statistics.median(math.log(each.high / each.estimate) for each in intervals),
@@ -85,10 +87,11 @@ def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
 
 
 def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity) -> Ratio:
-    """One ratio of those that the benches gave: (when it began, the ratio); ``own`` is that of the bench itself.
+    """Combine the ratios of several benches, given as (start of the bench, its ratio), into one; ``own`` is the ratio
+    of the bench itself.
 
-    An untrusted one counts for nothing, and those of one session count as one. Where fewer than two are trusted, it is
-    that one's, or ``own``.
+    An untrusted ratio does not count, and the ratios of one session count as one. If only one ratio is trusted, it is
+    returned; if none is, ``own``.
     """
     shown, trusted = [], []
     intervals: list[tuple[str, Interval]] = []
@@ -128,14 +131,14 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
 
 
 def alike(one: Bench, other: Bench, *variants: str) -> bool:
-    """Whether ``other`` measured these ``variants`` as ``one`` did, with its data, and the baseline against itself."""
+    """True if ``other`` measured ``variants`` as ``one`` did, on the same data, and the baseline against itself."""
     same = all(other.keys.get(name) == one.keys.get(name) and other.arm("variant", name) for name in variants)
     return same and other.dataset == one.dataset and other.arm("aa_control", one.baseline) is not None
 
 
 def distinct(sessions: Sequence[Bench]) -> list[Bench]:
-    """Each once, the oldest first. Two with the very same samples of the arms that both have are one, the first given,
-    whatever they say of their time."""
+    """Return the sessions without duplicates, the oldest first. Two sessions are duplicates if their common arms have
+    the same samples, whatever their start times; the first one given is kept."""
     found: list[Bench] = []
     for each in sessions:
         arms = {arm.name: arm.samples for arm in each.arms}
@@ -145,21 +148,22 @@ def distinct(sessions: Sequence[Bench]) -> list[Bench]:
 
 
 class Sitting(NamedTuple):
-    """One session, and the baseline against itself in it."""
+    """One session, and the noise of the baseline against itself in it."""
 
     bench: Bench
     throughput: Noise
+    """This and the next two are in the order of ``QUANTITIES``."""
     memory: Noise
+    energy: Noise
 
     def noise(self, quantity: Quantity, rounds: int) -> Noise:
-        """Of the first ``rounds`` alone, for arms that took part in no more."""
-        whole = self.memory if quantity is MEMORY else self.throughput
+        """Return the noise in the first ``rounds`` rounds only, for arms that took part in no more."""
+        whole = self[1:][QUANTITIES.index(quantity)]
         return whole if rounds == self.bench.rounds else _noise(self.bench, quantity, whole.max_spread, rounds)
 
 
 def sitting_of(bench: Bench, max_spread: float) -> Sitting:
-    throughput, memory = (_noise(bench, each, max_spread, bench.rounds) for each in (THROUGHPUT, MEMORY))
-    return Sitting(bench, throughput, memory)
+    return Sitting(bench, *(_noise(bench, each, max_spread, bench.rounds) for each in QUANTITIES))
 
 
 def _noise(bench: Bench, quantity: Quantity, max_spread: float, rounds: int) -> Noise:
@@ -169,7 +173,7 @@ def _noise(bench: Bench, quantity: Quantity, max_spread: float, rounds: int) -> 
 
 
 def summary(sitting: Sitting, variants: Sequence[str]) -> SessionSummary:
-    """``variants``: those that it measured as the first session did."""
+    """Summarise a session. ``variants``: the variants that it measured as the first session did."""
     bench = sitting.bench
     arm = arm_of(bench, "variant", bench.baseline)
     return SessionSummary(
@@ -184,7 +188,7 @@ def summary(sitting: Sitting, variants: Sequence[str]) -> SessionSummary:
 
 
 def sittings_like(bench: Bench, sessions: Sequence[Bench], max_spread: float) -> list[Sitting]:
-    """The ``sessions`` that measured the baseline as ``bench`` did, each once, the oldest first."""
+    """Return the ``sessions`` that measured the baseline as ``bench`` did, without duplicates, the oldest first."""
     found = (each for each in distinct(sessions) if alike(bench, each, bench.baseline))
     return [sitting_of(each, max_spread) for each in found]
 

@@ -1,4 +1,4 @@
-"""What paired measurements support: ratios with intervals, equivalence over seeds, and a decision at a margin."""
+"""Statistics of paired measurements: ratios with intervals, equivalence over seeds, and a decision at a margin."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike
 from scipy.special import ndtr, stdtrit
 
 Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
-"""What is known of one quantity. No interval comes to *untrusted*: that is said of the samples; see ``verdicts``."""
+"""The decision on one quantity. ``decide`` never returns *untrusted*: that depends on the samples; see ``verdicts``."""
 
 FEWEST_PAIRS = 6
-"""Fewer pairs bound nothing at 95%: already all of them lying on one side of the median is too likely."""
+"""Fewer pairs give no 95% interval: the chance that all of them lie on one side of the median is too large."""
 
 NEGLIGIBLE = 0.001
 """A bias of the baseline against itself up to here (memory that differs by a page, say) disturbs no comparison."""
@@ -22,13 +22,13 @@ NEGLIGIBLE = 0.001
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with its confidence interval. Too few pairs to bound it: ``low`` is 0 and ``high`` infinite."""
+    """A ratio with its confidence interval. With too few pairs for bounds, ``low`` is 0 and ``high`` is infinite."""
 
     estimate: float
     low: float
     high: float
     count: int
-    """Pairs it rests on."""
+    """Number of pairs."""
 
     @property
     def spread(self) -> float:
@@ -37,10 +37,10 @@ class Interval:
 
 
 def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) -> Decision:
-    """What a ratio's interval supports at a margin, symmetric on the logarithmic scale.
+    """Return the decision that a ratio's interval supports at a margin, symmetric on the logarithmic scale.
 
-    With a margin of 0.02: *better* if all of it lies above 1.02, *worse* if all of it lies below 1 / 1.02, *same* if
-    all of it lies between the two, else *undecided*. The other way round where lower is better.
+    With a margin of 0.02: *better* if the whole interval lies above 1.02, *worse* if it lies below 1 / 1.02, *same* if
+    it lies between the two, else *undecided*. *Better* and *worse* are swapped where lower is better.
     """
     bound = 1 + margin
     if interval.low > bound:
@@ -55,19 +55,19 @@ def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) 
 def paired_ratio(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """The median of ``a[i] / b[i]`` over the pairs, with a bootstrap confidence interval.
+    """Return the median of ``a[i] / b[i]`` over the pairs, with a bootstrap confidence interval.
 
-    ``a`` and ``b`` are positive and of one length. The median is taken of the ratios' logarithms (of an even
-    number it is the geometric mean of the middle two), so that b over a gives exactly the reciprocals.
+    ``a`` and ``b`` are positive and have the same length. The median is taken of the ratios' logarithms (for an even
+    number of pairs, the geometric mean of the middle two), so b over a gives exactly the reciprocals.
 
     The interval is the *expanded percentile* one: percentiles of the resampled medians at the levels
-    Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain ones for a small n. Source: Hesterberg, "What Teachers
+    Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain percentiles for small n. Source: Hesterberg, "What Teachers
     Should Know About the Bootstrap", The American Statistician 69 (2015), section 4. In simulations of 9 to 30
     pairs with normal, heavy-tailed (Student's t with 2 degrees of freedom, Cauchy), contaminated and skewed noise, a
     nominal 95% held the median in 93 to 98% of the trials, where plain percentiles and BCa fell to 92%.
 
-    Fewer pairs than 1 - log2(1 - confidence), 6 for 95%, bound nothing: already all pairs lying on one side of the
-    median is too likely. Raises ValueError for values that are no pairs of positive numbers.
+    Fewer pairs than 1 - log2(1 - confidence), 6 for 95%, give no bounds: the chance that all pairs lie on one side of
+    the median is too large. Raises ValueError for values that are not pairs of positive numbers.
     """
     logs = _log_ratios(a, b)
     count = len(logs)
@@ -83,7 +83,7 @@ def paired_ratio(
 
 
 def widened(interval: Interval, doubt: float) -> Interval:
-    """``interval`` with ``doubt`` added to each side in quadrature, on the logarithmic scale; unbounded, itself."""
+    """Add ``doubt`` to each side of ``interval`` in quadrature, on the logarithmic scale; without bounds, no change."""
     if interval.low <= 0:
         return interval
     below, above = math.log(interval.estimate / interval.low), math.log(interval.high / interval.estimate)
@@ -95,12 +95,12 @@ def widened(interval: Interval, doubt: float) -> Interval:
 
 
 def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float = NEGLIGIBLE) -> str | None:
-    """Why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything; None if not.
+    """Return why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything, or None.
 
-    ``aa`` is the 95% interval, whose width says how noisy the machine was. ``wide`` is the 99% interval of the same
-    pairs: if it excludes 1, by more than is ``negligible``, the arms of a pair did not meet
-    the same machine. A quiet one is distrusted in about 1% of all cases: that is what an interval means. Pairs too few
-    for 99% are held against the 95% interval, for no machine is trusted unseen.
+    ``aa`` is the 95% interval; its width shows how noisy the machine was. ``wide`` is the 99% interval of the same
+    pairs: if it excludes 1 by more than ``negligible``, the machine changed between the arms of a pair. By the meaning
+    of a 99% interval, a quiet machine is distrusted in about 1% of all cases. With too few pairs for a 99% interval,
+    the 95% interval is used instead, because no machine is trusted unseen.
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
@@ -123,21 +123,21 @@ def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float 
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Two one-sided tests on the mean of paired differences; see ``equivalence``."""
+    """Result of two one-sided tests on the mean of paired differences; see ``equivalence``."""
 
     mean: float
     low: float
     high: float
     """The 1 - 2 alpha interval of the mean; infinite for a single difference."""
     deviation: float
-    """Sample standard deviation of the differences, or their resolution if that is more; 0 for a single one."""
+    """Sample standard deviation of the differences, or their resolution if that is larger; 0 for one difference."""
     count: int
     margin: float
     confidence: float
 
     @property
     def decision(self) -> Decision:
-        """*worse* if all of the interval lies below -margin, *better* if above margin, *same* if between the two."""
+        """*worse* if the whole interval lies below -margin, *better* if above margin, *same* if between the two."""
         if self.high < -self.margin:
             return "worse"
         if self.low > self.margin:
@@ -153,16 +153,16 @@ def equivalence(
     resolution: float = 0.0,
     limits: tuple[float, float] = (-math.inf, math.inf),
 ) -> Equivalence:
-    """Whether paired differences (variant minus baseline, one a seed, in the margin's unit) are too small to matter.
+    """Test if paired differences (variant minus baseline, one per seed, in the margin's unit) are too small to matter.
 
-    Two one-sided paired t-tests at alpha = 1 - confidence, which reject together exactly when the 1 - 2 alpha interval
+    Two one-sided paired t-tests at alpha = 1 - confidence; both reject exactly when the 1 - 2 alpha interval
     mean -+ t_n-1 s / sqrt(n) lies inside the margins. Source: Schuirmann, "A comparison of the two one-sided tests
     procedure and the power approach", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
 
-    One difference supports nothing: its interval is infinite. Two or more that are all the same leave the test no
-    doubt: the interval has no width. Differences of counts often are the same by chance; ``resolution`` is their
-    smallest step, and the deviation counts as no less. The interval of two or more is cut off at ``limits``, beyond
-    which no mean can lie. Raises ValueError for no or non-finite differences, or a margin that is not positive.
+    One difference decides nothing: its interval is infinite. If two or more differences are all equal, the interval has
+    no width. Differences of counts are often equal by chance; ``resolution`` is their smallest step, and a lower bound
+    of the deviation. The interval of two or more differences is cut off at ``limits``, beyond which no mean can lie.
+    Raises ValueError for no or non-finite differences, or a margin that is not positive.
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():

@@ -1,6 +1,6 @@
-"""What measured samples support: ratios with intervals, a decision at a margin for each, and the verdict of all.
+"""Ratios of measured samples with intervals, a decision at a margin for each ratio, and the verdict of all decisions.
 
-The baseline's figures are the reference: a ratio above 1 means more samples a second, or more memory, than it.
+The baseline is the reference: a ratio above 1 means more samples per second, or more memory, than the baseline.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from pipeline.comparison import planning, stats
 from pipeline.comparison.planning import RoundCost
@@ -20,24 +20,30 @@ from pipeline.results import Arm, Record, kind_of, session_starts
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
 
 HEAP_BYTES = 2**20
-"""So far apart can the peaks of equal processes on a CPU be: all that are forked from one server find the same free
-blocks in its heap, so the rounds of one sitting do not show it. Those of five servers differed by up to 0.9 MiB."""
+"""How far apart the peaks of equal processes on a CPU can be. All processes forked from one server inherit the same
+free blocks in its heap, so the rounds of one session do not show this. Peaks under five servers differed by up to 0.9
+MiB."""
 
 FEWEST_SEEDS = 3
-"""Fewer decide no difference of accuracy: how far two lie apart says little about how far others would."""
+"""Fewer seeds decide no difference in accuracy: the distance of two says little about the distance of others."""
 
 
 def verdict(decisions: Sequence[Decision]) -> Verdict:
-    """The verdict of all decisions on one variant.
+    """Return the verdict of all decisions on one variant.
 
-    Something better and nothing worse *pays*, the reverse *costs*, both *trades*, neither is *neutral*. What is
-    undecided is taken every way it could turn out: the verdict is *undecided* unless all of them agree.
+    Something better and nothing worse: *pays*; the reverse: *costs*; both: *trades*; neither: *neutral*. An undecided
+    decision is tried with every possible outcome: the verdict is *undecided* unless all outcomes agree.
     """
     if "untrusted" in decisions:
         return "untrusted"
+    found = possible(decisions)
+    return found[0] if len(found) == 1 else "undecided"
+
+
+def possible(decisions: Sequence[Decision]) -> list[Verdict]:
+    """Return the verdicts that are possible for any outcome of the undecided decisions, in the order of ``Verdict``."""
     ways = product(*(("better", "same", "worse") if each == "undecided" else (each,) for each in decisions))
-    possible = {_of_decided(way) for way in ways}
-    return possible.pop() if len(possible) == 1 else "undecided"
+    return sorted({_of_decided(way) for way in ways}, key=get_args(Verdict).index)
 
 
 def _of_decided(decisions: Sequence[str]) -> Verdict:
@@ -47,19 +53,21 @@ def _of_decided(decisions: Sequence[str]) -> Verdict:
 
 
 class Quantity(NamedTuple):
-    """One number of a sample."""
+    """One measured number of a sample."""
 
-    field: Literal["samples_per_second", "peak_memory_bytes"]
+    field: Literal["samples_per_second", "peak_memory_bytes", "joules_per_sample"]
     noun: str
     higher_is_better: bool
 
 
 THROUGHPUT = Quantity("samples_per_second", "throughput", higher_is_better=True)
 MEMORY = Quantity("peak_memory_bytes", "peak memory", higher_is_better=False)
+ENERGY = Quantity("joules_per_sample", "energy a sample", higher_is_better=False)
+QUANTITIES = (THROUGHPUT, MEMORY, ENERGY)
 
 
 class SessionRatio(Record):
-    """What one bench gave."""
+    """The ratio of one session of the bench."""
 
     start_utc: str
     estimate: float | None
@@ -70,36 +78,36 @@ class SessionRatio(Record):
 
     @property
     def counts(self) -> bool:
-        """Not if it is untrusted, nor if too few pairs bound it."""
+        """True if the ratio is trusted and has bounds."""
         return self.trusted and self.low is not None
 
 
 class Ratio(Record):
-    """An arm's figure over the reference's: the median of the rounds' ratios, with its 95% interval, widened by how far
-    the baseline may be from itself; or the mean of what several sessions gave (``sessions.combined``)."""
+    """An arm's figure over the reference's: the median of the rounds' ratios, with its 95% interval, widened by the A/A
+    noise of the baseline; or the mean over several sessions (``sessions.combined``)."""
 
     estimate: float | None
-    """None: no round has both."""
+    """None: no round has both figures."""
     low: float | None
     high: float | None
-    """Both None: too few pairs to bound it."""
+    """Both None: too few pairs for bounds."""
     pairs: int
     """Rounds in which neither figure was rejected."""
     refused: int
-    """Rounds in which one was."""
+    """Rounds in which a figure was rejected."""
     margin: float
     decision: Decision
     more_pairs: int | None
-    """Undecided in one session: about how many more pairs would decide. None: decided, or it cannot be foreseen."""
+    """If undecided in one session: about how many more pairs would decide. None: decided, or no forecast."""
     why_untrusted: str | None
     more_sessions: int | None = None
-    """Undecided over several: about how many more would decide."""
+    """If undecided over several sessions: about how many more sessions would decide."""
     sessions: tuple[SessionRatio, ...] = ()
-    """Of a variant: those of the same pair, the oldest first."""
+    """For a variant: the sessions' ratios of the same pair, the oldest first."""
 
     @property
     def session_count(self) -> int:
-        """On how many sessions it rests."""
+        """Number of sessions from which the ratio comes."""
         return max(1, len(session_starts(each.start_utc for each in self.sessions if each.counts)))
 
 
@@ -110,31 +118,31 @@ class Accuracy(Record):
     low_fraction: float | None
     high_fraction: float | None
     """The interval that lies inside the margins exactly if both tests reject, cut off at accuracies of 0 and 1; None
-    for a single seed, unless its weights are the baseline's."""
+    for a single seed, unless its weights equal the baseline's."""
     seeds: int
     margin_fraction: float
     decision: Decision
     """same: neither a loss nor a gain that matters."""
     more_seeds: int | None
-    """Undecided: about how many more seeds would decide. None: decided, or it cannot be foreseen."""
+    """If undecided: about how many more seeds would decide. None: decided, or no forecast."""
 
 
 class Noise(Record):
-    """The baseline against itself: what the machine makes of two equal arms."""
+    """The baseline against itself: the difference that the machine produces between two equal arms."""
 
     estimate: float | None
     low: float | None
     high: float | None
     pairs: int
     max_spread: float
-    """Largest relative width of the interval at which anything is believed."""
+    """Largest relative width of the interval at which the machine is trusted."""
     why_untrusted: str | None
 
     @property
     def doubt(self) -> float:
-        """How far equal arms may lie apart, on the logarithmic scale: half the interval's width, and its middle's
-        distance from 1, in quadrature. The width alone would not do: a bias that stays unseen moves the middle.
-        """
+        """How far equal arms may differ, on the logarithmic scale: half the interval's width and the estimate's
+        distance from 1, added in quadrature. The width alone is not enough: an undetected bias moves the estimate.
+        0 if the interval has no bounds."""
         if not (self.estimate and self.low and self.high):
             return 0.0
         return math.hypot(math.log(self.high / self.low) / 2, math.log(self.estimate))
@@ -150,15 +158,15 @@ def ratio(
     *,
     doubt: float = 0.0,
 ) -> Ratio:
-    """``arm`` over ``reference``. Untrusted if the machine was too noisy, or too many rounds had to be rejected.
+    """Return ``arm`` over ``reference``; untrusted if the machine was too noisy, or too many rounds were rejected.
 
-    ``doubt``: by so much, on the logarithmic scale, is the interval widened on each side (``Noise.doubt``).
+    ``doubt``: the interval is widened by this on each side, in quadrature on the logarithmic scale (``Noise.doubt``).
     """
     pairs = _pairs(arm, reference, quantity)
     interval = None
     if pairs.above:
         interval = stats.widened(stats.paired_ratio(pairs.above, pairs.below, confidence=confidence), doubt)
-    why_untrusted = machine.why_untrusted or pairs.why_untrusted  # what all share first: it is said once
+    why_untrusted = machine.why_untrusted or pairs.why_untrusted  # the machine's reason, shared by all, comes first
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
@@ -179,9 +187,10 @@ def ratio(
 def accuracy(
     differences: Sequence[float], margin: float, base: float, resolution: float = 0.0, *, identical: bool = False
 ) -> Accuracy:
-    """``differences`` in test accuracy, one a seed, from a mean of ``base``; ``resolution``: of one test sample.
+    """Judge ``differences`` in test accuracy, one per seed, from the baseline's mean ``base``; ``resolution``: the
+    accuracy of one test sample.
 
-    ``identical``: every seed ended in the baseline's weights, bit by bit, and no number of seeds would tell more.
+    ``identical``: every seed has the baseline's weights, bit by bit, so the decision is *same* for any number of seeds.
     Otherwise fewer than ``FEWEST_SEEDS`` are undecided.
     """
     if identical:
@@ -205,7 +214,7 @@ def accuracy(
 
 
 def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, cost: RoundCost) -> Noise:
-    """The A/A comparison of one quantity, and whether the machine was calm enough to compare anything."""
+    """Return the A/A comparison of one quantity, with the reason if the machine was too noisy to compare anything."""
     pairs = _pairs(control, baseline, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
     why_untrusted = pairs.why_untrusted
@@ -227,39 +236,46 @@ def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, co
 
 
 def resolution(arm: Arm) -> float:
-    """The share of ``arm``'s peak memory that says nothing: on a CPU ``HEAP_BYTES`` a process."""
+    """Return the share of ``arm``'s peak memory that is noise: on a CPU ``HEAP_BYTES`` per process, else 0."""
     peaks = [sample.peak_memory_bytes for sample in arm.samples if sample.peak_memory_bytes]
     on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
     return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / statistics.median(peaks)
 
 
 def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:
-    """Whether no sample holds the figure, and not because it was rejected: this machine does not tell it."""
+    """True if no sample has the figure although not all were rejected: this machine cannot measure it."""
     samples = [sample for arm in arms for sample in arm.samples]
     return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
+
+
+def tells_energy(arms: Sequence[Arm]) -> bool:
+    """True if energy was asked for: a sample has it, or the reason why it is unknown."""
+    return any(each.joules_per_sample or each.why_no_energy for arm in arms for each in arm.samples)
 
 
 class _Pairs(NamedTuple):
     above: list[float]
     below: list[float]
-    """The figures of the rounds in which neither was rejected."""
+    """``above`` and ``below``: the two arms' figures in the rounds in which neither was rejected."""
     rejected: int
-    """The other rounds."""
+    """Number of the other rounds."""
     why_rejected: str | None
-    """How many they are, and the most common reason."""
+    """How many rounds were rejected, and the most common reason."""
     why_untrusted: str | None
-    """They are the most."""
+    """Set if most rounds were rejected, or none was measured."""
 
 
 def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
-    rounds = list(zip(arm.samples, reference.samples, strict=False))  # one that was decided early has fewer
+    rounds = list(zip(arm.samples, reference.samples, strict=False))  # an arm that was settled early has fewer
     figures = [(getattr(sample, quantity.field), getattr(other, quantity.field)) for sample, other in rounds]
     known = [(a, b) for a, b in figures if a and b]
     rejected = len(rounds) - len(known)
     why_rejected = why_untrusted = None
     if rejected:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
-        why = _most_common([reason for each in lacking for reason in each.refusals]) or "this machine does not tell"
+        unknown = [each.why_no_energy for each in lacking if each.why_no_energy and quantity is ENERGY]
+        why = _most_common([*(reason for each in lacking for reason in each.refusals), *unknown])
+        why = why or "this machine does not tell"
         why_rejected = f"{rejected} of {len(rounds)} rounds had to be rejected, most often because {why}"
     if rejected > len(known):
         why_untrusted = f"{quantity.noun}: {why_rejected}"
@@ -269,7 +285,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
 
 
 def _most_common(reasons: Sequence[str]) -> str | None:
-    """The first reason of the most common kind."""
+    """Return the first reason of the most common kind; None if there are no reasons."""
     kinds = [kind_of(reason) for reason in reasons]
     return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None
 

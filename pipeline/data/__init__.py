@@ -1,9 +1,10 @@
 """From a data set's name to batches on the device.
 
-``sources`` fetches and verifies raw files, ``datasets`` decodes them (or ``synthetic`` makes images up), ``packing``
-makes arrays of what it decodes, ``prepared`` reads these, ``batches`` shuffles, shards, augments and normalises, and so
-does ``loader`` in PyTorch's own way. What fetches, what prepares and what trains know each other's files alone, so that
-a change of one re-runs no stage that does not need it.
+``sources`` fetches and verifies raw files, ``datasets`` decodes them (``arrays`` and ``text`` what is no image, and
+``synthetic`` generates images), ``packing`` writes what was decoded as arrays, and ``prepared`` reads the arrays.
+``batches`` shuffles, shards and augments them, and lets the task make batches; ``loader`` does the same with PyTorch's
+DataLoader. Fetching, preparing and training share files rather than
+code, so that a change in one re-runs no stage that does not need it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 
-IMAGE_LISTING = "files.csv"
-"""What ``fetch`` writes for an image folder: path, size_bytes and sha256 of every image."""
+LISTING = "files.csv"
+"""File that ``fetch`` writes for files that stay where they are: path, size_bytes and sha256 of each."""
 
 SYNTHETIC_DESCRIPTION = "synthetic.json"
-"""What it writes for images that are made up: the settings of ``fetch.synthetic``."""
+"""File that ``fetch`` writes for synthetic images: the settings of ``fetch.synthetic``."""
 
 
 LIMIT_BYTES = 1 << 28
-"""No raw file is larger: that of an image folder holds one picture."""
+"""Largest size of a raw file; in an image folder each file is one image."""
 
 
 class DataError(PipelineError):
-    """Data that cannot be had, decoded or trusted. The message says what, where, and what to do."""
+    """Data that cannot be fetched, decoded or trusted. The message says what, where, and what to do."""
 
 
 def file_sha256(path: Path) -> str:

@@ -1,7 +1,4 @@
-"""What happens to a batch's pixels: the random draws of an epoch, crop, flip and cutout over the batch, normalisation.
-
-Pixel values equal torchvision's ToTensor and Normalize in float32.
-"""
+"""Augmentation of batches of images: an epoch's random draws, then crop, flip and cutout."""
 
 from __future__ import annotations
 
@@ -12,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.prepared import Dataset
-
 
 class Draws(NamedTuple):
-    """What is random in an epoch; all int64 and of one shape but for ``flipped``, which is bool."""
+    """The random draws of an epoch, tensors of one shape: int64, but ``flipped`` is bool."""
 
     order: Tensor
-    """Which sample."""
+    """Indices of the samples."""
     top: Tensor
     left: Tensor
     """Where the crop begins in the padded image, 0 to twice the padding."""
@@ -30,9 +25,9 @@ class Draws(NamedTuple):
 
 
 def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding: int) -> Draws:
-    """All draws [count] for images of ``size`` (height, width), a function of the arguments alone.
+    """Return all draws [count] for images of ``size`` (height, width), a function of the arguments alone.
 
-    Everything is drawn whether it is used or not, so that switching one augmentation leaves the others as they were.
+    Every augmentation is drawn, used or not, so that switching one on or off leaves the others' draws unchanged.
     """
     (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(mixed))
@@ -53,7 +48,7 @@ def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding
 def crop(images: Tensor, top: Tensor, left: Tensor, padding: int, each: Tensor) -> Tensor:
     """Pad [b, C, H, W] with ``padding`` zeros all around, then cut image i's H x W window at (top[i], left[i]).
 
-    ``each`` is arange(b). The index holds one number an image: windows are a strided view, so no index a pixel.
+    ``each`` is arange(b). The windows are a strided view, so the index holds one number per image, not per pixel.
     """
     height, width = images.shape[2:]
     padded = F.pad(images, (padding, padding, padding, padding))
@@ -61,12 +56,12 @@ def crop(images: Tensor, top: Tensor, left: Tensor, padding: int, each: Tensor) 
 
 
 def flip(images: Tensor, flipped: Tensor) -> Tensor:
-    """Mirror left-right those of [b, C, H, W] for which ``flipped`` [b] is true."""
+    """Mirror left-right the images of [b, C, H, W] for which ``flipped`` [b] is true."""
     return torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
 
 
 def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
-    """Set to zero, in place, a square of ``side`` pixels centred on (row[i], column[i]); it may hang over the edge.
+    """Set to zero, in place, a square of ``side`` pixels centred on (row[i], column[i]), cut off at the edges.
 
     Zero is the mean of normalised images. After DeVries and Taylor (2017), arXiv:1708.04552.
     """
@@ -75,16 +70,3 @@ def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
     columns = torch.arange(width, device=images.device) - (column.view(-1, 1) - side // 2)
     inside = ((rows >= 0) & (rows < side)).unsqueeze(2) & ((columns >= 0) & (columns < side)).unsqueeze(1)
     return images.masked_fill_(inside.unsqueeze(1), 0.0)
-
-
-class Normalise:
-    """uint8 -> (x / 255 - mean) / std in float32, in the order of operations of ToTensor and Normalize."""
-
-    def __init__(self, dataset: Dataset, device: torch.device) -> None:
-        # A tensor, not a number: on CUDA, division by a number becomes multiplication by its rounded reciprocal.
-        self._scale = torch.tensor(255.0, device=device)
-        self._mean = torch.tensor(dataset.mean, dtype=torch.float32, device=device).view(-1, 1, 1)
-        self._std = torch.tensor(dataset.std, dtype=torch.float32, device=device).view(-1, 1, 1)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        return images.to(torch.float32).div_(self._scale).sub_(self._mean).div_(self._std)

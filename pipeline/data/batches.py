@@ -1,24 +1,23 @@
-"""Batches on the device: shuffled, sharded over ranks and micro-batches, augmented, normalised.
+"""Batches on the device: shuffled, sharded over ranks and micro-batches, augmented, made by the task.
 
 The order of the samples and every random draw of the augmentation are functions of (seed, epoch) alone. They are drawn
-on the CPU for the whole epoch, so N ranks together see, bit for bit, the global batches that one device sees, whatever
-the placement and the number of micro-batches, also where PyTorch's DataLoader makes them (``loader``). Pixel values
-equal torchvision's ToTensor and Normalize in float32.
+on the CPU for the whole epoch, so N ranks together see, bit for bit, the global batches that one device sees. This
+holds for any number of micro-batches and any placement, PyTorch's DataLoader (``loader``) included.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import psutil
 import torch
 from torch import Tensor
 
-from pipeline.data.augmentation import Draws, Normalise, crop, cutout_, draw_epoch, flip
-from pipeline.data.prepared import Dataset, Split
+from pipeline.data.augmentation import Draws, crop, cutout_, draw_epoch, flip
+from pipeline.data.prepared import Dataset, Split, check_batch
 from pipeline.data.reader import Reader
 from pipeline.errors import ConfigError
 from pipeline.params import Augment
@@ -28,20 +27,40 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, Tensor]
 Placement = Literal["resident", "streamed", "dataloader"]
-"""Where the images are before a step: on the device; in the memory map, read by a thread; there, read by workers."""
+"""Inputs before a step: on the device; in the memory map, read by a thread; in the memory map, read by workers."""
 
 RESIDENT_FRACTION = 0.25
-"""Placement auto: resident if the training images take at most this share of the device's free memory."""
+"""Placement auto: resident if the training inputs take at most this share of the device's free memory."""
+
+
+class Batching(Protocol):
+    """What a task says of its batches; ``pipeline.tasks.Task``."""
+
+    @property
+    def dataset(self) -> Dataset: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The arrays of which batches are made, those of the inputs first."""
+
+    def batch(self, rows: Sequence[Tensor]) -> Batch:
+        """Inputs and targets from the same rows of each of ``arrays``, all on the task's device."""
+
+    def on(self, device: torch.device) -> Self:
+        """The same task on another device."""
 
 
 class TrainBatches:
     """The training set as micro-batches for one rank.
 
     ``batch_size`` is the global batch; of each global batch, rank r of R takes the r-th of R equal parts, split into
-    ``micro_batches`` consecutive micro-batches of b samples. An incomplete last global batch is dropped. ``workers``:
-    processes of the DataLoader, for that placement.
+    ``micro_batches`` consecutive micro-batches of b samples. An incomplete last global batch is dropped. ``workers``
+    is the number of worker processes for placement ``dataloader``.
 
-    Raises ConfigError when there is not one full global batch, or it cannot be divided evenly.
+    Raises ConfigError if the data set is smaller than one global batch, or that batch cannot be divided evenly.
     """
 
     steps_per_epoch: int
@@ -49,7 +68,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        dataset: Dataset,
+        task: Batching,
         *,
         batch_size: int,
         micro_batches: int,
@@ -58,18 +77,20 @@ class TrainBatches:
         seed: int,
         augment: Augment,
         placement: Placement,
-        device: torch.device,
         workers: int = 0,
     ) -> None:
-        if batch_size > len(dataset.train):
-            raise ConfigError(
-                f"train.batch_size: found {batch_size}, but {dataset.name} has {len(dataset.train)} training samples; "
-                f"allowed: at most {len(dataset.train)}."
-            )
+        dataset, device = task.dataset, task.device
+        check_batch(batch_size, dataset.name, len(dataset.train))
         if batch_size % (world_size * micro_batches):
             raise ConfigError(
                 f"train.batch_size: found {batch_size}, which {world_size} process(es) x {micro_batches} "
                 f"micro-batch(es) do not divide; allowed: a multiple of {world_size * micro_batches}."
+            )
+        first, *others = (dataset.train.arrays[name] for name in task.arrays)
+        if augment != Augment() and first.ndim != 4:
+            raise ConfigError(
+                f"train.augment: found {augment}, but the inputs of {dataset.name} are no images, [channels, height, "
+                f"width], but {list(first.shape[1:])}; allowed: no augmentation."
             )
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -80,34 +101,36 @@ class TrainBatches:
         self._seed = seed
         self._augment = augment
         self._device = device
-        # On the CPU the memory map itself: its pages stay in memory once touched, shared by all processes.
-        self._images = dataset.train.images.to(device) if self.placement == "resident" else dataset.train.images
-        self._labels = dataset.train.labels if self.placement == "dataloader" else dataset.train.labels.to(device)
+        self._task = task
+        # On the CPU, resident inputs are the memory map: pages stay in memory once touched, shared by all processes.
+        self._first = first.to(device) if self.placement == "resident" else first
+        self._others = others if self.placement == "dataloader" else [array.to(device) for array in others]
+        task.batch([array[:1].to(device) for array in (first, *others)])  # now, or its constants are copied in a step
         self._loader: WorkerBatches | None = None
         if self.placement == "dataloader":
-            from pipeline.data.loader import WorkerBatches  # and with it torchvision
+            from pipeline.data.loader import WorkerBatches  # imported here: it imports torchvision
 
-            self._loader = WorkerBatches(dataset, augment, workers, pinned=device.type == "cuda")
-        self._normalise = Normalise(dataset, device)
+            cpu = torch.device("cpu")
+            self._loader = WorkerBatches(task.on(cpu), augment, workers, pinned=device.type == "cuda")
         self._each = torch.arange(self._split[-1], device=device)
         self._readers: set[Reader] = set()
         # Also runs when the interpreter exits, so that no thread is still copying while torch is taken down.
         self._finalizer = weakref.finalize(self, _stop_all, self._readers)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """Micro-batches of one epoch, ``micro_batches`` for each step from ``start_step`` on.
+        """Iterate over one epoch's micro-batches, ``micro_batches`` for each step from ``start_step`` on.
 
-        Each is images float32 [b, C, H, W] and labels int64 [b], both on the device and the caller's to keep or change.
-        Nothing here waits for the device.
+        Each micro-batch is inputs [b, ...] and targets [b, ...], both on the device; the caller may keep or change
+        both. Nothing here waits for the device.
         """
         if not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(f"start_step {start_step} is outside an epoch of {self.steps_per_epoch} steps")
         return self._epoch(epoch, start_step)
 
     def hold(self) -> None:
-        """Let what reads ahead wait until the next micro-batch is asked for: a measured window has ended.
+        """Pause reading ahead until the next micro-batch is requested: a measured window has ended.
 
-        Or it would work in somebody else's window, and what it has done by the next one would be nobody's time.
+        Reading on would slow down another variant's window, and this variant's next window would not count the work.
         """
         for reader in self._readers:
             reader.hold()
@@ -129,18 +152,19 @@ class TrainBatches:
         self.close()
 
     def _epoch(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        drawn = draw_epoch(self._seed, epoch, len(self._labels), self._images.shape[2:], self._augment.crop_padding)
+        size = self._first.shape[2:] if self._first.ndim == 4 else (1, 1)
+        drawn = draw_epoch(self._seed, epoch, len(self._first), size, self._augment.crop_padding)
         host = Draws(*(self._own_part(values, start_step) for values in drawn))
         if self._loader:
-            for pixels, labels in self._loader.epoch(host):
-                yield pixels.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
+            for inputs, targets in self._loader.epoch(host):
+                yield inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
             return
         draws = Draws(*(_move(values, self._device) for values in host))
         if self.placement == "resident":
             for index in range(len(draws.order)):
-                yield self._batch(self._images.index_select(0, draws.order[index]), draws, index)
+                yield self._batch(self._first.index_select(0, draws.order[index]), draws, index)
             return
-        reader = Reader(self._images, host.order, self._device)
+        reader = Reader(self._first, host.order, self._device)
         self._readers.add(reader)
         try:
             reader.start()
@@ -151,36 +175,32 @@ class TrainBatches:
             self._readers.discard(reader)
 
     def _own_part(self, values: Tensor, start_step: int) -> Tensor:
-        """[N] in the epoch's order -> [remaining micro-batches, b], this rank's."""
+        """Return this rank's part of ``values``: [N] in the epoch's order -> [remaining micro-batches, b]."""
         steps, ranks, micro_batches, samples = self._split
         used = values[: steps * ranks * micro_batches * samples].view(self._split)
         return used[start_step:, self._rank].reshape(-1, samples)
 
-    def _batch(self, images: Tensor, draws: Draws, index: int) -> Batch:
-        labels = self._labels.index_select(0, draws.order[index])
+    def _batch(self, rows: Tensor, draws: Draws, index: int) -> Batch:
+        others = [array.index_select(0, draws.order[index]) for array in self._others]
         if self._augment.crop_padding:
-            images = crop(images, draws.top[index], draws.left[index], self._augment.crop_padding, self._each)
+            rows = crop(rows, draws.top[index], draws.left[index], self._augment.crop_padding, self._each)
         if self._augment.flip:
-            images = flip(images, draws.flipped[index])
-        pixels = self._normalise(images)
+            rows = flip(rows, draws.flipped[index])
+        inputs, targets = self._task.batch((rows, *others))
         if self._augment.cutout:
-            cutout_(pixels, draws.row[index], draws.column[index], self._augment.cutout)
-        return pixels, labels
+            cutout_(inputs, draws.row[index], draws.column[index], self._augment.cutout)
+        return inputs, targets
 
 
-def evaluation_batches(
-    split: Split, dataset: Dataset, *, rank: int, world_size: int, batch_size: int, device: torch.device
-) -> Iterator[Batch]:
-    """This rank's share of ``split``, in order, at most ``batch_size`` samples at a time.
+def evaluation_batches(split: Split, task: Batching, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+    """This rank's share of ``split``, in order, at most ``batch_size`` samples at a time, on the task's device.
 
     The ranks' shares are consecutive, differ by at most one sample, and hold every sample once; a share can be empty.
-    Images are float32 [b, C, H, W], normalised with the training set's statistics; labels are int64 [b].
     """
-    normalise = Normalise(dataset, device)
     start, end = (len(split) * part // world_size for part in (rank, rank + 1))
     for first in range(start, end, batch_size):
         rows = slice(first, min(first + batch_size, end))
-        yield normalise(_move(split.images[rows], device)), _move(split.labels[rows], device)
+        yield task.batch([_move(split.arrays[name][rows], task.device) for name in task.arrays])
 
 
 def _stop_all(readers: set[Reader]) -> None:
@@ -189,16 +209,16 @@ def _stop_all(readers: set[Reader]) -> None:
 
 
 def _move(values: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it."""
+    """Copy ``values`` to the device without waiting for the device."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
-    """Placement auto, by the memory that is free now; the main rank's choice is for all ranks and seeds."""
+    """Resolve placement auto by the memory that is free now; the main rank's choice holds for all ranks and seeds."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return placement_within(free, dataset)
 
 
 def placement_within(free_bytes: int, dataset: Dataset) -> Literal["resident", "streamed"]:
-    """Placement auto on a device with so much free memory."""
-    return "resident" if dataset.train.images.nbytes <= RESIDENT_FRACTION * free_bytes else "streamed"
+    """Resolve placement auto for ``free_bytes`` of free device memory."""
+    return "resident" if dataset.train.inputs.nbytes <= RESIDENT_FRACTION * free_bytes else "streamed"

@@ -1,4 +1,4 @@
-"""SHA-256 of the uncompressed raw files by data set and name: ``fetch`` brings these, and ``prepare`` reads no others.
+"""SHA-256 of the uncompressed raw files by data set and name; ``fetch`` and ``prepare`` refuse other content.
 
 The published values used here were compared across several independent public sources; for Fashion-MNIST also with
 the files of the Debian package, for MNIST and CIFAR-10 also with the archives' checksums in torchvision and Keras.

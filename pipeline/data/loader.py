@@ -1,7 +1,7 @@
-"""PyTorch's DataLoader as people use it: worker processes that read, augment and normalise one sample at a time.
+"""PyTorch's DataLoader in its usual form: worker processes that read, augment and prepare one sample at a time.
 
-Nothing random happens in the workers. Each sample's draws come with its number, from the ``draw_epoch`` that the other
-ways to read the data use, so that the tensors are the same to the last bit and only speed and memory differ.
+The workers draw no random numbers. Each sample's index comes with its draws from ``draw_epoch``, which the other
+placements use too, so the tensors are bitwise equal and only speed and memory differ.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torchvision.transforms import functional as F
 
-from pipeline.data.prepared import Dataset
+from pipeline.data.batches import Batch, Batching
 from pipeline.params import Augment
 
 Draw = tuple[int, int, int, bool, int, int]
-"""A sample's number; top and left of its crop; whether it is mirrored; row and column of its cutout."""
+"""A sample's index; top and left of its crop; whether it is mirrored; row and column of its cutout."""
 
 
 class WorkerBatches:
     """Micro-batches from ``workers`` processes (0: from this one), which stay for all epochs until ``close``.
 
-    They work ahead by the DataLoader's own two micro-batches a worker, but only between an epoch's beginning, or the
-    last request for a micro-batch, and ``hold``. Of the epochs asked for, the last alone can be read.
+    Each worker prefetches two micro-batches, the DataLoader's default, but not between ``hold`` and the next request
+    for a micro-batch or an epoch. Only the epoch that was requested last can be read.
     """
 
-    def __init__(self, dataset: Dataset, augment: Augment, workers: int, *, pinned: bool) -> None:
+    def __init__(self, task: Batching, augment: Augment, workers: int, *, pinned: bool) -> None:
         self._workers, self._pinned = workers, pinned
         self._brake = _Brake()
-        self._samples = _Samples(dataset, augment, self._brake)
+        self._samples = _Samples(task, augment, self._brake)
         self._order = _Order()
         self._loader: DataLoader[Any] | None = None
         self._reading: Any = None
         self._epochs = 0
 
-    def epoch(self, draws: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images float32 [b, C, H, W] and labels int64 [b] on the host, for ``draws`` [m, b] in the order of a Draw."""
+    def epoch(self, draws: Sequence[Tensor]) -> Iterator[Batch]:
+        """Yield inputs [b, ...] and targets [b, ...] on the host; ``draws``: [m, b] for each item of Draw."""
         self._brake.release()
         self._order.draws = draws
         if self._loader is None:
@@ -53,7 +53,7 @@ class WorkerBatches:
                 persistent_workers=self._workers > 0,
                 pin_memory=self._pinned,
                 worker_init_fn=_ignore_signals,
-                generator=torch.Generator(),  # or it would draw the workers' seeds from the model's generator
+                generator=torch.Generator(),  # else the workers' seeds would come from the model's generator
             )
         self._epochs += 1
         epoch, reading = self._epochs, iter(self._loader)
@@ -68,7 +68,7 @@ class WorkerBatches:
             yield batch
 
     def hold(self) -> None:
-        """Let the workers stop after the sample that each has at hand, until the next request."""
+        """Pause each worker after its current sample, until the next request."""
         if self._reading is not None and self._workers:
             self._brake.pull()
 
@@ -81,35 +81,35 @@ class WorkerBatches:
         self._loader = self._reading = None
 
 
-class _Samples(TorchDataset[tuple[Tensor, int]]):
-    """The training set, sample by sample, through torchvision's functions."""
+class _Samples(TorchDataset[Batch]):
+    """The training set, sample by sample; images augmented by torchvision's functions. ``task`` is on the CPU."""
 
-    def __init__(self, dataset: Dataset, augment: Augment, brake: _Brake) -> None:
-        self._images, self._labels = dataset.train.images, dataset.train.labels
-        self._mean, self._std = list(dataset.mean), list(dataset.std)
-        self._augment, self._brake = augment, brake
+    def __init__(self, task: Batching, augment: Augment, brake: _Brake) -> None:
+        self._task, self._augment, self._brake = task, augment, brake
+        self._arrays = [task.dataset.train.arrays[name] for name in task.arrays]
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor, int]:
-        """Image float32 [C, H, W] and label."""
+    def __getitem__(self, draw: Draw) -> Batch:
+        """Inputs [...] and targets [...]."""
         self._brake.wait()
         index, top, left, flipped, row, column = draw
-        augment, image = self._augment, self._images[index]
-        height, width = image.shape[1:]
+        augment = self._augment
+        first, *others = (array[index] for array in self._arrays)
         if augment.crop_padding:
-            image = F.crop(F.pad(image, [augment.crop_padding]), top, left, height, width)
+            first = F.crop(F.pad(first, [augment.crop_padding]), top, left, *first.shape[1:])
         if augment.flip and flipped:
-            image = F.hflip(image)
-        pixels = F.normalize(F.convert_image_dtype(image), self._mean, self._std)
+            first = F.hflip(first)
+        (inputs,), (target,) = self._task.batch([array.unsqueeze(0) for array in (first, *others)])
         if augment.cutout:
-            first, start = row - augment.cutout // 2, column - augment.cutout // 2
-            last, end = first + augment.cutout, start + augment.cutout
-            first, start, last, end = max(0, first), max(0, start), min(height, last), min(width, end)
-            pixels = F.erase(pixels, first, start, last - first, end - start, torch.zeros(()))
-        return pixels, int(self._labels[index])
+            height, width = inputs.shape[1:]
+            upper, begin = row - augment.cutout // 2, column - augment.cutout // 2
+            lower, end = upper + augment.cutout, begin + augment.cutout
+            upper, begin, lower, end = max(0, upper), max(0, begin), min(height, lower), min(width, end)
+            inputs = F.erase(inputs, upper, begin, lower - upper, end - begin, torch.zeros(()))
+        return inputs, target
 
 
 class _Order:
-    """Which samples make which micro-batch. The DataLoader asks anew at the beginning of each epoch."""
+    """The batch sampler: the draws of each micro-batch. The DataLoader iterates over it once per epoch."""
 
     def __init__(self) -> None:
         self.draws: Sequence[Tensor] = ()
@@ -120,7 +120,7 @@ class _Order:
 
 
 class _Brake:
-    """Holds the workers. While it is off, passing it costs them a glance at shared memory."""
+    """Pauses the workers. While the brake is off, each check is one read of shared memory."""
 
     def __init__(self) -> None:
         self._on = multiprocessing.RawValue("b", 0)
@@ -136,7 +136,7 @@ class _Brake:
             self._released.set()
 
     def wait(self) -> None:
-        """Return when the brake is off. Ends a worker whose trainer has died meanwhile."""
+        """Wait until the brake is off. Exits the worker if the training process has died."""
         while self._on.value and not self._released.wait(timeout=1.0):
             trainer = multiprocessing.parent_process()
             if trainer is not None and not trainer.is_alive():
@@ -144,6 +144,6 @@ class _Brake:
 
 
 def _ignore_signals(_: int) -> None:
-    """Ctrl-C reaches the workers too, but the step that is under way needs them: their end is the trainer's to say."""
+    """Ignore SIGINT and SIGTERM: the current step still needs the workers, and the training process ends them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -7,53 +7,60 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from io import BytesIO
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.data import DataError, file_sha256
-from pipeline.data.datasets import Chunk, decode
-from pipeline.data.prepared import DESCRIPTION, Description
-from pipeline.files import write_array
+from pipeline.data.datasets import decode
+from pipeline.data.decoded import Chunk, Decoded
+from pipeline.data.growing import GrowingArray
+from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, check_batch
+from pipeline.errors import ConfigError
 from pipeline.params import Config
 
 STATISTICS_CHUNK_BYTES = 16 << 20
 
 
+ARRAYS = ("inputs", "targets")
+"""Names of the arrays in a decoded chunk, in order; targets may be absent."""
+
+
 def prepare(config: Config, raw: Path, out: Path) -> None:
     """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
 
-    Raises DataError if the raw files cannot be decoded, a split is empty, or a channel is constant.
+    Memory holds a few chunks of rows and 100 bytes a row, for the count of repeated ones. Raises DataError if the raw
+    files cannot be decoded, a split is empty, or its values cannot be learned from.
     """
     decoded = decode(config, raw)
     work = out.with_name(f"{out.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        classes = len(decoded.classes)
-        train_counts, train_digests = _write_split(work, "train", decoded.train, decoded.shape, classes)
-        test_counts, test_digests = _write_split(work, "test", decoded.test, decoded.shape, classes)
+        arrays, train_digests = _write_split(work, "train", decoded.train)
+        test_arrays, test_digests = _write_split(work, "test", decoded.test)
+        if test_arrays != arrays:
+            raise DataError(f"the test split has rows of {test_arrays}, but the train split of {arrays}.")
         known = set(train_digests)
-        mean, std = pixel_statistics(np.load(work / "train_images.npy", mmap_mode="r"))
-        channels, height, width = decoded.shape
+        train, test = ({name: _open(work, split, name) for name in arrays} for split in ("train", "test"))
+        counts = [_class_counts(name, each, decoded) for name, each in (("train", train), ("test", test))]
+        codes = {name for name, coded in (("targets", decoded.classes), ("inputs", decoded.vocabulary)) if coded}
         description = Description(
-            name=config.fetch.dataset,
+            name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),
             classes=decoded.classes,
-            channels=channels,
-            height=height,
-            width=width,
+            vocabulary=decoded.vocabulary,
+            arrays=arrays,
             train_count=len(train_digests),
             test_count=len(test_digests),
-            train_class_counts=train_counts,
-            test_class_counts=test_counts,
+            train_class_counts=counts[0],
+            test_class_counts=counts[1],
             test_in_train_count=sum(each in known for each in test_digests),
             test_repeated_count=len(test_digests) - len(set(test_digests)),
-            mean=mean,
-            std=std,
+            statistics={name: statistics(name, train[name]) for name in arrays if name not in codes},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
         description = description.model_copy(update={"sha256": description.digest()})
@@ -62,19 +69,52 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         _replace_directory(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    rows = ", ".join(f"{name} {each.dtype} {list(each.shape)}" for name, each in arrays.items())
     print(
-        f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test images "
-        f"of {channels}x{height}x{width}, {classes} classes; {description.test_in_train_count:,} test images are "
-        f"training images too, {description.test_repeated_count:,} repeat another",
+        f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
+        f"samples of {rows}; {description.test_in_train_count:,} test inputs are training inputs too, "
+        f"{description.test_repeated_count:,} repeat another",
         file=sys.stderr,
     )
+    try:
+        check_batch(config.train.batch_size, description.name, description.train_count)
+    except ConfigError as error:  # the data are right, and may have taken hours; training would refuse it
+        print(f"warning: {error}", file=sys.stderr)
+
+
+def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
+    """Statistics of the training array ``name``, ``rows`` [N, ...]; uint8 in units of 0..1.
+
+    Raises DataError for a constant channel, which could not be normalised.
+    """
+    channels = rows.reshape(len(rows), 1) if rows.ndim == 1 else rows
+    mean, std = pixel_statistics(channels) if rows.dtype == np.uint8 else _moments(channels)
+    if 0.0 in std:
+        raise DataError(f"channel {std.index(0.0)} of the training {name} is the same everywhere; no data in it.")
+    return Statistics(mean=mean, std=std)
+
+
+def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and population standard deviation per channel of floats [N, C, ...], in two passes in float64.
+
+    Rounded to float32, in which they are used: the order of a sum's terms, which differs by CPU, then hardly shows.
+    """
+    axes = (0, *range(2, rows.ndim))
+    shape = (1, -1, *[1] * (rows.ndim - 2))
+    step = max(1, STATISTICS_CHUNK_BYTES // (rows[0].nbytes or 1))
+    chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
+    values = rows.size // rows.shape[1]
+    zeros = np.zeros(rows.shape[1])
+    mean = sum((rows[chunk].sum(axes, dtype=np.float64) for chunk in chunks), zeros) / values
+    squares = sum((((rows[chunk] - mean.reshape(shape)) ** 2).sum(axes) for chunk in chunks), zeros)
+    std = np.sqrt(squares / values)
+    return tuple(mean.astype(np.float32).tolist()), tuple(std.astype(np.float32).tolist())
 
 
 def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and population standard deviation per channel of uint8 images [N, C, H, W], in units of 0..1.
 
-    Summed over a histogram in whole numbers, so exact but for the last rounding. Raises DataError for a constant
-    channel: it could not be normalised.
+    Computed from a histogram in integers, so exact except for the final rounding.
     """
     count, channels = images.shape[:2]
     histogram = np.zeros((channels, 256), dtype=np.int64)
@@ -84,54 +124,63 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
         for channel in range(channels):
             histogram[channel] += np.bincount(chunk[:, channel].ravel(), minlength=256)
     mean, std = [], []
-    for channel, counts in enumerate(histogram.tolist()):
+    for counts in histogram.tolist():
         pixels = sum(counts)
         total = sum(value * number for value, number in enumerate(counts))
         squares = sum(value * value * number for value, number in enumerate(counts))
         variance = pixels * squares - total * total  # pixels**2 times the variance
-        if variance == 0:
-            raise DataError(f"channel {channel} of the training images is {total // pixels} everywhere; no data in it.")
         mean.append(total / (255 * pixels))
         std.append(math.sqrt(variance) / (255 * pixels))
     return tuple(mean), tuple(std)
 
 
-def _write_split(
-    directory: Path, split: str, chunks: Iterable[Chunk], shape: tuple[int, int, int], classes: int
-) -> tuple[tuple[int, ...], list[bytes]]:
-    """Write one split's two files. Returns the number of samples of each class, and each image's digest."""
-    labels, digests = [], []
-    count = 0
-    with (directory / f"{split}_images.npy").open("wb") as file:
-        _write_header(file, (0, *shape))
-        for images, chunk_labels in chunks:
-            assert images.dtype == np.uint8
-            assert images.shape == (len(chunk_labels), *shape)
-            file.write(np.ascontiguousarray(images).data)
-            digests += [hashlib.sha256(image.tobytes()).digest() for image in images]
-            labels.append(chunk_labels)
-            count += len(chunk_labels)
-        file.seek(0)
-        _write_header(file, (count, *shape))
-    if count == 0:
+def _write_split(directory: Path, split: str, chunks: Iterable[Chunk]) -> tuple[dict[str, Form], list[bytes]]:
+    """Write one file an array. Returns the arrays' forms, and each input's digest."""
+    files: dict[str, GrowingArray] = {}
+    digests: list[bytes] = []
+    with ExitStack() as opened:
+        for chunk in chunks:
+            for name, rows in zip(ARRAYS, chunk, strict=False):
+                assert len(rows) == len(chunk[0])
+                if name not in files:
+                    files[name] = opened.enter_context(GrowingArray(directory / f"{split}_{name}.npy"))
+                if rows.dtype.kind == "f" and not np.isfinite(rows).all():
+                    row = len(digests) + int(np.argwhere(~np.isfinite(rows))[0, 0])
+                    raise DataError(
+                        f"row {row} of the {split} {name} is NaN or infinite; repair or leave out such rows."
+                    )
+                files[name].append(rows)
+            digests += [hashlib.sha256(row.tobytes()).digest() for row in chunk[0]]
+    if not digests:
         raise DataError(f"the {split} split is empty; nothing can be trained or tested with it.")
-    together = np.concatenate(labels)
-    if together.min() < 0 or together.max() >= classes:
-        raise DataError(f"{split} labels are {together.min()} to {together.max()}, but there are {classes} classes.")
-    write_array(directory / f"{split}_labels.npy", together)
-    return tuple(np.bincount(together, minlength=classes).tolist()), digests
+    return {name: Form(dtype=str(each.dtype), shape=each.shape) for name, each in files.items()}, digests
 
 
-def _write_header(file: BinaryIO, shape: Sequence[int]) -> None:
-    """The .npy header; numpy leaves room in it for the first dimension to grow, so its length does not change."""
-    header = BytesIO()
-    description = {"descr": np.dtype(np.uint8).str, "fortran_order": False, "shape": tuple(shape)}
-    np.lib.format.write_array_header_1_0(header, description)
-    file.write(header.getvalue())
+def _open(directory: Path, split: str, name: str) -> npt.NDArray[Any]:
+    opened: npt.NDArray[Any] = np.load(directory / f"{split}_{name}.npy", mmap_mode="r")
+    return opened
+
+
+def _class_counts(split: str, arrays: Mapping[str, npt.NDArray[Any]], decoded: Decoded) -> tuple[int, ...]:
+    """Number of samples of each class; () without classes. Raises DataError for labels and tokens out of range."""
+    if decoded.vocabulary:
+        _check_range(f"{split} tokens", arrays["inputs"], decoded.vocabulary, "tokens in the vocabulary")
+    if not decoded.classes:
+        return ()
+    _check_range(f"{split} labels", arrays["targets"], len(decoded.classes), "classes")
+    counts = np.bincount(arrays["targets"], minlength=len(decoded.classes))
+    if split == "train" and np.count_nonzero(counts) == 1:
+        raise DataError(f"all training labels are {counts.argmax()}, a single class; there is nothing to tell apart.")
+    return tuple(counts.tolist())
+
+
+def _check_range(what: str, values: npt.NDArray[Any], count: int, of: str) -> None:
+    if values.min() < 0 or values.max() >= count:
+        raise DataError(f"{what} are {values.min()} to {values.max()}, but there are {count} {of}.")
 
 
 def _replace_directory(new: Path, directory: Path) -> None:
-    """Put ``new`` in the place of ``directory``. An interruption leaves one of the two there, or the old one beside."""
+    """Replace ``directory`` with ``new``. An interruption leaves the old or the new one, or the old one as ``.old``."""
     old = directory.with_name(f"{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():

@@ -2,29 +2,29 @@
 
 ::
 
-    data/prepared/train_images.npy   uint8 [N, C, H, W], C-contiguous
-    data/prepared/train_labels.npy   int64 [N]
-    data/prepared/test_images.npy, test_labels.npy
-    data/prepared/dataset.json       name, classes, counts, shape, mean, standard deviation, checksums
+    data/prepared/train_inputs.npy    integers or floats [N, ...], C-contiguous: what a model learns from
+    data/prepared/train_targets.npy   [N, ...]: what it learns to say, int64 labels say; absent where inputs say it all
+    data/prepared/test_inputs.npy, test_targets.npy
+    data/prepared/dataset.json        name, classes, counts, types and shapes, statistics, checksums
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
-from numpy.lib.format import open_memmap
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.data import DataError, file_sha256
-from pipeline.errors import first_line
+from pipeline.errors import ConfigError, first_line
 
-if TYPE_CHECKING:  # packing needs this module's description, but not torch
+if TYPE_CHECKING:  # packing imports this module without torch; publish, without torch and numpy
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 DESCRIPTION = "dataset.json"
@@ -32,35 +32,69 @@ DESCRIPTION = "dataset.json"
 
 @dataclass(frozen=True)
 class Split:
-    """Both tensors lie in the files: pages are read when they are touched, and shared between processes."""
+    """Named tensors with one row a sample, memory-mapped: pages are read on first access, and processes share them."""
 
-    images: Tensor
-    """uint8 [N, C, H, W]"""
-    labels: Tensor
-    """int64 [N]"""
+    arrays: Mapping[str, Tensor]
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.arrays["inputs"]
+
+    @property
+    def targets(self) -> Tensor:
+        return self.arrays["targets"]
 
     def __len__(self) -> int:
-        return self.images.shape[0]
+        return self.inputs.shape[0]
+
+    def __getitem__(self, rows: slice | Tensor) -> Split:
+        return Split({name: array[rows] for name, array in self.arrays.items()})
+
+
+class Statistics(BaseModel):
+    """Mean and population standard deviation of an array's training rows, along the first dimension of a row.
+
+    uint8 is scaled to 0..1. An array with one number a row has one mean.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Dataset:
     name: str
     sha256: str
-    """Over everything: arrays, classes, statistics."""
+    """SHA-256 over everything: arrays, classes, statistics."""
     classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    """Per channel, of the training pixels scaled to 0..1."""
-    std: tuple[float, ...]
-    """Likewise; the population's."""
-    shape: tuple[int, int, int]
-    """Channels, height, width."""
+    """Names of the classes that targets number; empty where targets are no labels."""
+    vocabulary: int | None
+    """Inputs are tokens from 0 to this number minus one; None: inputs are no tokens."""
+    statistics: Mapping[str, Statistics]
+    """By name, of every array but labels and tokens."""
     train: Split
     test: Split
     test_in_train_count: int | None = None
-    """Test images that are training images too, to the last pixel; None, like the next: not counted."""
+    """Number of test inputs that equal a training input, byte by byte. None, here and below: not counted."""
     test_repeated_count: int | None = None
-    """Test images that repeat an earlier one."""
+    """Number of test inputs that repeat an earlier test input."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample's inputs."""
+        return tuple(self.train.inputs.shape[1:])
+
+
+class Form(BaseModel):
+    """Type and shape of an array's rows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: str
+    """numpy's name."""
+    shape: tuple[int, ...]
 
 
 class Description(BaseModel):
@@ -68,25 +102,24 @@ class Description(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
+    """1: images and labels only."""
     name: str
     classes: tuple[str, ...]
-    channels: int
-    height: int
-    width: int
+    vocabulary: int | None
+    arrays: dict[str, Form]
     train_count: int
     test_count: int
     train_class_counts: tuple[int, ...]
     test_class_counts: tuple[int, ...]
     test_in_train_count: int | None = None
-    """As in ``Dataset``, like the next."""
+    """As in ``Dataset``, and so is ``test_repeated_count``."""
     test_repeated_count: int | None = None
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    statistics: dict[str, Statistics]
     files: dict[str, str]
     """File name -> SHA-256."""
     sha256: str = ""
-    """Of all the above, but for what is counted of the arrays."""
+    """Over all fields above except the two counts of repeated test inputs."""
 
     def digest(self) -> str:
         counted = {"sha256", "test_in_train_count", "test_repeated_count"}
@@ -95,28 +128,29 @@ class Description(BaseModel):
 
 
 def read(directory: Path) -> Dataset:
-    """Open a prepared data set; the arrays stay in their files until they are touched.
+    """Open a prepared data set; the arrays are memory-mapped.
 
-    The tensors may be written to without changing the files. Raises DataError when the arrays are not what
-    dataset.json describes; their content is checked by ``verify`` alone.
+    Writing to the tensors does not change the files. Raises DataError if the arrays' types or shapes differ from
+    dataset.json; only ``verify`` checks their content.
     """
     import torch
 
-    description = _describe(directory)
-    shape = (description.channels, description.height, description.width)
+    description = described(directory)
 
     def split(name: str, count: int) -> Split:
-        images = _open(directory / f"{name}_images.npy", np.uint8, (count, *shape))
-        labels = _open(directory / f"{name}_labels.npy", np.int64, (count,))
-        return Split(images=torch.from_numpy(images), labels=torch.from_numpy(labels))
+        return Split(
+            {
+                array: torch.from_numpy(_open(directory / f"{name}_{array}.npy", form.dtype, (count, *form.shape)))
+                for array, form in description.arrays.items()
+            }
+        )
 
     return Dataset(
         name=description.name,
         sha256=description.sha256,
         classes=description.classes,
-        mean=description.mean,
-        std=description.std,
-        shape=shape,
+        vocabulary=description.vocabulary,
+        statistics=description.statistics,
         train=split("train", description.train_count),
         test=split("test", description.test_count),
         test_in_train_count=description.test_in_train_count,
@@ -124,16 +158,30 @@ def read(directory: Path) -> Dataset:
     )
 
 
+def check_batch(batch_size: int, name: str, samples: int) -> None:
+    """Raise ConfigError if the data set ``name`` has fewer training ``samples`` than a global batch."""
+    if batch_size > samples:
+        raise ConfigError(
+            f"train.batch_size: found {batch_size}, but {name} has {samples} training samples; allowed: at most "
+            f"{samples}."
+        )
+
+
 def verify(directory: Path) -> None:
-    """Read every byte of a prepared data set. Raises DataError unless all of it is what dataset.json says."""
-    description = _describe(directory)
-    if description.sha256 != description.digest():
-        raise DataError(f"{directory / DESCRIPTION}: was changed after it was written; {_AGAIN}")
-    for name, expected in description.files.items():
+    """Read every byte of a prepared data set. Raises DataError if a file's SHA-256 differs from dataset.json."""
+    for name, expected in described(directory).files.items():
         path = directory / name
         found = file_sha256(path) if path.is_file() else "missing"
         if found != expected:
             raise DataError(f"{path}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
+
+
+def described(directory: Path) -> Description:
+    """Read ``dataset.json`` in ``directory``. Raises DataError if it is missing, cannot be read or was changed."""
+    description = _describe(directory)
+    if description.sha256 != description.digest():
+        raise DataError(f"{directory / DESCRIPTION}: was changed after it was written; {_AGAIN}")
+    return description
 
 
 _AGAIN = "run `dvc repro --force prepare`."
@@ -149,14 +197,15 @@ def _describe(directory: Path) -> Description:
         raise DataError(f"{path} is not a description this version can read; {_AGAIN} ({error})") from None
 
 
-def _open(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+    import numpy as np
+    from numpy.lib.format import open_memmap
+
     try:
         # "c": copy on write. Read-only memory would make torch warn, and a stray write must not reach the file.
         array: npt.NDArray[np.generic] = open_memmap(path, mode="c")
     except Exception as error:  # a damaged header can raise nearly anything
         raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise DataError(
-            f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {np.dtype(dtype)} {shape}; {_AGAIN}"
-        )
+        raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")
     return np.asarray(array)

@@ -1,4 +1,4 @@
-"""A background thread that reads images from the memory map ahead of the steps."""
+"""A background thread that reads inputs from the memory map ahead of the steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Reader:
     a pinned buffer, and through ``record_stream`` the copy on the device, until the streams are done with them.
     """
 
-    def __init__(self, images: Tensor, order: Tensor, device: torch.device) -> None:
-        self._images = images
+    def __init__(self, array: Tensor, order: Tensor, device: torch.device) -> None:
+        self._array = array
         self._order = order
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -35,7 +35,7 @@ class Reader:
         self._thread.start()
 
     def take(self) -> Tensor:
-        """The next micro-batch, uint8 [b, C, H, W], ready for the current stream; raises what the thread raised."""
+        """Return the next micro-batch, rows [b, ...], ready for the current stream; raises the thread's error."""
         self._may_go.set()
         taken = self._ready.get()
         if self._stopped:
@@ -43,12 +43,12 @@ class Reader:
         if isinstance(taken, BaseException):
             raise taken
         self._room.release()
-        images, copied = taken
+        rows, copied = taken
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            images.record_stream(stream)
-        return images
+            rows.record_stream(stream)
+        return rows
 
     def hold(self) -> None:
         """Read no further micro-batch until one is taken."""
@@ -78,8 +78,8 @@ class Reader:
 
     def _load(self, rows: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         if self._stream is None:
-            return self._images.index_select(0, rows), None
-        pinned = torch.empty((len(rows), *self._images.shape[1:]), dtype=torch.uint8, pin_memory=True)
-        torch.index_select(self._images, 0, rows, out=pinned)
+            return self._array.index_select(0, rows), None
+        pinned = torch.empty((len(rows), *self._array.shape[1:]), dtype=self._array.dtype, pin_memory=True)
+        torch.index_select(self._array, 0, rows, out=pinned)
         with torch.cuda.stream(self._stream):
             return pinned.to(self._device, non_blocking=True), self._stream.record_event()

@@ -1,7 +1,6 @@
-"""Images that nobody took: each class has a texture, under noise. The same on every machine, from a seed.
+"""Synthetic images: each class has a texture, under noise. A seed gives the same images on every machine.
 
-What a net scores on them says nothing of any other data: they are there for what their size and number make a machine
-do.
+A model's score on them says nothing about other data: their purpose is the load that their size and number cause.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import numpy.typing as npt
 from pipeline.params import Synthetic
 
 TILE = 8
-"""Side in pixels of what a texture repeats."""
+"""Side in pixels of the tile that a texture repeats."""
 CHUNK_BYTES = 16 << 20
 
 
 def chunks(
     asked: Synthetic, split: Literal["train", "test"], count: int
 ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """The first ``count`` images, uint8 [n, *shape], and labels [n] of a split, in parts. Classes take turns.
+    """The first ``count`` images, uint8 [n, *shape], and labels [n] of a split, in chunks. Classes take turns.
 
-    An image hangs on the seed, its place and its shape alone.
+    An image and its label depend on ``asked.seed``, shape, classes, split and index, not on ``count``.
     """
     channels, height, width = asked.shape
     tiles = _bytes(asked.seed, "textures", 0, asked.classes, (channels, TILE, TILE))
@@ -40,9 +39,9 @@ def chunks(
 def _bytes(
     seed: int, stream: Literal["textures", "train", "test"], start: int, count: int, shape: tuple[int, ...]
 ) -> npt.NDArray[np.uint8]:
-    """Random bytes [count, *shape], from item ``start`` of a stream on.
+    """Return random bytes [count, *shape], starting at item ``start`` of a stream.
 
-    numpy promises that a bit generator gives the same in every version; of what is drawn by way of it, it does not.
+    numpy promises that a bit generator gives the same output in every version, but not that a Generator's methods do.
     """
     size = math.prod(shape)
     words = -(-size // 8)

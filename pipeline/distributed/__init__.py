@@ -1,8 +1,8 @@
-"""Processes that train together. The only package that knows ranks, launcher variables and torch.distributed."""
+"""Processes that train together. Launcher variables are known here alone, torch.distributed also to the techniques."""
 
 from pipeline.distributed.interruptions import Interruption, interruption
 from pipeline.distributed.launching import WorkerError, forked, launch
-from pipeline.distributed.worlds import ALONE, World, launched_size, own_part, world
+from pipeline.distributed.worlds import ALONE, World, launched_size, own_part, whole, world
 
 __all__ = [
     "ALONE",
@@ -14,5 +14,6 @@ __all__ = [
     "launch",
     "launched_size",
     "own_part",
+    "whole",
     "world",
 ]

@@ -1,4 +1,4 @@
-"""Signals, heard by all ranks as the wish to end after the same step."""
+"""Signals that make all ranks end after the same step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipeline.distributed.worlds import World
 
 
 class Interruption:
-    """SIGINT and SIGTERM, heard as the wish to end after a step: the same step on every rank.
+    """Lets SIGINT and SIGTERM end the training after a step: the same step on every rank.
 
-    The first signal waits for the step. A single process takes a second one literally and ends at once; ranks cannot
-    tell it from their launcher's, which passes on what the whole group has heard, so they stay with the first.
+    After the first signal, the step is finished. A second signal ends a single process at once. Ranks ignore a second
+    signal: it can be the first again, passed on by their launcher.
 
     ``max_step_skew``: how many steps a rank may be ahead of the main one, because not every step waits for all ranks.
     """
@@ -25,24 +25,24 @@ class Interruption:
     def __init__(self, world: World, max_step_skew: int = 0) -> None:
         self.world, self.max_step_skew = world, max_step_skew
         self.signal: int | None = None
-        """The signal that this process has heard."""
+        """The last signal that this process has received; None before the first."""
         self._steps = 0
         self._announced = False
         self._last: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """As shells say it: 130 for SIGINT, 143 for SIGTERM."""
+        """The exit code that shells use: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + (self.signal or 0)
 
     def agreed(self) -> bool:
-        """Whether all ranks end here. To be called after every step, on every rank.
+        """Return True if all ranks end after this step. Call it after every step, on every rank.
 
-        Costs nothing until a signal comes. Then each rank that has heard it says so in the group's store, and once all
-        have, the main rank names its next step as the last, or the one after the free steps. No rank can be past that
-        step by then: from its signal on a rank waits for its device after a step, and no step but a free one ends
-        before the main rank has taken part in it. Where not all ranks hear it, the training goes on until the launcher
-        ends it.
+        It costs nothing until a signal comes. Then each rank that has received the signal notes that in the group's
+        store. Once all have, the main rank names the last step: its next step, plus ``max_step_skew``. No rank can be
+        past the last step by then: after its signal, a rank waits for its device after each step, and it can be at most
+        ``max_step_skew`` steps ahead of the main rank. If some rank gets no signal, the training goes on until the
+        launcher ends it.
         """
         self._steps += 1
         if self.signal is None or self.world.size == 1:
@@ -57,7 +57,7 @@ class Interruption:
                 store.set("last_step", str(self._steps + 1 + self.max_step_skew))
             if self._last is None and store.check(["last_step"]):
                 self._last = int(store.get("last_step"))
-        except RuntimeError:  # the launcher is gone, and the store with it: its end was the signal
+        except RuntimeError:  # the launcher, which held the store, is gone: its end was the signal
             sys.exit(self.exit_code)
         return self._last is not None and self._steps >= self._last
 
@@ -70,10 +70,10 @@ class Interruption:
 
 @contextmanager
 def interruption(world: World, max_step_skew: int = 0) -> Iterator[Interruption]:
-    """While the block runs, SIGINT and SIGTERM end no process; see ``Interruption``. For the main thread.
+    """While the block runs, SIGINT and SIGTERM do not kill the process; see ``Interruption``. For the main thread.
 
-    Nor do they afterwards on ranks that have heard one, which are to end by themselves: a launcher passes on, perhaps
-    late, what the whole group has heard.
+    Ranks that have received a signal ignore signals after the block too, and end by themselves: a launcher may pass
+    on late a signal that the whole group has received.
     """
     heard = Interruption(world, max_step_skew)
     before = {number: signal.signal(number, heard._hear) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""Processes of this host that make a world: launched to run to their end, or forked to answer requests."""
+"""Start processes of a world on this host: launched to run to their end, or forked to answer requests."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ PATIENCE_SECONDS = 30
 """How long launched ranks have to end after a signal: to finish a step and save."""
 
 
+DEATH_SECONDS = 0.5
+"""How long to wait for more failures after the first: a rank may report a lost peer before the peer's death shows."""
+
+
 class WorkerError(PipelineError):
-    """A worker process failed. The message is that of the rank that failed first."""
+    """A worker process failed. The message is of the rank that died first or, if none died, of the first to fail."""
 
 
 def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
     """Run ``worker(*arguments)`` in ``processes`` processes of this host; return when all have.
 
-    One process is this one. A process that a launcher started is a worker already and runs it once. Others are started
-    like ``forked``'s. SIGINT and SIGTERM are passed on to them, to end in their own way with the exit code that shells
-    give the signal (130, 143), which is then this process's (SystemExit); a second signal, or ``PATIENCE_SECONDS``
-    without their end, ends them. For the main thread. Raises WorkerError with the message of the rank that failed
-    first; the other ranks are ended.
+    With one process, or in a process that a launcher started, ``worker`` runs in this process. Otherwise the processes
+    are started by ``forked``. The first SIGINT or SIGTERM is passed on to them; they exit with the code that shells use
+    for the signal (130, 143), and this process does the same (SystemExit). A second signal, or ``PATIENCE_SECONDS``
+    without their end, kills them. For the main thread. Raises WorkerError if a rank fails; the others are killed.
     """
     if processes == 1 or launched_size() is not None:
         worker(*arguments)
@@ -51,7 +54,7 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
         try:
             code = max(ask(None))
         except WorkerError:
-            if heard:  # a rank that was not yet as far as to end in its own way
+            if heard:  # a rank that did not handle the signal yet
                 sys.exit(128 + heard[0])
             raise
     if heard or code:
@@ -59,7 +62,7 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
 
 
 def _launched(worker: Callable[..., None], arguments: tuple[Any, ...]) -> Generator[int, None, None]:
-    """A launched process: its number, then the exit code of ``worker``, 0 unless a signal ended it."""
+    """Yield this process's id, then run ``worker`` and yield its exit code: 0 unless a signal ended it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     yield os.getpid()
     code = 0
@@ -74,12 +77,12 @@ def _launched(worker: Callable[..., None], arguments: tuple[Any, ...]) -> Genera
 
 @contextmanager
 def _passed_on_to(pids: Sequence[int]) -> Iterator[list[int]]:
-    """While the block runs, the first SIGINT or SIGTERM is passed on to ``pids``; yields the list of those heard."""
+    """While the block runs, pass on the first SIGINT or SIGTERM to ``pids``; yield the list of signals received."""
     heard: list[int] = []
 
     def hear(number: int, _: FrameType | None) -> None:
         heard.append(number)
-        if len(heard) > 1:  # SIGALRM among them
+        if len(heard) > 1:  # or the alarm
             sys.exit(128 + heard[0])
         signal.alarm(PATIENCE_SECONDS)
         for pid in pids:
@@ -103,18 +106,18 @@ def forked(
     *,
     preload: Sequence[str],
 ) -> Iterator[Callable[[Any], list[T]]]:
-    """``worker(*arguments)`` in ``processes`` fresh processes of this host, which live as long as the block.
+    """Run ``worker(*arguments)`` in ``processes`` fresh processes of this host, which live as long as the block.
 
-    ``worker`` is a generator function. The block gets ``ask``: it sends a request to the generator of every rank and
-    returns what each yields for it, in rank order; the first request, which starts the generators, is None. When the
-    block ends they run on to their own end, with None for requests. Each process is a fork of a server that has
-    imported the modules ``preload`` and done nothing else, so it is as fresh as a new interpreter, without paying for
-    the imports again; the server starts with the first call. ``worker``, its arguments, the requests and the answers
-    must be picklable. The processes find each other by a file that nobody else can open; no port takes part. They end
-    with this process, however it ends. Raises WorkerError with the message of a rank that failed; the others are ended.
+    ``worker`` is a generator function. The block gets ``ask``: it sends a request to every rank's generator and returns
+    what each yields, in rank order. The first request, which starts the generators, is None. When the block ends, the
+    generators run on to their end, with None for requests. Each process is a fork of a server that has only imported
+    the modules ``preload``, so it is as fresh as a new interpreter, but need not import them again. The server starts
+    with the first call. ``worker``, its arguments, the requests and the answers must be picklable. The processes find
+    each other by a file that nobody else can open; no port is opened. They end when this process ends, however it ends.
+    Raises WorkerError with the message of a rank that failed; the others are killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload(["pipeline.distributed.forkserver", *preload])
     started: list[Any] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as private:
@@ -127,7 +130,7 @@ def forked(
                 there.close()
                 started.append(process)
                 pipes.append(here)
-            yield partial(_ask, pipes)
+            yield partial(_ask, pipes, started)
         except BaseException:
             for process in started:
                 process.kill()
@@ -140,30 +143,43 @@ def forked(
 
 
 def _variables(rank: int, size: int, store: Path) -> dict[str, str]:
-    """What a launcher says to a rank; nothing to a process that is alone."""
+    """Return the environment variables that a launcher gives a rank; none for a single process."""
     if size == 1:
         return {}
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     return of_rank | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)) | {STORE: str(store)}
 
 
-def _ask(pipes: Sequence[Connection], request: Any) -> list[Any]:
+def _ask(pipes: Sequence[Connection], processes: Sequence[Any], request: Any) -> list[Any]:
     values: dict[int, Any] = {}
+    failures: list[tuple[bool, str]] = []
     with suppress(BrokenPipeError):  # the rank is dead, which its answer says
         for pipe in pipes:
             pipe.send(request)
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while waiting:
-        for pipe in cast("list[Connection]", wait(list(waiting))):
-            rank = waiting.pop(pipe)
+    while waiting and (ready := wait(list(waiting), DEATH_SECONDS if failures else None)):
+        for pipe in cast("list[Connection]", ready):
+            rank, died = waiting.pop(pipe), False
             try:
-                value, failure = pickle.loads(pipe.recv_bytes())
+                values[rank], failure = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                value, failure = None, "the process died; the system may have run out of memory"
+                failure, died = _end_of(processes[rank]), True
             if failure:
-                raise WorkerError(f"rank {rank}: {failure}")
-            values[rank] = value
+                failures.append((not died, f"rank {rank}: {failure}"))
+    if failures:
+        raise WorkerError(min(failures, key=lambda failure: failure[0])[1])
     return [values[rank] for rank in range(len(pipes))]
+
+
+def _end_of(process: Any) -> str:
+    """Describe how a process ended that no longer answers."""
+    process.join(PATIENCE_SECONDS)
+    if process.exitcode == -signal.SIGKILL:
+        return (
+            "the process was killed, most likely because memory ran out, here or in its container. Give it more, or "
+            "lower train.batch_size; `python -m pipeline predict-memory` tells what is needed."
+        )
+    return f"the process died, with exit code {process.exitcode}; what it said stands above."
 
 
 def _forked(
@@ -173,7 +189,7 @@ def _forked(
     arguments: tuple[Any, ...],
 ) -> None:
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that forked this one hears it, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it and ends this process
     os.environ |= variables
     answers = worker(*arguments)
     while True:
@@ -186,7 +202,7 @@ def _forked(
             value = answers.send(request)
         except BaseException as error:
             failure = said(error) or traceback.format_exc()
-        # Plain pickle: torch's own would hand tensors over by a socket that dies with this process.
+        # Plain pickle: torch's own would pass tensors by a socket that closes when this process ends.
         pipe.send_bytes(pickle.dumps((value, failure)))
     if inspect.getgeneratorstate(answers) != inspect.GEN_CREATED:
         for _ in answers:

@@ -21,13 +21,13 @@ from pipeline.errors import PipelineError
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=5)
-"""How long a collective waits for a rank that does not come. Covers one rank's slow disk, not a dead rank."""
+"""How long a collective waits for a rank that does not join it: enough for a slow disk. Not meant for a dead rank."""
 
 A_GPU_EACH = "Start one process a GPU."
 
 STORE = "PIPELINE_STORE"
-"""The variable that names the file by which ranks of our own find each other; those of other launchers do so by
-MASTER_ADDR, where a port listens on all interfaces."""
+"""The environment variable with the file by which ranks that we launched find each other. Ranks of other launchers
+use MASTER_ADDR, where a port listens on all interfaces."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks.
+        """Return every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks.
 
-        Tensors, in dictionaries, lists and tuples, come to the host one by one, so that a GPU needs memory for one.
+        Tensors in dictionaries, lists and tuples arrive on the host one by one, so a GPU needs memory for one only.
         """
         if self.size == 1:
             return [value]
@@ -57,15 +57,37 @@ class World:
         return [self._filled(form, value, rank) for rank, form in enumerate(forms)]
 
     def broadcast(self, value: T) -> T:
-        """The main rank's ``value`` (picklable) on every rank; its tensors as by ``gather``."""
+        """Return the main rank's ``value`` (picklable) on every rank; tensors are sent as in ``gather``."""
+        return self.sent(self.announced(value)) if self.size > 1 else value
+
+    def announced(self, value: T) -> T:
+        """Return the main rank's ``value`` (picklable); on other ranks its tensors are on meta until they are sent."""
         if self.size == 1:
             return value
         forms = [tree_map_only(torch.Tensor, _form, value) if self.is_main else None]
         dist.broadcast_object_list(forms, src=0, device=self.device)
-        return self._filled(cast("T", forms[0]), value, 0)
+        return value if self.is_main else cast("T", forms[0])
+
+    def sent(self, announced: T) -> T:
+        """Return ``announced``, or a part of it, with copies of the main rank's tensors on every rank's host."""
+        return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, tensor, 0), announced))
+
+    def wholes_on_main(self, value: T) -> T:
+        """Return ``value`` with whole tensors, on the main rank's host, in place of DTensors; None on other ranks.
+
+        Tensors are gathered one by one, so a GPU needs memory for one only.
+        """
+
+        def gathered(leaf: Any) -> Any:
+            if not _is_part(leaf):
+                return leaf
+            found = whole(leaf)
+            return found.cpu() if self.is_main else None
+
+        return cast("T", tree_map(gathered, value))
 
     def _filled(self, form: T, value: T, source: int) -> T:
-        """``form`` with the tensors of what is ``value`` on rank ``source``, and anything on the others."""
+        """Return ``form`` with the tensors of rank ``source``'s ``value``; other ranks' ``value`` is ignored."""
         own = iter(tree_leaves(value))
 
         def filled(leaf: Any) -> Any:
@@ -75,14 +97,16 @@ class World:
         return cast("T", tree_map(filled, form))
 
     def _sent(self, form: torch.Tensor, value: torch.Tensor, source: int) -> torch.Tensor:
-        """The ``value`` of rank ``source``, on every rank's host. Another rank's is as empty as ``form``."""
-        whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
-        if whole.numel():
+        """Return rank ``source``'s ``value`` on every rank's host; other ranks' ``value`` is ignored."""
+        copy = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+        if self.size == 1:
+            copy.copy_(value.detach())
+        elif copy.numel():
             held = value.detach() if self.rank == source else torch.empty(form.shape, dtype=form.dtype)
-            flat = held.to(self.device).flatten().view(torch.uint8).contiguous()  # bytes, for the sake of any type
+            flat = held.to(self.device).flatten().view(torch.uint8).contiguous()  # as bytes, to send any dtype
             dist.broadcast(flat, src=source)
-            whole.copy_(flat.cpu().view(form.dtype).view(form.shape))
-        return whole
+            copy.copy_(flat.cpu().view(form.dtype).view(form.shape))
+        return copy
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over ranks, in place, on every rank."""
@@ -97,9 +121,9 @@ class World:
         return tensor
 
     def average_(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Give each tensor its mean over the ranks of ``group`` (None: all), in place, on every one of them.
+        """Replace each tensor by its mean over the ranks of ``group`` (None: all), in place, on each of these ranks.
 
-        In one all-reduce. Takes the tensors' memory once more.
+        It takes one all-reduce, and the tensors' memory once more.
         """
         if self.size == 1:
             return
@@ -122,13 +146,13 @@ class World:
                 dist.broadcast(buffer, src=0)
 
     def devices(self, count: int) -> list[torch.device]:
-        """What this process computes on: its own device, or, if they are more than one, the first ``count`` GPUs."""
+        """Return this process's devices: its own device, or the first ``count`` GPUs if ``count`` is more than one."""
         return [self.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
-        """All ranks as a grid with these named dimensions, neighbours of the last one being neighbouring ranks.
+        """Return all ranks as a mesh with these named dimensions; along the last dimension, ranks are consecutive.
 
-        Made once; all ranks must ask for the same one together.
+        Each mesh is made once; all ranks must ask for it together.
         """
         key = tuple(dimensions.items())
         if key not in _MESHES:
@@ -137,31 +161,41 @@ class World:
         return _MESHES[key]
 
     def synchronise(self) -> None:
-        """Wait until this rank's device has done all it was given."""
+        """Wait until this rank's device has finished all work that was queued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its values."""
+    """``tensor`` without its values, on the meta device."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``, in the same memory: of a DTensor its own part, of any other tensor all."""
+def _is_part(value: Any) -> bool:
+    return hasattr(value, "to_local")  # a DTensor, the import of which takes seconds
+
+
+def own_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of ``tensor``, in the same memory: a DTensor's local part, any other tensor whole."""
     with torch.no_grad():
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return cast("torch.Tensor", tensor.to_local() if _is_part(tensor) else tensor)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return the whole of a DTensor, on its mesh's device; any other tensor as it is. All ranks call it together."""
+    found = tensor.detach().to(tensor.device_mesh.device_type).full_tensor() if _is_part(tensor) else tensor
+    return cast("torch.Tensor", found)
 
 
 _MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-"""Those of the process group that lives."""
+"""The meshes of the current process group."""
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 """A single process on the CPU."""
 
 
 def launched_size() -> int | None:
-    """World size if a launcher (torchrun, Slurm's or Kubernetes' wrapper of it) started this process, else None."""
+    """The world size if a launcher (torchrun, or a Slurm or Kubernetes wrapper) started this process, else None."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
@@ -170,8 +204,8 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
     """This process's world; the process group lives as long as the block.
 
     A process that no launcher started is a world of its own, without a process group. On CUDA the backend is NCCL and
-    the local rank chooses the GPU, unless one alone is visible; on CPU it is gloo, and this host's ``cores`` are shared
-    out evenly unless OMP_NUM_THREADS says otherwise. On one host the ranks meet on the loopback interface, unless
+    the local rank chooses the GPU, unless only one is visible; on CPU it is gloo, and this host's ``cores`` are shared
+    out evenly unless OMP_NUM_THREADS says otherwise. On one host the ranks use the loopback interface, unless
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise. Raises PipelineError if there is no GPU for this rank.
     """
     size = launched_size()
@@ -209,14 +243,14 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
             ) from None
         _MESHES.clear()
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
-        # Not after an error: to end a group whose ranks are out of step can mean to wait for them. The launcher ends
-        # them.
+        # Not after an error: destroying a group whose ranks are out of step may wait for them. The launcher ends the
+        # processes.
         dist.destroy_process_group()
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Those of ``variables`` that the user has not set, for the block."""
+    """Set those of ``variables`` that the user has not set, for the block."""
     ours = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ |= ours
     try:
@@ -227,16 +261,16 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _loopback() -> str | None:
-    """The network interface that nobody else can reach, by the name that this system gives it."""
+    """The name of this system's loopback interface, None if it has none."""
     addresses = psutil.net_if_addrs()
     return next((name for name in addresses if any(each.address == "127.0.0.1" for each in addresses[name])), None)
 
 
 def _gpu(local_rank: int) -> torch.device:
-    """This rank's GPU, made the current one."""
+    """Make this rank's GPU the current one and return it. Raises PipelineError if there is none."""
     try:
         count = torch.cuda.device_count()
-        index = 0 if count == 1 else local_rank  # a launcher, such as Slurm, can have bound one to each rank
+        index = 0 if count == 1 else local_rank  # a launcher, such as Slurm, may show each rank one GPU
         if index < count:
             torch.cuda.set_device(index)
             torch.cuda.init()

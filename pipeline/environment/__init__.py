@@ -1,7 +1,7 @@
-"""The environment's fingerprint: what a measured number depends on beyond code and parameters.
+"""The environment's fingerprint: everything that a measured number depends on beyond code and parameters.
 
-Two machines with the same hardware, software and settings share it. So it carries no time, host name, serial number or
-UUID. The kernel's release is left out on purpose: it changes with every security update and would discard all results.
+Two machines with the same hardware, software and settings have the same fingerprint, so it holds no time, host name,
+serial number or UUID. The kernel's release is left out on purpose: every security update would discard all results.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _NATIVE_BF16_CAPABILITY = (8, 0)
 _TF32_CAPABILITY = (8, 0)
 
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
-"""What ``plans.relied_on`` returns: section -> who -> names."""
+"""The return value of ``plans.relied_on``: section -> user -> names."""
 
 
 def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
-    """``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers the three
-    between, on which every number depends.
+    """Return ``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers
+    hardware, software and settings, on which every number depends.
 
-    Sizes are whole GiB, powers watts; ``None`` means unknown, and of a setting that its value is not told
-    (``variables``). ``relied_on`` (``plans.relied_on``) names what is
-    optional, and who uses it: its versions stand apart, because nobody else's numbers depend on them. Take it in the
-    process that a person started: launchers set variables such as OMP_NUM_THREADS in their workers.
+    Sizes are whole GiB, powers watts. ``None`` means unknown; for a setting, that its value is withheld
+    (``variables``). ``relied_on`` (``plans.relied_on``) names the optional packages and their users. Their versions are
+    not in the hash, because the numbers of others do not depend on them. Call this in the process that a person
+    started: launchers set variables such as OMP_NUM_THREADS in their workers.
     """
     shown, driver, _ = gpus.shown()
     cpu = cpus.facts()
@@ -86,7 +86,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         },
         "settings": variables.settings(),
     }
-    if shown:  # without a GPU these are installed but not used
+    if shown:  # without a GPU these libraries may be installed, but are not used
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
     asked = relied_on or {}
     optional = {name for users in asked.values() for names in users.values() for name in names}
@@ -99,9 +99,10 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
 
 
 def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
-    """Of all that the numbers of ``users`` depend on: the fingerprint's hash, if they rely on nothing optional.
+    """Hash everything that the numbers of ``users`` depend on; if they use no optional package, this is the
+    fingerprint's hash.
 
-    ``content``: a fingerprint. Its hash is not believed, but taken of what stands there.
+    ``content``: a fingerprint. Its stored hash is not trusted, but computed again.
     """
     known = optional_versions(content, section)
     versions = {name: version for user in users for name, version in known.get(user, {}).items()}
@@ -112,13 +113,13 @@ def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *
 def optional_versions(
     content: Mapping[str, Any], section: Literal["variants", "forms"]
 ) -> Mapping[str, Mapping[str, str | None]]:
-    """Who relies on what, in a fingerprint: user -> name -> version. Empty in one from before that was told."""
+    """Return the optional packages in a fingerprint: user -> name -> version. Empty if it is older than this field."""
     found: Mapping[str, Mapping[str, str | None]] = content.get("relied_on", {}).get(section, {})
     return found
 
 
 def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what environment.json holds, what numbers of variants depend on: neither what stages run, nor forms."""
+    """Return the part of environment.json's content on which variants' numbers depend: without stages and forms."""
     kept = {key: value for key, value in content.items() if key not in ("stages", "variants")}
     return kept | {"relied_on": {"variants": dict(optional_versions(content, "variants"))}}
 
@@ -126,8 +127,8 @@ def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
 def write(
     path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None, described: Mapping[str, Any] | None = None
 ) -> str:
-    """Make ``path`` hold the fingerprint and, beside it, what is ``described`` (``stages``); return the fingerprint's
-    hash. An equal file is left alone."""
+    """Write the fingerprint and the values in ``described`` (``stages.described``) to ``path``; return the
+    fingerprint's hash. A file with the same content is not rewritten."""
     found = fingerprint(relied_on) | dict(described or {})
     text = json.dumps(found, indent=2) + "\n"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -136,7 +137,7 @@ def write(
 
 
 def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
-    """The fingerprint that ``write`` left there. Raises PipelineError if it is missing or is none."""
+    """Read the fingerprint that ``write`` wrote to ``path``. Raises PipelineError if it is missing or invalid."""
     again = "run `dvc repro`, or `python -m pipeline environment`."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -150,9 +151,9 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
 
 
 def checked_out() -> str | None:
-    """The commit of the code that is here, with "+" if files differ from it; None without git or a commit.
+    """Return the checked-out commit, with "+" if files differ from it; None without git or a commit.
 
-    What ``dvc repro`` and ``make again`` write does not count: dvc.lock, and the reports and sessions that git keeps.
+    Files that ``dvc repro`` and ``make again`` write are ignored: dvc.lock, and the tracked reports and sessions.
     """
 
     def git(*arguments: str) -> str:
@@ -168,7 +169,7 @@ def checked_out() -> str | None:
 
 
 def machine() -> Machine:
-    """What variants can be planned for here."""
+    """Describe this machine's hardware and software, for the planning of variants."""
     shown, _, why_none = gpus.shown()
     capabilities = [tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown]
     extras = {name for technique in CATALOGUE for name in technique.relies_on} - {COMPILER}

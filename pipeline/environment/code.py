@@ -1,7 +1,7 @@
-"""Digests of the code that stages and variants run, by file, read from its source without importing it.
+"""Digests, per file, of the code that stages and variants run, computed from the source without importing it.
 
-A digest is of a file's syntax tree without docstrings, so comments, docstrings and formatting change none. Which files
-count is the static closure of imports, wherever in a file they stand.
+A digest covers a file's syntax tree without docstrings, so comments, docstrings and formatting do not change it. The
+files are the static closure of imports, wherever in a file they stand; ``unfollowed`` detects other imported modules.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import write_text
 from pipeline.params import asked, outside
 from pipeline.plans import Plan
@@ -24,40 +25,98 @@ from pipeline.plans import Plan
 PACKAGE = Path(__file__).parent.parent
 
 FOUND_AS_VALUES = ("pipeline.errors", "pipeline.params", "pipeline.plans", "pipeline.environment", "pipeline.cli")
-"""What enters no digest, nor what it imports, because what it finds enters as values: plans, settings of stages and the
-environment's hash. The texts that describe techniques are among them."""
+"""Modules that enter no digest, and whose imports are not followed, because their results are recorded as values:
+plans, settings of stages and the environment's hash. These modules also hold the texts that describe techniques."""
 
 MEMO = Path(".cache/code.json")
 
 COMMANDS_STARTED = {"bench": ("arms",)}
-"""Stage -> the commands that its own starts as processes."""
+"""Stage -> the further commands that its command starts as processes."""
 
 
-def of_stage(stage: str) -> dict[str, str]:
-    """File -> digest, of what the stage's command runs whatever the variant: of cli.py, what its function imports."""
+def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
+    """Return file -> digest of the code that the stage's command runs for any variant, with the user's ``own`` modules.
+    Of cli.py, only the imports of the command's function count."""
     path = PACKAGE / "cli.py"
     names = {f"_{command}" for command in (stage, *COMMANDS_STARTED.get(stage, ()))}
     functions = [
         node for node in _tree(path, path.read_bytes()).body if isinstance(node, ast.FunctionDef) and node.name in names
     ]
     imports = [found for each in functions for node in ast.walk(each) for found in _imported(node)]
-    return _digests(set(_imports(imports, "pipeline.cli", is_package=False)))
+    return _digests({*_imports(imports, "pipeline.cli", is_package=False), *own})
 
 
 def of_variant(plan: Plan) -> dict[str, str]:
-    """File -> digest, of what the variant runs beyond that: its techniques, and what the user's own modules import."""
+    """Return file -> digest of the variant's further code: its techniques, and the user's own modules and imports."""
     own = (each.hooks.partition(".")[0] for each in asked(plan.applied))
-    named = (plan.train.model, plan.train.loss, plan.train.metric)
-    factories = (name.partition(":")[0] for name in named if ":" in name)
-    outsiders = (outside.module_of(name) for name in plan.applied.extra)
-    return _digests({*(f"pipeline.techniques.{name}" for name in own if name), *factories, *outsiders})
+    return _digests({*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)})
+
+
+def _of_the_user(plan: Plan) -> set[str]:
+    """Return the modules that the plan names: of factories, and of techniques from outside this package."""
+    taught_by = plan.applied.distillation
+    named = (plan.train.task, plan.train.model, plan.train.loss, plan.train.metric, taught_by and taught_by.model)
+    factories = (name.partition(":")[0] for name in named if name and ":" in name)
+    return {*factories, *(outside.module_of(name) for name in plan.applied.extra)}
+
+
+class Unfollowed(PipelineError):
+    """A module of the user's own is in use, but no digest covers it, so its changes would go unnoticed."""
+
+
+def unfollowed(plan: Plan) -> Callable[[], None]:
+    """Return a check that raises Unfollowed if a module of the user's own is loaded but not in ``of_variant(plan)``,
+    because `importlib` loaded it, say. The user's own modules are in the current directory or in a package that the
+    plan names. Modules loaded before this call, such as tests, do not count."""
+    before, named = set(sys.modules), _of_the_user(plan)
+    packages = {module.partition(".")[0] for module in named}
+    followed = {path.resolve() for _, path in _files(named)}
+
+    def check() -> None:
+        for name in sorted(sys.modules.keys() - before if named else ()):
+            path = Path(getattr(sys.modules[name], "__file__", None) or "")
+            if name.startswith("torch."):  # code that torch.compile generates, in a cache that may be in the checkout
+                continue
+            own = _is_own(path) or (name.partition(".")[0] in packages and not _is_installed(path))
+            if own and path.suffix == ".py" and not path.is_relative_to(PACKAGE) and path.resolve() not in followed:
+                raise Unfollowed(
+                    f"{name} ({path}) is in use, but no statement imports it that can be followed from "
+                    f"{', '.join(sorted(named))}, so its changes would go unnoticed and old results would seem to be "
+                    f"of today's code. Write `import {name}` at the top of the file that needs it, and put its folder "
+                    "on PYTHONPATH if it is not beside params.yaml."
+                )
+
+    return check
+
+
+def _is_own(path: Path) -> bool:
+    return path.is_relative_to(Path.cwd()) and not _is_installed(path)
+
+
+def _is_installed(path: Path) -> bool:
+    """True if the file belongs to Python or to an installed package, which may be in the current directory."""
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return True
+    return any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
 def _digests(modules: Iterable[str]) -> dict[str, str]:
-    """Of ``modules`` and all that they import: what lies in the current directory or beside this package, and, where it
-    is installed, what is of a package that ``modules`` names."""
-    named = {module.partition(".")[0] for module in modules}
+    """Return file -> digest of ``modules`` and everything they import, with the HTML templates of this package."""
     found: dict[str, str] = {}
+    for root, path in _files(modules):
+        found[path.relative_to(root).as_posix()] = _source(path).digest
+        if path.is_relative_to(PACKAGE):
+            for template in path.parent.glob(f"{path.stem}.html"):  # the template that the module fills in
+                found[template.relative_to(root).as_posix()] = _short(template.read_bytes())
+    return dict(sorted(found.items()))
+
+
+def _files(modules: Iterable[str]) -> Iterator[tuple[Path, Path]]:
+    """Yield (root, file) of ``modules`` and everything they import, if the file is in the current directory or beside
+    this package, or, in any place, if it belongs to a package that ``modules`` names."""
+    named = {module.partition(".")[0] for module in modules}
+    anywhere = (Path.cwd(), PACKAGE.parent, *map(Path, sys.path))
+    here = (*anywhere[:2], *filter(_is_own, anywhere[2:]))
     waiting, seen = set(modules), set[str]()
     while waiting:
         module = waiting.pop()
@@ -65,22 +124,15 @@ def _digests(modules: Iterable[str]) -> dict[str, str]:
         waiting |= {module[:end] for end, letter in enumerate(module) if letter == "."} - seen
         if any(f"{module}.".startswith(f"{name}.") for name in FOUND_AS_VALUES):
             continue
-        roots = (Path.cwd(), PACKAGE.parent, *(map(Path, sys.path) if module.partition(".")[0] in named else ()))
-        if (located := _located(module, roots)) is None:
-            continue
-        root, path = located
-        source = _source(path)
-        found[path.relative_to(root).as_posix()] = source.digest
-        if path.is_relative_to(PACKAGE):
-            for template in path.parent.glob(f"{path.stem}.html"):  # which it fills in
-                found[template.relative_to(root).as_posix()] = _short(template.read_bytes())
-        waiting |= set(_imports(source.imports, module, is_package=path.name == "__init__.py")) - seen
-    return dict(sorted(found.items()))
+        if located := _located(module, anywhere if module.partition(".")[0] in named else here):
+            yield located
+            imports, is_package = _source(located[1]).imports, located[1].name == "__init__.py"
+            waiting |= set(_imports(imports, module, is_package=is_package)) - seen
 
 
 @functools.cache  # stages share most modules
 def _located(module: str, roots: tuple[Path, ...]) -> tuple[Path, Path] | None:
-    """The first root that has the module, and its file there."""
+    """Return the first root that has the module, and the module's file there; None if no root has it."""
     for root in roots:
         stem = root.joinpath(*module.split("."))
         for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
@@ -92,7 +144,7 @@ def _located(module: str, roots: tuple[Path, ...]) -> tuple[Path, Path] | None:
 class _Source(NamedTuple):
     digest: str
     imports: list[tuple[int, str, list[str]]]
-    """Of each statement that imports, wherever it stands: level, module and names. ``import a`` has no names."""
+    """Level, module and names of each import statement, wherever it stands. ``import a`` has no names."""
 
 
 @functools.cache
@@ -130,7 +182,7 @@ def _imported(node: ast.AST) -> list[tuple[int, str, list[str]]]:
 
 @functools.cache
 def _memo() -> dict[str, Any]:
-    """What was read before, by the digest of a file's bytes: reading all files anew takes most of a second."""
+    """Return what earlier processes read, by digest of the file's bytes: reading all files takes most of a second."""
     try:
         found = json.loads(MEMO.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -140,11 +192,11 @@ def _memo() -> dict[str, Any]:
 
 
 _used: dict[str, list[Any]] = {}
-"""Of this process: what it will keep."""
+"""The sources that this process has used, and ``remember`` will keep."""
 
 
 def remember() -> None:
-    """Keep what was read now, and nothing else, for the next process; where nothing can be written, nothing."""
+    """Keep only the sources that this process used for the next process; do nothing if the file cannot be written."""
     with suppress(OSError):
         if _memo().keys() != _used.keys():
             write_text(MEMO, json.dumps(_used, sort_keys=True))
@@ -159,7 +211,7 @@ def _short(content: bytes) -> str:
 
 
 def _imports(imports: Iterable[tuple[int, str, list[str]]], module: str, *, is_package: bool) -> Iterator[str]:
-    """Dotted names that ``module`` so imports. Of ``from a import b`` both: b may be a module or not."""
+    """Yield the dotted names that ``module`` imports. ``from a import b`` yields a and a.b, as b may be a module."""
     for level, base, names in imports:
         if level:
             parts = module.split(".")

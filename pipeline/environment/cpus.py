@@ -1,4 +1,4 @@
-"""The CPU, and as much of it as this process may use."""
+"""The CPU, and how much of it this process may use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ KERNEL_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni"),
     *("amx_bf16", "amx_fp16", "amx_int8", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2"),
 )
-"""The instruction sets among which the CPU kernels choose."""
+"""The instruction sets that decide which CPU kernels are used."""
 
 NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def facts() -> dict[str, str]:
-    """The first processor's entry in /proc/cpuinfo; empty where there is none.
+    """Return the first processor's entry in /proc/cpuinfo; empty where there is none.
 
-    It is not kept, but read as seldom as can be: Linux makes it up for all processors each time.
+    The entry is not cached. Call this rarely: Linux generates the file for all processors on each read.
     """
     try:
         first = CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
@@ -43,19 +43,19 @@ def flags(facts: Mapping[str, str]) -> set[str]:
 
 
 def cores() -> float:
-    """Cores this process may use: its affinity, and the quota of every control group around it."""
+    """Return how many cores this process may use, by its affinity and the quotas of its control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([allowed, *_quotas()])
 
 
 def _quotas() -> Iterator[float]:
-    """CPU quotas in cores, from control groups of version 1 and 2."""
+    """Yield CPU quotas in cores, from control groups of version 1 and 2."""
     for group in control_groups("cpu"):
         yield from _quota(group)
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Where this process's control group and those around it may stand, of version 1 and 2; not all of them exist."""
+    """Yield possible paths of this process's control group and its parents, version 1 and 2; not all paths exist."""
     try:
         lines = CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:

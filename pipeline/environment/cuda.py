@@ -1,6 +1,6 @@
-"""The GPUs that CUDA itself shows, where NVML cannot be asked or does not know CUDA's order.
+"""The GPUs that CUDA itself shows, for machines where NVML is not available or does not know CUDA's order.
 
-CUDA is asked in a process of its own, which runs this file: one that has started CUDA cannot be forked from.
+CUDA is queried in a separate process, which runs this file, because a process that has initialised CUDA cannot fork.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 LIBRARY = "libcuda.so.1"
 SECONDS = 60.0
-"""Longest wait: a driver that has to wake many GPUs takes some, and one that hangs must not hang the command."""
+"""Longest wait: waking many GPUs takes the driver some seconds, and a driver that hangs must not hang the command."""
 
 _NO_DEVICE = (34, 100)
-"""CUDA_ERROR_STUB_LIBRARY and CUDA_ERROR_NO_DEVICE: there is none, or CUDA_VISIBLE_DEVICES hides it."""
+"""CUDA_ERROR_STUB_LIBRARY and CUDA_ERROR_NO_DEVICE: there is no GPU, or CUDA_VISIBLE_DEVICES hides it."""
 _CAPABILITY = (75, 76)
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 
@@ -25,11 +25,11 @@ class Answer(NamedTuple):
     gpus: list[dict[str, Any]]
     """In CUDA's order: uuid (16 bytes in hexadecimal), name, compute_capability, memory_gib."""
     failure: str | None = None
-    """Why CUDA does not tell. None without its library, too: then there is nothing to be told."""
+    """Why CUDA's GPUs are unknown; None if they are known. Without CUDA's library there are no GPUs and no failure."""
 
 
 def ask() -> Answer:
-    """What CUDA shows to a process with this one's variables."""
+    """Return the GPUs that CUDA shows to a process with this process's environment variables."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", __file__], capture_output=True, text=True, timeout=SECONDS, check=True

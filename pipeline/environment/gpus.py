@@ -1,4 +1,4 @@
-"""The GPUs that CUDA shows to this process, without importing torch: as NVML tells of them, or else CUDA itself."""
+"""The GPUs that CUDA shows to this process, without importing torch: from NVML, or else from CUDA itself."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Shown(NamedTuple):
     gpus: list[dict[str, Any]]
     """In CUDA's order."""
     driver: str | None = None
-    """Its version. None: there is none, or it is not told."""
+    """The driver's version. None: there is no driver, or its version is unknown."""
     why_none: str | None = None
-    """Why there are none, although something speaks for one; None where CUDA has none or is told to show none."""
+    """Why no GPU is shown although there may be one; None if CUDA has no GPU or is told to show none."""
 
 
 def shown() -> Shown:
-    """The GPUs that CUDA shows to this process.
+    """Return the GPUs that CUDA shows to this process.
 
-    NVML is asked, which knows most and starts nothing. Without it, as in a container without the driver's capability
-    ``utility``, or where it fails, CUDA is.
+    NVML is queried first: it knows most and does not initialise CUDA. If NVML is missing, as in a container without the
+    driver's capability ``utility``, or fails, CUDA is queried.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if software.torch_build()["cuda"] is None or shown == "":
@@ -52,14 +52,16 @@ def shown() -> Shown:
 
 
 def _handles(shown: str | None) -> list[Any]:
-    """What CUDA_VISIBLE_DEVICES=``shown`` leaves visible, in CUDA's order. Raises NVMLError."""
+    """Return the handles of the GPUs that CUDA_VISIBLE_DEVICES=``shown`` leaves visible, in CUDA's order.
+
+    Raises NVMLError."""
     import pynvml
 
     if shown is not None and shown.strip().startswith("MIG-"):
         return [pynvml.nvmlDeviceGetHandleByUUID(shown.split(",")[0].strip())]
     present = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in present]
-    # NVML counts by place on the bus. CUDA begins with the fastest GPU, unless told otherwise.
+    # NVML orders GPUs by their place on the bus. CUDA begins with the fastest GPU, unless told otherwise.
     if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len(set(map(pynvml.nvmlDeviceGetName, present))) > 1:
         by_uuid = {re.sub("^GPU-|-", "", uuid): handle for uuid, handle in zip(uuids, present, strict=True)}
         found = [by_uuid.get(gpu["uuid"]) for gpu in cuda.ask().gpus]
@@ -69,7 +71,7 @@ def _handles(shown: str | None) -> list[Any]:
 
 
 def _kernel_driver() -> str | None:
-    """The driver's version, as its part in the kernel tells it."""
+    """Return the driver's version from its kernel module; None if it is unknown."""
     try:
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", KERNEL_DRIVER.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -78,10 +80,10 @@ def _kernel_driver() -> str | None:
 
 
 def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
-    """The indices into ``uuids`` that CUDA_VISIBLE_DEVICES=``shown`` leaves visible, in its order.
+    """Return the indices into ``uuids`` that CUDA_VISIBLE_DEVICES=``shown`` leaves visible, in its order.
 
-    CUDA's rules: the list ends at the first entry that names no GPU, and a GPU named twice leaves none. An entry is a
-    number or the beginning of a UUID that fits one GPU.
+    CUDA's rules: the list ends at the first entry that names no GPU; if a GPU is named twice, no GPU is visible. An
+    entry is a number or the beginning of the UUID of exactly one GPU.
     """
     if shown is None:
         return list(range(len(uuids)))
@@ -99,13 +101,13 @@ def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def instances(handle: Any) -> list[Any] | None:
-    """Handles of a GPU's instances (MIG); None: it is not split."""
+    """Return the handles of a GPU's MIG instances; None if MIG is not enabled."""
     import pynvml
 
     try:
         if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return None
-    except pynvml.NVMLError:  # a GPU that cannot be split
+    except pynvml.NVMLError:  # a GPU without MIG
         return None
     found = []
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
@@ -115,7 +117,7 @@ def instances(handle: Any) -> list[Any] | None:
 
 
 def _split(handles: list[Any]) -> list[Any]:
-    """``handles`` as CUDA sees them where a GPU is split into instances: the first instance, and nothing else."""
+    """Return ``handles`` as CUDA shows them. If a GPU is split by MIG, CUDA shows only the first instance."""
     found = [made for handle in handles if (made := instances(handle)) is not None]
     return found[0][:1] if found else handles
 
@@ -125,7 +127,7 @@ def _gpu(handle: Any) -> dict[str, Any]:
 
     try:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except pynvml.NVMLError:  # an instance of a GPU has its parent's
+    except pynvml.NVMLError:  # a MIG instance: its GPU has the capability
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(
             pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         )
@@ -133,7 +135,7 @@ def _gpu(handle: Any) -> dict[str, Any]:
     def rounded(read: Callable[[], float]) -> int | None:
         try:
             return round(read())
-        except pynvml.NVMLError:  # not told, as the memory of a GPU that shares the host's
+        except pynvml.NVMLError:  # unknown, such as the memory of a GPU that shares the host's memory
             return None
 
     return {

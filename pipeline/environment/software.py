@@ -1,4 +1,4 @@
-"""Versions of what a number depends on, and what of it is here, without importing torch."""
+"""Versions of the software on which numbers depend, and whether it is installed, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.params import COMPILER
 
 
 def torch_build() -> dict[str, str | None]:
-    """``__version__`` (with its build) and ``cuda``, None in a CPU build, read without importing torch."""
+    """Return torch's ``__version__`` (with its build) and ``cuda`` (None in a CPU build), without importing torch."""
     found: dict[str, str | None] = {"__version__": None, "cuda": None}
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -30,7 +30,7 @@ def torch_build() -> dict[str, str | None]:
 
 
 def cuda_libraries() -> dict[str, str | None]:
-    """Versions of NVIDIA's libraries, from the wheels that torch's own wheel brings; None where it brings none."""
+    """Return the versions of NVIDIA's libraries from the wheels that torch depends on; None for a missing wheel."""
     major = (torch_build()["cuda"] or "").split(".")[0]
     return {
         library: version(f"nvidia-{library}-cu{major}") or version(f"nvidia-{library}")
@@ -50,7 +50,7 @@ def version_of_optional(name: str) -> str | None:
 
 
 def _version_of_command(command: str) -> str | None:
-    """The first line of what ``command --version`` prints; None if it cannot be run."""
+    """Return the first line that ``command --version`` prints; None if the command cannot be run."""
     try:
         done = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -59,19 +59,19 @@ def _version_of_command(command: str) -> str | None:
 
 
 def cpu_compiler() -> str:
-    """The command with which torch.compile builds kernels for the CPU (``cpp.cxx`` in torch/_inductor/config.py)."""
+    """Return the command by which torch.compile builds CPU kernels (``cpp.cxx`` in torch/_inductor/config.py)."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def gpu_compiler() -> str:
-    """The same for GPUs; as _build in triton/runtime/build.py finds it."""
+    """Return the compiler command for GPU kernels, as _build in triton/runtime/build.py finds it."""
     return os.environ.get("CC", shutil.which("gcc") or shutil.which("clang") or "gcc")
 
 
 def no_kernels(compiler: str, module: str | None = None) -> str | None:
-    """Why torch.compile cannot build kernels with ``compiler``, a command, and ``module``; None if it can.
+    """Return why torch.compile cannot build kernels with the command ``compiler`` and ``module``; None if it can.
 
-    For the CPU and for GPUs alike they are compiled against Python's headers.
+    Kernels for the CPU and for GPUs both need Python's headers.
     """
     header = Path(sysconfig.get_path("include"), "Python.h")
     if module and importlib.util.find_spec(module) is None:

@@ -1,7 +1,7 @@
-"""What each stage and each variant of params.yaml would run: its code, and its settings with their defaults.
+"""The code and the settings (with their defaults) that each stage and each variant of params.yaml would run.
 
-dvc.yaml names these as parameters of its stages, beside the fingerprint's hash and never inside it, so that DVC runs a
-stage again when what it runs has changed, and only then.
+dvc.yaml names them as parameters of its stages. They are beside the fingerprint's hash and never inside it, so DVC
+runs a stage again only when the stage's own code or settings have changed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ MEASURING = ("prepare", "train", "bench")
 
 
 def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] | None = None) -> dict[str, Any]:
-    """``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}}``, plain values.
+    """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}}`` as plain values.
 
-    ``code`` is file -> digest (``code``). ``plans``: of every variant, on this machine. ``only``: of these stages.
+    "code" is file -> digest (``code``). ``plans``: the plan of every variant on this machine. ``only``: the stages to
+    describe; None: all.
     """
     settings: dict[str, Any] = {
         "fetch": _plain(config.fetch),
@@ -32,9 +33,10 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
         "infer": {"max_spread": config.compare.max_spread, **_plain(config.infer, but=frozenset({"variants"}))},
         "compare": _plain(config.compare),
     }
+    own = {"fetch": [config.fetch.own_module]} if config.fetch.own_module else {}
     return {
         "stages": {
-            stage: {"code": code.of_stage(stage), "settings": each}
+            stage: {"code": code.of_stage(stage, own.get(stage, ())), "settings": each}
             for stage, each in settings.items()
             if only is None or stage in only
         },
@@ -43,13 +45,14 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
 
 
 HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
-"""Settings of the bench that change how much is measured, and not what."""
+"""Settings of the bench that change how much is measured, but not what is measured."""
 
 
 def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str) -> str:
-    """Digest of what the variant's figures of this stage depend on beside the data: sessions of one key add up.
+    """Return a digest of everything but the data on which the variant's figures of this stage depend. Sessions with the
+    same key can be combined.
 
-    ``content``: of environment.json, with what was ``described``.
+    ``content``: the content of environment.json, including the values from ``described``.
     """
     about = content["stages"][stage]
     settings = {name: value for name, value in about["settings"].items() if stage == "train" or name not in HOW_LONG}
@@ -58,13 +61,13 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
 
 
 def training(plan: Plan) -> dict[str, Any]:
-    """What a training depends on, beyond its seed, the data and the environment's hash."""
+    """Return what a training depends on, apart from its seed, the data and the environment's hash."""
     return {"code": code.of_stage("train"), "variant": _of_variant(plan)}
 
 
 def _of_variant(plan: Plan) -> dict[str, Any]:
-    """Its code, and what of its plan numbers depend on, with the job at its scale: not the reasons, which are texts,
-    nor settings of what it does not apply, or a technique that is new would train again what knows nothing of it."""
+    """Return the variant's code, the part of its plan on which numbers depend, and its job. Reasons are left out, as
+    they are texts, and so are settings of unused techniques: a new technique must not retrain variants without it."""
     decisive = {
         **_plain(plan, but=frozenset({"requested", "applied", "skipped", "decided", "train"})),
         "requested": _settings(plan.requested),
@@ -77,7 +80,7 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
 
 
 def _settings(variant: Variant) -> dict[str, Any]:
-    """Of what it asks for, values that are the defaults among them."""
+    """Return the settings of the techniques that the variant asks for, default values included."""
     used = {key for each in catalogue.asked(variant) for key in catalogue.keys(each)}
     return _plain(variant, only=used)
 

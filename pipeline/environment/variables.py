@@ -78,25 +78,25 @@ NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TREE_THRESHOLD NCCL_TUNER_PLUGIN NC
 """
 
 RECORDED = frozenset(_NAMES.split())
-"""Names, as PyTorch's code and the documentation of CUDA, NCCL, OpenMP and the CPU libraries know them, whose values
-the fingerprint shows. Values of others are not shown: they can be secrets."""
+"""Variables whose values the fingerprint shows. The names are from PyTorch's code and the documentation of CUDA, NCCL,
+OpenMP and the CPU libraries. Values of other variables are not shown: they can be secrets."""
 
 _FAMILIES = re.compile(
     r"(ATEN|OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|MALLOC|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|CUDNN|NVIDIA_TF32|TORCH"
     r"|TORCHINDUCTOR|PYTORCH|TRITON)_.+"
 )
 _NO_SETTINGS = re.compile(
-    # Places and messages change no number; what CUDA_VISIBLE_DEVICES shows is listed as the GPUs themselves.
+    # Paths and log settings change no number; the GPUs that CUDA_VISIBLE_DEVICES shows are in the fingerprint already.
     r".*(_HOME|_PATH|_DIR|_DIRECTORY|_FILE|_LOGS?|_LOG_LEVEL|_VERSION)|NCCL_DEBUG.*|CUDA_VISIBLE_DEVICES"
 )
 _MAY_BE_SECRET = re.compile(r"://|@|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20}")
-"""An address, or twenty letters and digits in one word: no setting looks so, a token does."""
+"""An address, or 20 letters and digits in one word, as in a token; no setting looks like that."""
 
 
 def settings() -> dict[str, str | None]:
-    """The variables that are set, by name. None: a value that may be a secret, of which the name alone is told.
+    """Return the variables that are set, by name. None stands for a value that may be a secret.
 
-    Not even a digest is told of it: a short secret can be found by trying.
+    Not even a digest of such a value is recorded: a short secret can be found by trying.
     """
     return {
         name: value if name in RECORDED and not _MAY_BE_SECRET.search(value) else None

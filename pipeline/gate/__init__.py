@@ -1,8 +1,8 @@
-"""A commit held against another: have throughput, memory or accuracy got worse beyond the margins?
+"""Compare a commit with another: have throughput, memory or accuracy got worse beyond the margins?
 
-The *head* is this work tree, with its uncommitted changes. The *base* is what it is held against: a revision, which is
-measured beside the head on this machine, or a ``reports/comparison.json`` that was recorded in the same environment,
-of which accuracy alone is decided, and the rest is advice. Ratios are the head's figure over the base's.
+The *head* is this work tree, with its uncommitted changes. The *base* is either a revision, which is measured beside
+the head on this machine, or a ``reports/comparison.json`` that was recorded in the same environment; then only accuracy
+is decided, and the other figures are advice. Ratios are the head's figure over the base's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MARKDOWN_FILE = REPORTS / "gate.md"
 
 
 def run(config: Config, against: str) -> int:
-    """Hold this work tree against ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
+    """Compare this work tree with ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
 
-    Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell, or the
-    head's own samples had to be rejected. Held against a file there is no ``gate.json``: nothing is promoted on its
-    strength. Raises GateError and other PipelineErrors: what could not be measured or decided is no pass, and leaves
-    no ``reports/gate.*``, not even one of an earlier gate.
+    Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell, or most
+    of the head's samples were rejected. Against a file no ``gate.json`` is written, so nothing can be promoted on it.
+    Raises GateError and other PipelineErrors if something could not be measured or decided; then there is no
+    ``reports/gate.*``, not even from an earlier gate.
     """
     for file in (JSON_FILE, MARKDOWN_FILE):
         file.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def run(config: Config, against: str) -> int:
             write_text(JSON_FILE, gated.to_json())
     except PipelineError:
         raise
-    except Exception as error:  # Python would end with 1, which says that something got worse
+    except Exception as error:  # Python would exit with 1, which means that something got worse
         traceback.print_exc()
         raise GateError(f"nothing was decided, because of what stands above: {error!r}") from error
     write_text(MARKDOWN_FILE, text)
@@ -55,7 +55,7 @@ def run(config: Config, against: str) -> int:
 
 
 def _is_file(against: str) -> bool:
-    """Whether it names a file. Raises GateError for one that is called like a revision: a change could bring it."""
+    """True if ``against`` names a file. Raises GateError if it names a revision too: a commit could add such a file."""
     if not Path(against).is_file():
         return False
     try:

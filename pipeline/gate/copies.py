@@ -1,4 +1,4 @@
-"""A commit and this work tree, each in a temporary copy of its own in which DVC and the stages run."""
+"""Temporary copies of a commit and of this work tree, in which DVC and the stages run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.gate.environments import pythons
 
 
 class Copy(NamedTuple):
-    """One side: where it lies, and what runs it."""
+    """One side: its directory, and the Python that runs it."""
 
     root: Path
     python: Path = Path(sys.executable)
@@ -25,11 +25,11 @@ class Copy(NamedTuple):
 
 @contextmanager
 def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
-    """The project as ``commit`` has it, and as this work tree has it, ignored files left out.
+    """The project at ``commit`` and in this work tree, without ignored files.
 
-    Both are copies, so that neither lies in a better place, and nothing that runs there touches the work tree, the
-    index or a branch. Git knows nothing of them: there is no second work tree to forget. They share this checkout's
-    DVC cache, so what DVC has once made is restored, and what it makes there is not made again here.
+    Both are copies, so that neither has a better place on disk, and nothing that runs there touches the work tree, the
+    index or a branch. The copies are no git worktrees, so none can be left behind. They share this checkout's DVC
+    cache: outputs that DVC has made are restored, and those made in a copy are not made again here.
     """
     here = Path.cwd()
     cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is no DVC repository")
@@ -44,12 +44,12 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
         listed = _git("-C", top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
         for file in filter(None, dict.fromkeys(listed)):
             source, target = Path(top, file), folder / "head" / file
-            if source.is_file() or source.is_symlink():  # not deleted, no submodule
+            if source.is_file() or source.is_symlink():  # neither a deleted file nor a submodule
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
         roots = folder / "base" / prefix, folder / "head" / prefix
         for side, root in zip(("base", "head"), roots, strict=True):
-            if not (root / ".dvc").is_dir():  # DVC would take the repository around it
+            if not (root / ".dvc").is_dir():  # DVC would use the repository around the copy
                 raise GateError(f"the {side} is no DVC repository: git has no file under .dvc there.")
             settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
             (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
@@ -58,7 +58,7 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
 
 
 def dvc(side: Copy, *arguments: str) -> None:
-    """Run DVC in a copy; what it and its stages write goes to stderr. Raises GateError if it fails."""
+    """Run DVC in a copy; its output and its stages' go to stderr. Raises GateError if DVC fails."""
     root, python = side
     print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
     command = [str(python), "-m", "dvc", *arguments]
@@ -66,7 +66,7 @@ def dvc(side: Copy, *arguments: str) -> None:
     try:
         failed = process.wait()
     except KeyboardInterrupt:
-        process.wait()  # it was interrupted too, and ends its stage before the copy is removed under it
+        process.wait()  # DVC was interrupted too; let it end its stage before the copy is removed
         raise
     if failed:
         raise GateError(f"`dvc {' '.join(arguments)}` failed in {root}; what it wrote stands above.")
@@ -76,7 +76,7 @@ def check_arms(side: Copy, label: str) -> None:
     """Raise GateError if the code of ``side`` cannot measure itself."""
     root, python = side
     command = [str(python), "-m", "pipeline", "arms", "--help"]
-    own = (root / "pipeline").is_dir()  # and not an installed one
+    own = (root / "pipeline").is_dir() or (root / "dvc.yaml").is_file()  # else the installed package would answer
     if not own or subprocess.run(command, cwd=root, env=_variables(python), capture_output=True).returncode:
         raise GateError(
             f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Hold this "
@@ -85,8 +85,8 @@ def check_arms(side: Copy, label: str) -> None:
 
 
 def check_imports(side: Copy, modules: Sequence[str]) -> None:
-    """Raise GateError if, in the copy ``side``, one of ``modules`` is imported from the work tree that was copied: both
-    sides would run the same code, and nothing could ever get worse."""
+    """Raise GateError if the copy ``side`` imports one of ``modules`` from the work tree that was copied: both sides
+    would run the same code, and nothing could ever get worse."""
     asking = "import importlib.util, sys\nfor name in sys.argv[1:]: print(importlib.util.find_spec(name).origin)"
     root, python = side
     found = output([str(python), "-c", asking, *modules], f"{root} lacks {' or '.join(modules)}", root=root)
@@ -100,7 +100,7 @@ def check_imports(side: Copy, modules: Sequence[str]) -> None:
 
 
 def commit_of(revision: str) -> str:
-    """The full hash. Raises GateError if there is no such file, repository or revision."""
+    """The full hash of ``revision``. Raises GateError if there is no repository or no such revision."""
     _git("rev-parse", "--git-dir")
     try:
         return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
@@ -118,7 +118,8 @@ def _git(*arguments: str, **variables: str) -> str:
 def output(
     command: list[str], otherwise: str, *, root: Path = Path(), variables: Mapping[str, str] | None = None
 ) -> str:
-    """What ``command`` prints in ``root``. Raises GateError, which begins with ``otherwise``, if it fails."""
+    """Run ``command`` in ``root`` and return its output. Raises GateError, beginning with ``otherwise``, if it
+    fails."""
     given = {**_variables(), **(variables or {})}
     try:
         done = subprocess.run(command, cwd=root, env=given, capture_output=True, text=True)
@@ -130,8 +131,8 @@ def output(
 
 
 def _variables(python: Path = Path(sys.executable)) -> dict[str, str]:
-    """The variables for other processes: they find ``python`` first, the repository around them (in a git hook,
-    variables name one), and for MLflow the embedded store, which vanishes with the copy."""
+    """The environment variables of a copy's processes: ``python`` comes first in PATH, git finds the repository around
+    the copy, not the one that a git hook's variables name, and MLflow uses the embedded store in the copy."""
     hidden = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "MLFLOW_TRACKING_URI"}
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

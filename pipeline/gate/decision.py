@@ -1,4 +1,4 @@
-"""What the samples of base and head support: a decision for each variant and quantity, and the outcome of all."""
+"""Decide by the samples of base and head: each variant and quantity, then the outcome of the gate."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from pipeline.results import Arm, Dataset, Document, Record, Window
 
 Outcome = Literal["passed", "worse", "untrusted", "undecided"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
-"""2 is a mistake that the person can put right, as everywhere."""
+"""Exit code 2 is a user's mistake, as in every command."""
 
 
 CONFIDENCE_OF_LOOKS = 0.995
-"""After each round the gate looks whether it is decided already. So that looking often costs little, such a look has
-to be surer than the last one: Haybittle and Peto's rule. Source: Haybittle, "Repeated assessment of results in clinical
-trials of cancer treatment", British Journal of Radiology 44 (1971)."""
+"""After each round the gate tests whether everything is decided already. These interim tests use a higher confidence
+than the final one, so that testing often adds few errors: the Haybittle-Peto rule. Source: Haybittle, "Repeated
+assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44 (1971)."""
 
 
 class GateError(PipelineError):
-    """The two cannot be held against each other. The message says why and what to do."""
+    """Base and head cannot be compared. The message says why and what to do."""
 
 
 class Held(Record):
-    """One variant of the head against the same of the base."""
+    """One variant of the head against the same variant of the base."""
 
     variant: str
     throughput: Ratio
     memory: Ratio | None
-    """None: this machine does not tell it."""
+    """None: memory cannot be measured on this machine."""
     accuracy: Accuracy | None
     """None: not compared."""
 
 
 class Judged(Record):
-    """What the samples of both sides support."""
+    """The decisions that the samples of both sides support."""
 
     outcome: Outcome
     noise_throughput: Noise
@@ -52,23 +52,25 @@ class Judged(Record):
     noise_memory: Noise
     variants: tuple[Held, ...]
     together: Held | None
-    """The geometric mean of all variants' ratios in each round: what hits all of them shows here first. None for a
-    single variant."""
+    """The geometric mean of all variants' ratios in each round: a change that hits all variants shows here first. None
+    for a single variant."""
     hidden: tuple[str, ...]
-    """What the base shows and the head mostly does not, in words. It may be worse, so it is no pass."""
+    """Quantities that most samples of the base have and most of the head lack, in words. They may be worse, so the gate
+    does not pass."""
     unseen: tuple[str, ...]
-    """What may have lost ``gate.must_see``, as its interval allows for it, in words. No pass either."""
+    """Quantities whose interval does not exclude a loss of ``gate.must_see``, in words. The gate does not pass
+    either."""
 
 
 class Side(Record):
     """Base or head."""
 
     commit: str | None
-    """With "+" if the files differed from it. None: not known."""
+    """Ends with "+" if the files differed from the commit. None: not known."""
     environment: str
-    """Hash of all that the side's variants depend on, as its own code takes it."""
+    """Hash of all that the side's variants depend on, taken by the side's own code."""
     arms: tuple[Arm, ...]
-    """With the raw samples. Those of one index on both sides belong to one round."""
+    """Arms with their raw samples. Samples of one index on both sides belong to one round."""
     test_accuracies: dict[str, dict[int, float]]
     """Variant -> seed -> fraction."""
 
@@ -79,16 +81,16 @@ class Gated(Judged, Document):
     schema_: Literal[2] = Field(default=2, alias="schema")
     indent = 1
     against: str
-    """A revision, as it was given."""
+    """The revision as the user wrote it."""
     margins: Margins
     dataset: Dataset
-    """Of both sides."""
+    """The data set of both sides."""
     base: Side
     head: Side
     remarks: tuple[str, ...]
-    """What else to know: jobs that differ, variants that only one side has, an interruption."""
+    """Notes: jobs that differ, variants that only one side has, an interruption."""
     seconds: float
-    """The rounds took."""
+    """Duration of the rounds."""
     budget: str
     """The key of params.yaml that ended the measurement."""
 
@@ -107,10 +109,10 @@ def judge(
     must_see: float,
     confidence: float = 0.95,
 ) -> Judged:
-    """Decide on the variants, by name, that both sides have.
+    """Decide on the variants that both sides have. ``base``, ``head``: variant -> arm.
 
-    ``noise`` is that of throughput and of memory. Samples of one index were measured side by side. ``must_see``: the
-    loss that an interval has to exclude, such as 0.1. ``confidence``: of the ratios' intervals.
+    ``noise``: of throughput and of memory. Samples of one index were measured side by side. ``must_see``: the loss
+    that an interval has to exclude, such as 0.1. ``confidence``: of the ratios' intervals.
     """
 
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
@@ -168,7 +170,7 @@ def judge(
 
 
 def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> tuple[Noise, Noise]:
-    """What the machine made of two equal arms: of throughput, and of memory."""
+    """The noise of throughput and of memory, from two equal arms."""
     return (
         verdicts.noise(baseline, control, THROUGHPUT, max_spread, cost),
         verdicts.noise(baseline, control, MEMORY, max_spread, cost),
@@ -181,8 +183,8 @@ def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
 
 
 def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
-    """Whether the interval excludes such a loss, or one beyond the margin where that is larger. What is untrusted, or
-    already known to be worse, is told as such."""
+    """True if the interval excludes a loss of ``loss``, or of the margin if that is larger. Also True for untrusted and
+    worse ratios, which are reported as such."""
     if ratio.decision in ("untrusted", "worse"):
         return True
     worst = ratio.low and 1 / ratio.low if quantity.higher_is_better else ratio.high
@@ -190,16 +192,16 @@ def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
 
 
 def settled(judged: Judged) -> bool:
-    """Whether the gate may end before its time: ``judged``, at ``CONFIDENCE_OF_LOOKS``, has found something worse, or
-    has passed and left nothing undecided, in which a smaller loss could hide, or untrusted."""
+    """True if the gate may end early: ``judged``, at ``CONFIDENCE_OF_LOOKS``, has found something worse, or has passed
+    and left nothing untrusted, and nothing undecided, which could hide a smaller loss."""
     ratios = [each for row in judged.variants for each in (row.throughput, row.memory) if each]
     decided = all(each.decision in ("same", "better") for each in ratios)
     return judged.outcome == "worse" or (judged.outcome == "passed" and decided)
 
 
 def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
-    """Something worse counts, whatever else cannot be told; a quantity of which nothing can be told is no pass, nor is
-    one that the head ``hides``, nor where what must be seen is left open."""
+    """The gate's outcome: "worse" if anything is worse; else "untrusted" if a quantity is untrusted for all variants or
+    the head ``hides`` one; else "undecided" if a loss that must be seen is left open; else "passed"."""
     columns = zip(*((each.throughput, each.memory, each.accuracy) for each in held), strict=True)
     decisions = [{each.decision for each in column if each} for column in columns]
     if any("worse" in each for each in decisions):
@@ -210,7 +212,7 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
 
 
 def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:
-    """One arm a side: in every round the geometric mean over the variants of which the figures of both are known."""
+    """One arm per side: in every round the geometric mean over the variants whose figures are known on both sides."""
     sides: tuple[list[Window], list[Window]] = ([], [])
     for windows in zip(*(arm.samples for arm in (*head, *base)), strict=True):
         figures = [getattr(window, quantity.field) for window in windows]
@@ -224,11 +226,11 @@ def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tupl
     return of_head, of_base
 
 
-# What both ways to come by samples need.
+# For samples of both kinds: measured side by side, or recorded.
 
 
 def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> list[str]:
-    """The base's variants. Raises GateError unless the head has them all."""
+    """The names of the base's variants. Raises GateError unless the head has them all."""
     names = list(base)
     if lacking := ", ".join(name for name in names if name not in set(head)):
         raise GateError(
@@ -239,7 +241,7 @@ def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> lis
 
 
 def accuracy_of(correct: float, count: int, of: str) -> float:
-    """As a fraction. Raises GateError if it is none."""
+    """Accuracy as a fraction. Raises GateError if the counts give none."""
     if count > 0 and 0 <= correct <= count:
         return correct / count
     raise GateError(f"{of}: found {correct} right of {count} test samples: train it again.")
@@ -258,9 +260,9 @@ def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
 def accuracies(
     test_count: int, base: Mapping[str, Mapping[int, float]], head: Mapping[str, Mapping[int, float]], margin: float
 ) -> dict[str, Accuracy]:
-    """By variant, the head's test accuracies (variant -> seed -> fraction of ``test_count`` samples) minus the base's.
+    """Variant -> the head's test accuracies (variant -> seed -> fraction of ``test_count`` samples) minus the base's.
 
-    Raises GateError if the head lacks one.
+    Raises GateError if the head lacks an accuracy.
     """
     found = {}
     for name, there in base.items():
@@ -272,12 +274,14 @@ def accuracies(
 
 
 def own_modules(train: Mapping[str, Any]) -> list[str]:
-    """Modules of the user's own, which model, loss and metric name as ``module:function``."""
-    return [name.partition(":")[0] for key in ("model", "loss", "metric") if ":" in (name := str(train.get(key)))]
+    """The user's own modules, which the settings task, model, loss and metric name as ``module:function``."""
+    return [
+        name.partition(":")[0] for key in ("task", "model", "loss", "metric") if ":" in (name := str(train.get(key)))
+    ]
 
 
 def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
-    """Names the variants that only one side has."""
+    """A line for each side with variants that only it has."""
     there, here = list(base), list(head)
     gone, new = (", ".join(name for name in one if name not in other) for one, other in ((there, here), (here, there)))
     return [
@@ -287,9 +291,9 @@ def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
 
 
 def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """Asks about a variant, or all together, that got better or worse although nothing that runs has changed.
+    """A question about each variant, or about all together, that got better or worse though nothing that runs changed.
 
-    ``base``, ``head``: what is in the ``environment.json`` of each, with the digests of code, plans and settings.
+    ``base``, ``head``: the content of each side's ``environment.json``, with the digests of code, plans and settings.
     """
 
     def ran(fingerprint: Mapping[str, Any], name: str) -> list[Any]:
@@ -305,7 +309,7 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
     for names, row in rows:
         columns = (("throughput", row.throughput), ("peak memory", row.memory), ("accuracy", row.accuracy))
         moved = [f"{noun} {each.decision}" for noun, each in columns if each and each.decision in ("better", "worse")]
-        asked_already = bool(asked) and row is judged.together  # of a variant, which is nearer to the cause
+        asked_already = bool(asked) and row is judged.together  # about a variant, which is nearer to the cause
         if moved and not asked_already and all(ran(base, name) == ran(head, name) for name in names):
             asked.append(
                 f"{row.variant}: {', '.join(moved)}, yet by their digests the code, the settings and the packages that "

@@ -1,4 +1,4 @@
-"""The Python of each side: where the lock files differ, one with that side's own packages."""
+"""The Python of each side: where the lock files differ, an environment with the side's own packages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pipeline.gate.decision import GateError
 
 LOCK = "requirements.lock"
 BUILD_LOCK = "requirements-build.lock"
-"""What packages that come as source are built with."""
+"""Lock file of the packages that build source distributions."""
 CACHE = Path(".dvc", "tmp", "gate-environments")
 KEPT = 3
-"""So many environments stay, those used last: with torch for CUDA one takes some 6 GB."""
+"""How many environments are kept, the last used ones: an environment with torch for CUDA takes some 6 GB."""
 NAMED = 12
-"""So many packages that differ are named."""
+"""How many differing packages are named at most."""
 
 
 def pythons(base: Path, head: Path) -> tuple[Path, Path]:
     """The Python that each of the two copies runs under.
 
-    It is this one for both where their lock files are equal, or one of them has none. Else each gets one with the
-    packages of its own lock file: this one if it has them, or one that is made and kept in ``CACHE``. Raises GateError
-    if that fails.
+    If their lock files are equal, or one copy has none, both run under this Python. Else each copy gets a Python with
+    the packages of its own lock file: this Python if it has them, or one that is created and kept in ``CACHE``. Raises
+    GateError if that fails.
     """
     here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
     if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():
@@ -39,7 +39,7 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
 
 
 def packages(base: Path, head: Path) -> list[str]:
-    """What the two lock files differ in, in words."""
+    """How the two lock files differ, in words; empty if they do not."""
     if not all((root / LOCK).is_file() for root in (base, head)):
         return []
     there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))
@@ -56,7 +56,7 @@ def _torch_first(name: str) -> tuple[bool, str]:
 
 
 def systems(base: Path, head: Path) -> list[str]:
-    """Whether the images of the two differ, in words."""
+    """A sentence if the Dockerfiles of the two differ."""
     images = [(root / "Dockerfile").read_bytes() for root in (base, head) if (root / "Dockerfile").is_file()]
     if len(set(images)) < 2:
         return []
@@ -66,7 +66,7 @@ def systems(base: Path, head: Path) -> list[str]:
 
 
 def pins(lock: Path) -> list[Requirement]:
-    """What the lock file asks for on this platform. Raises GateError, naming the file, if that cannot be read."""
+    """The requirements of the lock file on this platform. Raises GateError, naming the file, if it cannot be read."""
     lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if line and line[0] not in " #-"]
     try:
         found = [Requirement(line.partition(" --")[0].rstrip(" \\")) for line in lines]
@@ -76,7 +76,7 @@ def pins(lock: Path) -> list[Requirement]:
 
 
 def _installed(lock: Path, other: Path) -> bool:
-    """Whether this Python has what ``lock`` asks for, and nothing that ``other`` alone does."""
+    """True if this Python has all packages of ``lock``, and none that only ``other`` has."""
     asked = {each.name: each.specifier for each in pins(lock)}
     strange = [each.name for each in pins(other) if each.name not in asked]
     return all(
@@ -93,8 +93,8 @@ def _version(name: str) -> str | None:
 
 
 def _made(lock: Path) -> Path:
-    """A Python with the packages of ``lock``, which is made the first time. The stamp is written last, so that an
-    interrupted installation is begun again."""
+    """A Python with the packages of ``lock``, created the first time. The stamp is written last, so that an interrupted
+    installation starts again."""
     content = lock.read_bytes() + f"{sys.version} {sys.base_prefix}".encode()
     folder = (CACHE / hashlib.sha256(content).hexdigest()[:16]).absolute()
     python, stamp = folder / "bin" / "python", folder / "installed"

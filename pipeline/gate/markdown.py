@@ -1,4 +1,4 @@
-"""What was decided, as Markdown for a pull request."""
+"""The gate's decisions as Markdown for a pull request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.gate.decision import Gated, Held
 
 
 def markdown(gated: Gated) -> str:
-    """The outcome in the first line, the figures in a table, then what else to know."""
+    """The outcome in the first line, the figures in a table, then the remarks."""
     rows = [*gated.variants, *([gated.together] if gated.together else [])]
     arm, margins = gated.base.arms[0], gated.margins
     rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
@@ -41,7 +41,7 @@ def markdown(gated: Gated) -> str:
 
 
 def commits(base: str | None, head: str | None) -> str:
-    """Both by name. A "+" at the end: with files that differ from it. None: not known."""
+    """Both commits in words. A "+" at the end: files differ from the commit. None: not known."""
 
     def shown(commit: str | None) -> str:
         if commit is None:
@@ -72,7 +72,7 @@ def _headline(gated: Gated, rows: Sequence[Held]) -> str:
 
 
 def _decided(rows: Sequence[Held], decision: str) -> str:
-    """What was decided so, such as "throughput (baseline, ddp), accuracy (ddp)"."""
+    """The quantities with this ``decision``, such as "throughput (baseline, ddp), accuracy (ddp)"."""
     columns: dict[str, list[tuple[str, Ratio | Accuracy | None]]] = {
         "throughput": [(row.variant, row.throughput) for row in rows],
         "peak memory": [(row.variant, row.memory) for row in rows],
@@ -86,7 +86,7 @@ def _decided(rows: Sequence[Held], decision: str) -> str:
 
 
 def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
-    """Why something is untrusted or undecided; where something is worse, no minutes more are advised for the rest."""
+    """Why figures are untrusted or undecided; if something is worse, only why they are untrusted."""
     cost = RoundCost(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
     everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
     told = ("untrusted",) if gated.outcome == "worse" else ("untrusted", "undecided")

@@ -1,4 +1,4 @@
-"""This checkout's comparison, held against one that was recorded earlier."""
+"""Compare this checkout's comparison with one that was recorded earlier."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipeline.gate.decision import GateError, accuracies, accuracy_of, differing
 from pipeline.gate.markdown import accuracy_cell, commits
 from pipeline.params import Config
 from pipeline.plans import plans
-from pipeline.results import REPORTS, Arm, read_document
+from pipeline.results import REPORTS, Arm, read_document, stage_of
 
 COMPARISON_FILE = REPORTS / "comparison.json"
 STAGES = ("fetch", "prepare", "train", "bench")
-"""Of whose code and settings a comparison is made."""
+"""Stages whose code and settings make a comparison."""
 RATES = (
     "Ratios of medians that were recorded at different times: a change of the machine in between cannot be told from a "
     "change of the code. Where such recordings did decide, by the spread of their rounds, they found a slowdown of 10% "
@@ -31,11 +31,11 @@ RATES = (
 
 
 def recorded(config: Config, path: Path) -> tuple[str, bool]:
-    """Hold ``reports/comparison.json`` against the comparison in ``path``: Markdown, and whether an accuracy is worse.
+    """Compare ``reports/comparison.json`` with the comparison in ``path``: Markdown, and True if an accuracy is worse.
 
-    Accuracies alone are decided: they follow from the seeds. Raises GateError if the two are not of one job in one
-    environment, naming what differs, if this checkout's lacks what the other has, or if it is not of what is here now,
-    and ResultError, naming the file, for one that is no comparison.
+    Only accuracies are decided: they follow from the seeds. Raises GateError if the two are of different jobs or
+    environments, naming the differences, if this checkout's comparison lacks a variant or seed of the other, or if it
+    is out of date; and ResultError, naming the file, for a file that is no comparison.
     """
     if path.resolve() == COMPARISON_FILE.resolve():
         raise GateError(f"{path} is this checkout's own comparison: give a recorded one.")
@@ -76,14 +76,14 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
 
 
 def _ratio(base: Arm, head: Arm, quantity: Quantity) -> str:
-    """Of the medians of what was not rejected."""
+    """The ratio of the medians of samples that were not rejected."""
     known = [[value for each in arm.samples if (value := getattr(each, quantity.field))] for arm in (head, base)]
     return f"{statistics.median(known[0]) / statistics.median(known[1]):.3f}" if all(known) else "not known"
 
 
 def check_current(config: Config, names: Sequence[str]) -> None:
-    """Raise GateError unless the comparison is of what is here now: of this code, these settings and, by DVC's word,
-    these files."""
+    """Raise GateError unless the comparison is up to date: made from the present code, the present settings and,
+    according to DVC, the present files."""
     made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))
     described = [("stages", each) for each in STAGES] + [("variants", each) for each in names]
     changed = [
@@ -92,7 +92,8 @@ def check_current(config: Config, names: Sequence[str]) -> None:
         for line in differing(made_of.get(section, {}).get(name), here.get(section, {}).get(name), name)
     ]
     unknown = f"nobody knows whether {COMPARISON_FILE} is of what is here now, for `dvc status` failed; put that right"
-    stages_held = [*(f"train@{name}" for name in names), "bench", "compare"]
+    trained = (f"{stage_of(config.variants.get(name))}@{name}" for name in names)
+    stages_held = [*trained, "bench", "compare"]
     text = output([sys.executable, "-m", "dvc", "status", "--json", *stages_held], unknown)
     try:
         changed += [name for of_stage in json.loads(text).values() for change in of_stage for name in _changed(change)]
@@ -106,7 +107,7 @@ def check_current(config: Config, names: Sequence[str]) -> None:
 
 
 def _changed(change: Any) -> list[str]:
-    """Names what one entry of `dvc status` says of a stage. Of its outputs the comparison alone is read here."""
+    """The names in one entry of a stage in `dvc status`; of the stage's outputs only the comparison counts."""
     if not isinstance(change, dict):
         return [str(change).removeprefix("changed ")]  # the stage's command
     names = [path for path in change.get("changed outs", {}) if path == str(COMPARISON_FILE)]
@@ -116,7 +117,7 @@ def _changed(change: Any) -> list[str]:
 
 
 def _stale(head: Comparison) -> list[str]:
-    """Says that the code has changed since it was measured."""
+    """A sentence if another commit is checked out than the one that was measured."""
     here = checked_out()
     if here == head.bench.commit:
         return []
@@ -142,7 +143,7 @@ def _environment_problems(base: Comparison, head: Comparison, names: Sequence[st
 
 
 def _depended_on(environment: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What the numbers of the variants ``names`` depend on, without its hash."""
+    """The part of ``environment`` that the variants ``names`` depend on, without its hash."""
     of_variants = optional_versions(environment, "variants")
     relied_on = {"variants": {name: of_variants.get(name, {}) for name in names}}
     return {**environment, "hash": None, "relied_on": relied_on}

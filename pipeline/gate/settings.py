@@ -1,4 +1,4 @@
-"""Whose settings count: key by key the stricter of base and head, so that no change loosens its own gate."""
+"""The settings that count: for each key the stricter value of base and head, so that no change loosens its own gate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _more_rounds(base: int | None, head: int | None) -> int | None:
 
 
 STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
-    "compare.baseline": lambda base, _: base,  # whose noise decides what is believed
+    "compare.baseline": lambda base, _: base,  # its noise decides which figures are trusted
     "compare.margins.accuracy": min,
     "compare.margins.memory": min,
     "compare.margins.throughput": min,
@@ -34,12 +34,12 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "bench.turns": max,
     "bench.window_seconds": max,
 }
-"""Key of params.yaml -> which of the base's and the head's value counts. ``bench.hard_limit`` needs none: where it ends
-the rounds too soon, nothing passes."""
+"""Key of params.yaml -> which of the base's and the head's value counts. ``bench.hard_limit`` needs no rule: if it ends
+the rounds too soon, the gate does not pass."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
-    """Key -> the value that counts, of those on which the sides differ. Raises GateError if a side lacks one."""
+    """Key -> the value that counts, for keys on which the sides differ. Raises GateError if a side lacks a key."""
     try:
         pairs = {key: (at(base, key), at(head, key)) for key in STRICTER}
         return {key: STRICTER[key](there, here) for key, (there, here) in pairs.items() if there != here}
@@ -51,7 +51,7 @@ def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]
 
 
 def at(values: Mapping[str, Any], key: str) -> Any:
-    """What stands at the dotted ``key``."""
+    """The value at the dotted ``key``."""
     found: Any = values
     for part in key.split("."):
         found = found[part]
@@ -59,9 +59,9 @@ def at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
-    """``config``, the head's, with what ``base`` requires beyond it: its variants, and the stricter values.
+    """The head's ``config`` with the requirements of ``base`` added: its variants, and the stricter values.
 
-    ``base``: sections of its params.yaml. Raises ConfigError if this version knows no such variant.
+    ``base``: sections of the base's params.yaml. Raises ConfigError if this version cannot parse a variant of it.
     """
     values = config.model_dump(mode="json")
     for key, value in stricter(base, values).items():
@@ -72,20 +72,23 @@ def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
 
 
 def require(root: Path, effective: Config, config: Config) -> None:
-    """Let the copy of the head in ``root``, which has ``config``, also have the variants of ``effective``, and reject
-    the samples that this rejects."""
+    """Add the variants of ``effective``, and its limits for rejecting samples, to the params.yaml of the head's copy in
+    ``root``, which has ``config``."""
     lacking = effective.variants.keys() - config.variants
     variants = {name: effective.variants[name].model_dump(mode="json") for name in lacking}
     limits = {key: getattr(effective.bench, key) for key in ("max_foreign_load", "max_input_wait")}
     if variants or any(getattr(config.bench, key) != value for key, value in limits.items()):
-        values = read(root / PARAMS_FILE)  # the rest stays as it is written, for DVC compares it
-        values["variants"] |= variants
+        values = read(root / PARAMS_FILE)  # the other keys stay as written, because DVC compares them
+        students = {name for name in variants if effective.variants[name].distillation}
+        values["variants"] |= {name: each for name, each in variants.items() if name not in students}
+        if students:
+            values["students"] = values.get("students", {}) | {name: variants[name] for name in sorted(students)}
         values["bench"] = {**values.get("bench", {}), **limits}
         (root / PARAMS_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
 def differences(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """A line for each setting on which the sides differ, with the value that counts."""
+    """A line for each setting in which the sides differ, with the value that counts."""
     return [
         f"{line}; {json.dumps(value)} counts"
         for key, value in stricter(base, head).items()

@@ -50,7 +50,7 @@ RULERS = (
     "training/evaluation.py",
     "training/measured.py",
 )
-"""Modules that make numbers of a training; each side is measured by its own."""
+"""Modules that measure a training; each side is measured by its own modules."""
 
 
 def measured(config: Config, revision: str) -> Gated:
@@ -72,7 +72,7 @@ def measured(config: Config, revision: str) -> Gated:
         dvc(sides[1], "repro", "environment", "prepare")
         head = servers.enter_context(Server(*sides[1]))
         here = _described(head, "this work tree")
-        told = {key: here["dataset"].get(key) for key in there["dataset"]}  # a newer version may tell more
+        told = {key: here["dataset"].get(key) for key in there["dataset"]}  # a newer version may have more keys
         if problems := differing(there["dataset"], told, "dataset"):
             raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
         names = held_variants(there["variants"], here["variants"], revision)
@@ -83,12 +83,12 @@ def measured(config: Config, revision: str) -> Gated:
         trained: list[dict[str, dict[int, float]]] = [{}, {}]
         if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
-            # What DVC does not see, for it would take one side's training for the other's: packages that no fingerprint
-            # names, and of a base from before its digests were dependencies, code of the user's own.
+            # Differences that DVC does not see, so that it would reuse one side's training for the other: packages that
+            # no fingerprint names, and the user's own code if a side predates digests as dependencies.
             unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side in sides:
-                dvc(side, "repro", *anew, *(f"train@{name}" for name in names))
+                dvc(side, "repro", *anew, *(f"{results.stage_of(effective.variants[name])}@{name}" for name in names))
             trained = [_test_accuracies(root, names) for root in roots]
         baseline = effective.compare.baseline
         turns = benchmark.turns_on(here["device"], effective.bench)
@@ -135,7 +135,8 @@ def measured(config: Config, revision: str) -> Gated:
 
 
 def _sides(rounds: Rounds) -> tuple[Arm, dict[str, Arm], dict[str, Arm]]:
-    """The base's baseline once more, then the variants of base and head, as ``arms_of`` orders them."""
+    """The A/A control (the base's baseline once more), then the variants of base and of head, from the order of
+    ``arms_of``."""
     control, *others = rounds.arms
     base, head = ({arm.variant: arm for arm in arms} for arms in (others[::2], others[1::2]))
     return control, base, head
@@ -153,8 +154,8 @@ def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Accuracy], co
 
 
 def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[ArmSpec]:
-    """The first side's baseline once more, then every variant of every side, the baseline first: what is compared is
-    measured side by side. ``sides``: name -> its server, and what that describes."""
+    """The A/A control (the first side's baseline once more), then every variant of every side, the baseline first: arms
+    that are compared are measured next to each other. ``sides``: name -> its server, and the server's description."""
 
     def spec(side: str, name: str, role: Literal["variant", "aa_control"] = "variant") -> ArmSpec:
         server, about = sides[side]
@@ -166,9 +167,9 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
 
 
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:
-    """As many steps as the first arm takes for a window, and about the seconds of a round.
+    """The number of steps that fill a window of the first arm, and about the seconds of a round.
 
-    Measures every arm once before: that warms it up.
+    Measures every arm once first, which warms it up.
     """
     others = [benchmark.calibrate(each) for each in arms[1:]]
     steps, first = benchmark.steps_of(arms[0], window_seconds, others)
@@ -200,7 +201,7 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
 
 
 def _other_rulers(base: Path, head: Path) -> list[str]:
-    """Says which of the ``RULERS`` differ."""
+    """A sentence that names the ``RULERS`` that differ; empty if none does."""
     roots = base, head
     found = {path.relative_to(root) for root in roots for name in RULERS for path in root.glob(f"pipeline/{name}")}
     texts = {path: [(root / path).read_bytes() for root in roots if (root / path).exists()] for path in found}
@@ -218,7 +219,7 @@ def _described(server: Server, side: str) -> dict[str, Any]:
 
 
 def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-    """Raise GateError unless what both trained by, the sections ``train``, gives accuracies that can be compared."""
+    """Raise GateError unless the ``train`` sections of base and head give accuracies that can be compared."""
     if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
         raise GateError(
             f"{problems[0]}: the two mean different things by accuracy, so nothing would say whether it got worse. "
@@ -228,7 +229,7 @@ def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
 
 
 def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Of each variant and seed, from the results there: read only as far as every version writes them alike."""
+    """Variant -> seed -> test accuracy, from the results in ``root``. Reads only the keys that every version writes."""
     found = {}
     for name in names:
         file = root / results.result_file(name)
@@ -236,5 +237,7 @@ def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, fl
             runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
             found[name] = {run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs}
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise GateError(f"{file} tells no test accuracies, and train@{name} should: {error!r}") from None
+            raise GateError(
+                f"{file} tells no test accuracies, and the stage that trains {name} should: {error!r}"
+            ) from None
     return found

@@ -1,1 +1,1 @@
-"""Time and memory of steps, what else the machine did, and why a number is rejected."""
+"""Time and memory of steps, disturbances by the rest of the machine, and why a number is rejected."""

@@ -1,4 +1,4 @@
-"""What the machine does while a job trains: samples of processor, memory and GPUs. They are looked at, not compared."""
+"""Samples of processor, memory and GPUs while a job trains. They are for people to look at; nothing compares them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from types import TracebackType
 import psutil
 import torch
 
+from pipeline.measurement.nvml import handle_of
+
 
 class SystemSampler(AbstractContextManager["SystemSampler"]):
     """Samples the processor, the memory and the job's GPUs of this host, once a second, into a CSV file.
 
-    The columns carry MLflow's names for system metrics. A sample costs well under a millisecond, in a
-    thread of its own.
+    The columns have MLflow's names for system metrics. A sample costs well under a millisecond, in a
+    separate thread.
     """
 
     def __init__(self, path: Path, devices: Iterable[torch.device], interval_seconds: float = 1.0) -> None:
@@ -31,7 +33,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         self.seed = 0
-        """The seed in training; written beside each sample."""
+        """The seed that is being trained; written with each sample."""
 
     def __enter__(self) -> SystemSampler:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +50,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
     def _run(self) -> None:
         try:
             self._sample_until_stopped()
-        except OSError as error:  # what needs the file more says what to do
+        except OSError as error:  # training goes on; a file that it cannot do without raises its own error
             print(f"{self._path} ends here: {error.strerror}", file=sys.stderr, flush=True)
 
     def _sample_until_stopped(self) -> None:
@@ -79,16 +81,16 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
 
 
 class _Gpu:
-    """One GPU's figures by NVML, addressed by what torch calls it, whatever CUDA_VISIBLE_DEVICES says.
+    """One GPU's figures by NVML.
 
-    What the driver does not tell (of a MIG instance or a virtual GPU, say) is left out; what it tells no more, blank.
+    A figure that the driver does not provide (of a MIG instance or a virtual GPU, say) has no column. One that it no
+    longer provides is blank.
     """
 
     def __init__(self, device: torch.device) -> None:
         import pynvml
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = handle_of(device)
         name = f"gpu_{device.index or 0}"
         readings: dict[str, Callable[[], float]] = {
             f"{name}_utilization_percentage": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),

@@ -1,4 +1,4 @@
-"""Time and memory of a rank's steps; ``training.measured.window_of`` makes all ranks' numbers of them."""
+"""Time and memory of a rank's steps; ``training.measured.window_of`` combines them over all ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
+from pipeline.measurement.nvml import handle_of
+
 T = TypeVar("T")
 
 CLOCK_TOLERANCE_FRACTION = 0.05
@@ -22,11 +24,11 @@ class _Resumable:
     """Counts of a run, in attributes whose names do not begin with an underscore."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on counting."""
+        """Return the counts that a resumed run needs to go on counting."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Undo of ``state``."""
+        """Take over the counts that ``state`` returned."""
         vars(self).update(state)
 
 
@@ -34,30 +36,30 @@ class Clock(_Resumable):
     """Times a run's steps without ever waiting inside one.
 
     A *window* is a stretch of steps between two synchronised moments (``open``, ``close``), so its wall
-    time is exact. Inside, each step is timed from mark to mark: CUDA events on a GPU, which neither wait
-    for the device nor are blurred by its queue; the host's clock on a CPU, where work is synchronous.
-    ``watch`` times the wait for input the same way.
+    time is exact. Inside, each step is timed from mark to mark. On a GPU a mark is a CUDA event, which does
+    not wait for the device and is not blurred by its queue; on a CPU, where work is synchronous, a mark is
+    a reading of the host's clock. ``watch`` times the wait for input the same way.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: list[Any] = []
         self._inputs: list[Any] = []
-        """Marks in pairs: the wait begins, the input is there."""
+        """Marks in pairs: the wait begins, the input arrives."""
         self._opened = 0.0
         self.train_seconds = 0.0
         """Wall time of all closed windows, warm-up included."""
         self.measured_seconds = 0.0
         """Wall time of the closed windows that are measured."""
         self.step_seconds: list[float] = []
-        """One a step of the measured windows."""
+        """The time of each step of the measured windows."""
         self.input_seconds = 0.0
-        """Waited for input in the measured windows."""
+        """Time spent waiting for input in the measured windows."""
         self.first_step_seconds: float | None = None
-        """Wall time of the first window, which holds the first step alone."""
+        """Wall time of the first window, which holds only the first step."""
 
     def now(self) -> float:
-        """Seconds on a steady clock, once the device has done all it was given."""
+        """Wait for the device to finish its work and return the seconds of a monotonic clock."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -72,7 +74,7 @@ class Clock(_Resumable):
         self._steps.append(self._mark())
 
     def close(self, *, measured: bool) -> None:
-        """End the window. A measured one counts for the speeds, every one for the time spent in training."""
+        """End the window. Every window counts as time spent in training; only measured windows count for the speeds."""
         seconds = self.now() - self._opened
         self.train_seconds += seconds
         if self.first_step_seconds is None:
@@ -83,11 +85,11 @@ class Clock(_Resumable):
             self.input_seconds += sum(map(self._seconds, self._inputs[::2], self._inputs[1::2]))
 
     def train_seconds_now(self) -> float:
-        """Time spent in training so far, the open window included. Waits for the device."""
+        """Wait for the device and return the time spent in training so far, the open window included."""
         return self.train_seconds + self.now() - self._opened
 
     def watch(self, items: Iterator[T]) -> Iterator[T]:
-        """The same items; the time until each arrives counts as waiting for input."""
+        """Yield the same items; the time until each arrives counts as waiting for input."""
         while True:
             start = self._mark()
             try:
@@ -98,7 +100,7 @@ class Clock(_Resumable):
             yield item
 
     def disagreement(self) -> str | None:
-        """Why the step times are not to be trusted: their sum and the wall clock differ. None if they agree."""
+        """Return why the step times are not to be trusted: their sum and the wall clock differ. None if they agree."""
         total = sum(self.step_seconds)
         if abs(total - self.measured_seconds) <= CLOCK_TOLERANCE_FRACTION * self.measured_seconds:
             return None
@@ -120,17 +122,17 @@ class Clock(_Resumable):
 
 
 def percentile_ms(seconds: list[float], percent: float) -> float | None:
-    """Percentile of step times, in milliseconds, linearly interpolated. None without a step."""
+    """Return a percentile of step times, in milliseconds, linearly interpolated. None if there are no steps."""
     return float(np.percentile(seconds, percent)) * 1e3 if seconds else None
 
 
 class Memory(_Resumable):
     """Peak memory of a run's measured windows.
 
-    On CUDA: bytes of live tensors at their highest (``max_memory_allocated``), and what CUDA graphs keep for their
-    replays, which the allocator does not count; of several GPUs, those of the one with most. On CPU: the process's own
-    resident memory at its highest (``own_peak_bytes``) above that of the same process after its imports and before any
-    work. Only Linux lets a process reset its high-water mark; elsewhere the CPU figure is unknown.
+    On CUDA: the peak of allocated bytes (``max_memory_allocated``), plus the memory that CUDA graphs keep for their
+    replays, which that peak does not include; of several GPUs, the largest sum. On CPU: the process's own peak resident
+    memory (``own_peak_bytes``) minus the same process's peak after its imports and before any work. Only Linux lets a
+    process reset its high-water mark; elsewhere the CPU figure is unknown.
     """
 
     imported_bytes: ClassVar[int | None] = None
@@ -142,17 +144,17 @@ class Memory(_Resumable):
         self._retries = 0
         self._resets = True
         self.peak_bytes: int | None = None
-        """None before a measured window has ended, and where this machine cannot tell."""
+        """None before a measured window has ended, and where this machine cannot measure it."""
         self.reserved_bytes: int | None = None
         """CUDA: the highest ``max_memory_reserved``."""
         self.driver_bytes: int | None = None
-        """CUDA: the most that ``driver_bytes`` told at a window's end."""
+        """CUDA: the highest value of ``driver_bytes`` at a window's end."""
         self.retries: int | None = None
         """CUDA: how often the allocator had to flush its cache and try again."""
 
     @classmethod
     def note_imports(cls) -> None:
-        """Call once, when all is imported and no work is done."""
+        """Record the peak after the imports. Call once, after all imports and before any work."""
         cls.imported_bytes = own_peak_bytes()
 
     def open(self) -> None:
@@ -165,7 +167,7 @@ class Memory(_Resumable):
             self._resets = _reset_resident_peak()
 
     def close(self, *, measured: bool) -> None:
-        """End the window; of the measured ones the highest peak is kept."""
+        """End the window. The highest peak of the measured windows is kept."""
         if not measured:
             return
         if self._on_gpu:
@@ -183,10 +185,10 @@ class Memory(_Resumable):
 
 
 def graphs_bytes(device: torch.device) -> int:
-    """What CUDA graphs on ``device`` keep for their replays, beyond tensors that live now.
+    """Return the bytes that CUDA graphs on ``device`` keep for their replays, beyond the tensors that are alive now.
 
-    A replay writes to the addresses of its recording, in a pool that nothing else gets, and asks the allocator for
-    nothing: to its statistics, the activations of a replayed step do not exist.
+    A replay writes to the addresses of its capture, in a private memory pool, and allocates nothing: the allocator's
+    statistics do not include the activations of a replayed step.
     """
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -196,16 +198,14 @@ def graphs_bytes(device: torch.device) -> int:
 
 
 def driver_bytes(device: torch.device) -> int | None:
-    """What the driver counts for this process on ``device`` now: the allocator's cache, CUDA's context, libraries.
+    """Return the bytes that the driver counts for this process on ``device``: allocator cache, CUDA context, libraries.
 
-    None where it does not tell, and in a container with process ids of its own: the driver lists the host's.
+    None where the driver does not tell, and in a container with its own process ids: the driver lists the host's ids.
     """
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle_of(device))
     except pynvml.NVMLError:
         return None
     own = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
@@ -213,12 +213,12 @@ def driver_bytes(device: torch.device) -> int | None:
 
 
 def own_peak_bytes() -> int | None:
-    """This process's highest resident memory since it began or was reset, without the pages of mapped files.
+    """Return this process's peak resident memory since its start or the last reset, without the pages of mapped files.
 
-    Code and a memory-mapped data set are such pages: all processes share them, the system drops them when it needs the
-    room, and how many of them are resident depends on how the process was started. Linux tells the peak of all pages
-    (VmHWM) and how many are of files now (RssFile); files' pages only come, so after some steps nothing is lost by
-    that. None where the system does not tell.
+    Code and a memory-mapped data set are such pages: all processes share them, the system drops them when memory is
+    short, and how many are resident depends on how the process was started. Linux reports the peak of all pages (VmHWM)
+    and the current file pages (RssFile). File pages are only added, so after some steps the difference is the peak of
+    the other pages. None where the system does not report them.
     """
     try:
         lines = (line.partition(":") for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())

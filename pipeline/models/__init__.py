@@ -1,4 +1,4 @@
-"""Single-device models, built by name for the data's size; and what turns a trained one into something to deploy."""
+"""Single-device models, built by name for the data's size."""
 
 from __future__ import annotations
 
@@ -6,62 +6,67 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline import factories
 from pipeline.errors import PipelineError
-from pipeline.models import factories
-from pipeline.params import Train, unknown_model
-
-Shape = tuple[int, ...]
+from pipeline.models.gpt import GPT
+from pipeline.params import unknown_model
 
 _SMALL_IMAGE = 64
-"""Pixels of the shorter side below which a ResNet's ImageNet stem would leave too little to look at."""
+"""Shorter side, in pixels, below which a ResNet's ImageNet stem would leave too few pixels."""
 
 
 _FILLED_IN = {"image_size", "input_size", "dropout"}
-"""What a torchvision class requires and the model's builder adds where it is not given; the rest is the builder's."""
+"""Arguments that torchvision's model classes require but users may omit; the builders set the other required ones."""
 
 
 class ModelError(PipelineError):
-    """train.model or train.model_options cannot be built, or does not fit the data."""
+    """The model of train.model and train.model_options cannot be built or does not fit the data."""
 
 
-def build(name: str, options: dict[str, Any], *, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """A single-device float32 model: normalised float32 [N, channels, height, width] to logits [N, classes].
+def build(
+    name: str, options: dict[str, Any], data: dict[str, Any], *, inputs: torch.Tensor, outputs: tuple[int, ...]
+) -> nn.Module:
+    """Build a single-device float32 model: from inputs as ``inputs`` [n, ...], two zeros say, to [n, *``outputs``].
 
-    ``name`` is ``small_cnn``, ``resnet9``, the name of a torchvision classification model (without trained
-    weights; ``torchvision_model`` says how it is fitted to small images), or ``module:factory`` of the user's
-    own, called with ``channels``, ``height``, ``width``, ``classes`` and the options. The initial weights
-    depend on torch's random state alone. Raises ModelError for a name, an option or an output that cannot be.
+    ``name`` is that of a model of ``_OWN``, of a torchvision classification model (without trained weights;
+    ``torchvision_model`` says how it is fitted to small images), or ``module:factory`` of the user's own. It is called
+    with ``data``, by which the task describes inputs and outputs, such as ``channels``, ``height``, ``width`` and
+    ``classes``, and with the options. The initial weights depend on torch's random state alone. Raises ModelError for
+    an invalid name, option or output.
     """
-    data = {"channels": channels, "height": height, "width": width, "classes": classes}
     if ":" in name:
         model = _from_factory(name, options, data)
-    elif name in _OWN:
-        _check_options(name, options, set(inspect.signature(_OWN[name]).parameters) - set(data))
-        model = _OWN[name](**data, **options)
     else:
-        model = torchvision_model(name, options, **data)
-    _check_output(name, model, (2, channels, height, width), (2, classes))
+        factory: Callable[..., nn.Module] = _OWN.get(name, torchvision_model)
+        taken = inspect.signature(factory).parameters
+        needed = {key for key, each in taken.items() if each.default is each.empty} - {"name", "options"}
+        if not needed <= data.keys() <= taken.keys():
+            raise ModelError(
+                f"train.model: {name} is made for {_listed(needed)}, but the job's data have {_listed(data)}; take "
+                "another model, or module:factory of your own."
+            )
+        if name in _OWN:
+            _check_options(name, options, taken.keys() - data.keys())
+            model = factory(**data, **options)
+        else:
+            model = factory(name, options, **data)
+    _check_output(name, model, inputs, outputs)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"train.model: {name} has no parameter to train: it has none, or none requires a gradient.")
     return model
 
 
-def of_job(train: Train, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The model that ``train`` asks for, for images of ``shape`` (channels, height, width); see ``build``."""
-    channels, height, width = shape
-    return build(train.model, train.model_options, channels=channels, height=height, width=width, classes=classes)
-
-
 def load(name: str) -> None:
-    """Import what building ``name`` needs, and build nothing: what is imported then is no memory of the training.
+    """Import the modules that building ``name`` needs, so that their memory is not counted as the training's.
 
-    Raises ModelError for a name that stands for nothing.
+    Raises ModelError for an unknown name.
     """
     if ":" in name:
         _factory(name)
@@ -72,12 +77,12 @@ def load(name: str) -> None:
 
 
 def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """Two 5x5 convolutions of 20 channels and two linear layers, 320-50-10 for 28x28x1: the textbook's net.
+    """Two 5x5 convolutions of 20 channels and two linear layers, 320-50-10 for 28x28x1: the textbook's model.
 
-    The convolutions are not padded, as in the textbook, where both sides have the 16 pixels that leave
-    something of the image; below that (to 4 pixels) they are padded by 2 and so keep its size. Pooling
-    comes before the ReLU: both are monotone, so the function is the same, and the ReLU sees a quarter of
-    the values. Raises ModelError below 4 pixels.
+    If both sides have at least 16 pixels, the convolutions are not padded, as in the textbook. On smaller
+    images they are padded by 2 and keep the image's size. Pooling comes before the ReLU: both are monotone,
+    so the function is the same, and the ReLU processes a quarter of the values. Raises ModelError for
+    sides below 4 pixels.
     """
     if min(height, width) < 4:
         raise ModelError(f"train.model: small_cnn needs images of at least 4x4 pixels; found {height}x{width}.")
@@ -97,11 +102,11 @@ def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Mod
 
 
 def resnet9(*, channels: int, height: int, width: int, classes: int, base_width: int = 64) -> nn.Module:
-    """Eight 3x3 convolutions, two residual pairs, one linear layer: the net of the CIFAR-10 speed records.
+    """Eight 3x3 convolutions, two residual pairs, one linear layer: the model of the CIFAR-10 speed records.
 
     Source: Page, "How to Train Your ResNet", 2018. ``base_width`` is the number of channels of the first
-    convolution. The last pooling takes all that is left of the image, which for 32x32 is the original's
-    4x4. Raises ModelError below 8 pixels, where three poolings leave nothing.
+    convolution. The last pooling covers all remaining pixels: 4x4 for 32x32 images, as in the original.
+    Raises ModelError for sides below 8 pixels, where three poolings leave nothing.
     """
     if min(height, width) < 8:
         raise ModelError(f"train.model: resnet9 needs images of at least 8x8 pixels; found {height}x{width}.")
@@ -125,6 +130,13 @@ def resnet9(*, channels: int, height: int, width: int, classes: int, base_width:
     )
 
 
+def mlp(*, features: int, classes: int = 0, outputs: int = 0, width: int = 64, depth: int = 2) -> nn.Module:
+    """``depth`` hidden layers of ``width`` units with ReLU: rows of a table to ``classes`` logits or ``outputs``."""
+    sizes = [features, *[width] * depth]
+    hidden = [nn.Sequential(nn.Linear(before, after), nn.ReLU()) for before, after in pairwise(sizes)]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], classes or outputs))
+
+
 class _Residual(nn.Sequential):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         first, second = self
@@ -133,7 +145,7 @@ class _Residual(nn.Sequential):
 
 
 class _Scale(nn.Module):
-    """Multiplies the logits, so that the softmax of a freshly initialised net is not sharp."""
+    """Multiplies the logits, so that the softmax of a freshly initialised model is not sharp."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -143,7 +155,7 @@ class _Scale(nn.Module):
         return logits * self.factor
 
 
-_OWN: dict[str, Callable[..., nn.Module]] = {"small_cnn": small_cnn, "resnet9": resnet9}
+_OWN: dict[str, Callable[..., nn.Module]] = {"small_cnn": small_cnn, "resnet9": resnet9, "mlp": mlp, "gpt": GPT}
 
 
 def torchvision_model(
@@ -161,9 +173,9 @@ def torchvision_model(
       published weights) are enlarged to it, keeping their proportions.
     - Inception and GoogLeNet: no auxiliary classifiers, and no second normalisation of the input.
 
-    Resizing is bilinear and on the device, a forward hook of the model. Raises ModelError.
+    Resizing is bilinear, on the device, in a forward pre-hook of the model. Raises ModelError.
     """
-    from torchvision import models  # a second's import that only these models are worth
+    from torchvision import models  # imported here: only these models need it, and it takes a second
 
     _check_name(name, models.list_models(module=models))
     builder = models.get_model_builder(name)
@@ -195,7 +207,7 @@ def torchvision_model(
         growth = max(Fraction(1), Fraction(least[0], height), Fraction(least[1], width))
         size = (math.ceil(height * growth), math.ceil(width * growth))
     if size != (height, width):
-        # A hook and no module around the model: the names in its state dict, and what techniques see, stay as they are.
+        # A hook, not a wrapper module: the state dict's names and the module that techniques see do not change.
         model.register_forward_pre_hook(_Resize(size, antialias=size[0] < height or size[1] < width))
     return model
 
@@ -207,7 +219,7 @@ def _check_name(name: str, known: Sequence[str]) -> None:
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:
-    """Let ``model`` take ``channels`` channels, with weights that keep the outputs' variance as its own were to do."""
+    """Let ``model`` take ``channels`` channels, with new weights scaled to keep the variance of the outputs."""
     name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
     settings: dict[str, Any] = {
         "kernel_size": old.kernel_size,
@@ -230,7 +242,7 @@ def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) 
 class _Resize:
     """A forward pre-hook: resizes a model's images."""
 
-    def __init__(self, size: Shape, antialias: bool) -> None:
+    def __init__(self, size: tuple[int, ...], antialias: bool) -> None:
         self.size, self.antialias = size, antialias
 
     def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
@@ -238,12 +250,12 @@ class _Resize:
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    """The function that ``module:factory`` names."""
+    """Return the function that ``module:factory`` names."""
     return factories.find(name, "train.model", "a model", example="nets:my_net", error=ModelError)
 
 
-def _from_factory(name: str, options: dict[str, Any], data: dict[str, int]) -> nn.Module:
-    """A model of the user's own. What the factory raises itself comes through, with its traceback."""
+def _from_factory(name: str, options: dict[str, Any], data: dict[str, Any]) -> nn.Module:
+    """Build a model with the user's factory. Raises ModelError, also if it raises."""
     model = factories.call(_factory(name), name, "train.model", options, error=ModelError, **data)
     if not isinstance(model, nn.Module):
         raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
@@ -262,51 +274,25 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _check_output(name: str, model: nn.Module, images: Shape, logits: Shape) -> None:
-    """Raise ModelError unless the model, as it will train, turns ``images`` into ``logits``.
+def _check_output(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
+    """Raise ModelError unless the model, as it will train, turns ``inputs`` into ``outputs`` a sample.
 
-    A forward pass of two images of zeros, cheaper than a training step; on the meta device it would cost a small
-    model more, the import of torch._dynamo. Copies stand in for the buffers, so that BatchNorm's statistics
-    stay as they are, and so does torch's random state.
+    Runs a forward pass of a few samples of zeros, cheaper than a training step. The meta device would cost a small
+    model more, as it imports torch._dynamo. The pass uses copies of the buffers and restores torch's random
+    state, so BatchNorm's statistics and the random numbers do not change.
     """
-    where = f"train.model: {name} on a batch of shape {list(images)}"
+    where, expected = f"train.model: {name} on a batch of shape {list(inputs.shape)}", (len(inputs), *outputs)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     buffers = {key: value.clone() for key, value in model.named_buffers()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output: object = torch.func.functional_call(model, buffers, (torch.zeros(images, device=device),))
+            found: object = torch.func.functional_call(model, buffers, (inputs.to(device),))
     except Exception as error:
         raise ModelError(f"{where} fails: {error}") from error
-    if not isinstance(output, torch.Tensor):
-        raise ModelError(f"{where} returns a {type(output).__name__}; expected logits of shape {list(logits)}.")
-    if (tuple(output.shape), output.dtype) != (logits, torch.float32):
+    if not isinstance(found, torch.Tensor):
+        raise ModelError(f"{where} returns a {type(found).__name__}; expected a tensor of shape {list(expected)}.")
+    if (tuple(found.shape), found.dtype) != (expected, torch.float32):
         raise ModelError(
-            f"{where} returns {output.dtype} of shape {list(output.shape)}; "
-            f"expected logits, torch.float32 of shape {list(logits)}."
+            f"{where} returns {found.dtype} of shape {list(found.shape)}; "
+            f"expected torch.float32 of shape {list(expected)}."
         )
-
-
-class Classifier(nn.Module):
-    """A trained model for deployment: uint8 or float images [N, C, H, W] of 0..255 to logits [N, classes].
-
-    ``mean`` and ``std``, one a channel, are those of ``dataset.json``: of pixels divided by 255. The
-    normalisation is training's. Raises ValueError for images with another number of channels.
-    """
-
-    mean: torch.Tensor
-    std: torch.Tensor
-    scale: torch.Tensor
-
-    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
-        super().__init__()
-        self.model = model
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1))
-        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, -1, 1, 1))
-        # A tensor as in training: on CUDA, division by a number is multiplication by its rounded reciprocal.
-        self.register_buffer("scale", torch.tensor(255.0), persistent=False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if images.ndim != 4 or images.shape[1] != self.mean.shape[1]:  # one grey channel would broadcast to three
-            raise ValueError(f"images: found shape {list(images.shape)}; expected [N, {self.mean.shape[1]}, H, W].")
-        logits: torch.Tensor = self.model((images.to(torch.float32) / self.scale - self.mean) / self.std)
-        return logits

@@ -1,4 +1,4 @@
-"""The optimizer of params.yaml, as a choice that techniques may change before it is made; and its learning rate."""
+"""The optimizer of params.yaml, as a choice that techniques may change before it is created, and its learning rate."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pipeline.params import Train
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """What makes the optimizer, and the keyword arguments it gets."""
+    """The optimizer's class, or a function that creates it, and its keyword arguments."""
 
     cls: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any]
 
     def make(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer of ``parameters``, at the peak learning rate."""
+        """Create the optimizer of ``parameters``, at the peak learning rate."""
         return self.cls(parameters, **self.options)
 
 
 class SGD(torch.optim.SGD):
     """torch's SGD whose momentum starts as zeros.
 
-    Left to itself, the fused kernel takes memory as it finds it for the momentum and trusts the first step to fill it;
-    a first step that is left out, as fp16's scaler does, would leave garbage there.
+    torch's fused kernel leaves the momentum uninitialised until the first step fills it. A first step that is skipped,
+    as the gradient scaler of fp16 may do, would leave garbage there.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], **options: Any) -> None:
@@ -39,7 +39,7 @@ class SGD(torch.optim.SGD):
 
 
 def of_job(train: Train) -> OptimizerChoice:
-    """What ``train`` asks for, fused: one kernel for all parameters, on CPU and CUDA."""
+    """Return the optimizer of ``train``, fused: one kernel for all parameters, on CPU and CUDA."""
     common = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "fused": True}
     if train.optimizer == "adamw":
         return OptimizerChoice(torch.optim.AdamW, common | {"betas": (train.momentum, 0.999)})
@@ -47,12 +47,12 @@ def of_job(train: Train) -> OptimizerChoice:
 
 
 def rising_steps(train: Train, total_steps: int) -> int:
-    """Over how many of ``total_steps`` the learning rate rises."""
+    """Return the number of warm-up steps, over which the learning rate rises, of ``total_steps``."""
     return round(train.warmup_fraction * total_steps)
 
 
 def learning_rate(train: Train, step: int, total_steps: int) -> float:
-    """The rate of ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
+    """Return the rate at ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
     warmup = rising_steps(train, total_steps)
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup

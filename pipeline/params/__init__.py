@@ -19,7 +19,7 @@ from pipeline.params.catalogue import (
 )
 from pipeline.params.catalogue.base import COMPILER, Entry
 from pipeline.params.catalogue.speed import GRAPH_WARMUP_STEPS
-from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, load, parse, schema
+from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, TEACHERS, Config, load, parse, schema
 from pipeline.params.machine import Machine
 from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
 from pipeline.params.sections import (
@@ -45,6 +45,7 @@ __all__ = [
     "OWN_MODELS",
     "PARAMS_FILE",
     "SCHEMA_FILE",
+    "TEACHERS",
     "Augment",
     "Bench",
     "Compare",

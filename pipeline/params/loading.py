@@ -15,17 +15,21 @@ from pydantic import Field, ValidationError
 from pipeline.errors import ConfigError
 from pipeline.params import sections
 from pipeline.params.catalogue import Variant, contradiction, extra_problems, misplaced
+from pipeline.params.catalogue.models import Distillation
 from pipeline.params.sections import Section, Train, VariantName
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
 LIMIT = 1 << 18
-"""Characters of a file of parameters: more are a mistake or an attack, and take minutes to read."""
+"""Most characters of a parameter file: more are a mistake or an attack, and take minutes to read."""
 VALUES = 10_000
-"""In it, with every alias as what it stands for."""
+"""Most values in a parameter file, with every alias expanded."""
 CHARACTERS = 2000
-"""Of one value: Python writes no integer of many more digits."""
+"""Most characters of one value: Python prints no integer of many more digits."""
+
+TEACHERS = "models/"
+"""Before a variant's name: its trained weights."""
 
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """module:function, as a regular expression."""
@@ -44,19 +48,42 @@ class Config(Section):
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
+    """Once read, with the students."""
+    students: dict[VariantName, Variant] = Field(
+        default_factory=dict,
+        description="Variants with distillation, apart from the others because dvc.yaml makes their teachers a "
+        "dependency.",
+    )
+
+    def teacher_of(self, name: str) -> str | None:
+        """Return the variant from which ``variants.<name>`` learns; None if it learns from none, or from a file."""
+        distillation = self.variants[name].distillation if name in self.variants else None
+        found = distillation.teacher.removeprefix(TEACHERS) if distillation else None
+        return found if distillation and found != distillation.teacher and found in self.variants else None
+
+    def train_of(self, name: str) -> Train:
+        """Return the job of ``variants.<name>``: ``train``, with the variant's own model if it has one."""
+        own = self.variants[name]
+        return self.train.model_copy(
+            update={"model": own.model, "model_options": own.model_options} if own.model else {}
+        )
 
     def with_train(self, **changes: Any) -> Config:
-        """The same with other values under ``train``, which are not checked."""
+        """Return a copy with other values under ``train``; the values are not validated."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
 
 def load(path: Path = PARAMS_FILE) -> Config:
     """Read and validate ``path``. Raises ConfigError, naming every offending key."""
-    return parse(read(path), str(path))
+    values = read(path)
+    config = parse(values, str(path))
+    if problems := list(_misplaced_students(config, values)):
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    return config
 
 
 def read(path: Path) -> Any:
-    """What the YAML file ``path`` holds. Raises ConfigError if it cannot be read, is no YAML, or has a key twice."""
+    """Read the YAML file ``path``. Raises ConfigError if it cannot be read, is not YAML, or has a duplicate key."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LIMIT + 1)
@@ -77,7 +104,7 @@ def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: found {_shown(values)}; expected a mapping of sections.")
     try:
-        config = Config.model_validate(values)
+        config = _with_students(Config.model_validate(values))
         problems = list(_contradictions(config))
     except ValidationError as error:
         problems = _mistakes(error, values)
@@ -86,19 +113,65 @@ def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
     return config
 
 
+def _with_students(config: Config) -> Config:
+    """Return ``config`` with the students among its variants, and each teacher's model filled in."""
+    whole = config.model_copy(update={"variants": config.variants | config.students})
+    job = whole.train.model, whole.train.model_options
+    for name, variant in whole.variants.items():
+        if variant.distillation and variant.distillation.model is None:
+            teacher = whole.variants.get(whole.teacher_of(name) or "")
+            model, options = (teacher.model, teacher.model_options) if teacher and teacher.model else job
+            filled = variant.distillation.model_copy(update={"model": model, "model_options": options})
+            whole.variants[name] = variant.model_copy(update={"distillation": filled})
+    return whole
+
+
+def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]:
+    """Yield each variant for which dvc.yaml would not follow its teacher, or that dvc.yaml would train twice."""
+    for name in values["variants"]:
+        if name in config.students:
+            yield f"students.{name}: there is a variant of this name under variants too; rename one of them."
+        elif config.variants[name].distillation:
+            yield (
+                f"variants.{name}.distillation: a variant that learns from a teacher stands under students, where "
+                "dvc.yaml makes its teacher a dependency; move it there."
+            )
+    for name, variant in config.students.items():
+        if variant.distillation is None:
+            yield f"students.{name}: without distillation it is a variant like others; move it to variants."
+        elif variant.distillation.teacher.startswith(TEACHERS) and config.teacher_of(name) is None:
+            yield (
+                f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}, but there is no such "
+                f"variant; allowed: {', '.join(f'{TEACHERS}{each}' for each in config.variants if each != name)}, or a "
+                "file outside of models."
+            )
+        teachers, teacher = {name}, config.teacher_of(name)
+        while teacher and teacher not in teachers:
+            teachers.add(teacher)
+            teacher = config.teacher_of(teacher)
+        if teacher:
+            yield f"students.{name}.distillation.teacher: it would learn from itself, by way of {teacher}."
+
+
 def schema() -> str:
-    """The JSON Schema of params.yaml (``params.schema.json``), with which editors complete and check it."""
+    """Return the JSON Schema of params.yaml (``params.schema.json``), with which editors complete and check it."""
     described = Config.model_json_schema()
-    described["properties"]["variants"]["additionalProperties"] = False  # a name that does not fit is no variant
+    for each in ("variants", "students"):
+        described["properties"][each]["additionalProperties"] = False  # other names are not variants
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """What each key allows alone but the whole cannot mean, on any machine."""
+    """Yield contradictions between keys that are each valid alone, whatever the machine."""
     if config.compare.baseline not in config.variants:
         yield (
             f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
             f"allowed: {', '.join(config.variants)}."
+        )
+    if config.compare.margins.energy and not config.bench.energy:
+        yield (
+            f"compare.margins.energy: found {config.compare.margins.energy}, but bench.energy is false: nothing "
+            "measures it; set bench.energy: true."
         )
     listed = {
         "bench.ablate": config.bench.ablate,
@@ -109,15 +182,16 @@ def _contradictions(config: Config) -> Iterator[str]:
         for name in names:
             if name not in config.variants:
                 yield f"{key}: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
-    if config.fetch.dataset == "image_folder":
-        if config.fetch.image_folder is None:
-            yield "fetch.image_folder: found null; dataset image_folder needs the directory's path."
-        if config.prepare.image_size is None:
-            yield "prepare.image_size: found null; dataset image_folder needs [height, width]."
+    dataset = config.fetch.dataset
+    if getattr(config.fetch, dataset, "") is None:
+        yield f"fetch.{dataset}: found null; dataset {dataset} needs the path of the data."
+    if dataset == "image_folder" and config.prepare.image_size is None:
+        yield "prepare.image_size: found null; dataset image_folder needs [height, width]."
     if len(set(config.train.seeds)) < len(config.train.seeds):
         yield f"train.seeds: found {config.train.seeds}; each seed may stand there once."
     yield from _own_code(config.train)
     for name, variant in config.variants.items():
+        yield from _model_problems(f"variants.{name}.model", variant.model)
         unknown = extra_problems(variant)
         yield from (f"variants.{name}.{problem}" for problem in unknown)
         if unknown:
@@ -126,7 +200,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         if problem := contradiction(variant):
             yield f"variants.{name}: {problem}"
         if variant.scaling == "weak" and not config.train.warmup_fraction:
-            # Not in its entry: of a step that ``verify`` takes without a warm-up it is not so.
+            # Not in the technique's entry: ``verify`` takes steps without a warm-up.
             yield (
                 f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
                 "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
@@ -134,19 +208,21 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _own_code(train: Train) -> Iterator[str]:
-    """What is wrong with the names of model, loss and metric, as far as it shows without their modules."""
-    if not re.fullmatch(rf"\w+|{_FUNCTION}", train.model):
+    """Yield what is wrong with names and options of task, model, loss and metric, without looking for their modules."""
+    yield from _model_problems("train.model", train.model)
+    if train.task not in sections.TASKS and not re.fullmatch(_FUNCTION, train.task):
         yield (
-            f"train.model: found {train.model!r}; expected the name of a model, or module:factory of your own, such as "
-            "my_models:mlp."
+            f"train.task: found {train.task!r}; expected {', '.join(sections.TASKS)}, or module:class of your own, "
+            "such as my_tasks:Autoencoding."
         )
-    for key, known, example in (("loss", "cross_entropy", "my_losses:focal"), ("metric", "accuracy", "my_scores:top")):
+    known = sections.TASKS.get(train.task, sections.OF_OWN_TASK)
+    for key, name, example in zip(("loss", "metric"), known, ("my_losses:focal", "my_scores:top"), strict=True):
         found = getattr(train, key)
-        if found != known and not re.fullmatch(_FUNCTION, found):
-            yield f"train.{key}: found {found!r}; expected {known!r} or module:function, such as {example}."
-    if train.loss == "cross_entropy" and train.loss_options:
+        if found != name and not re.fullmatch(_FUNCTION, found):
+            yield f"train.{key}: found {found!r}; expected {name!r} or module:function, such as {example}."
+    if train.loss == known[0] and train.loss_options:
         yield (
-            f"train.loss_options: found {train.loss_options}, but cross_entropy takes none; label smoothing is "
+            f"train.loss_options: found {train.loss_options}, but {train.loss} takes none; label smoothing is "
             "train.label_smoothing."
         )
     if train.loss != "cross_entropy" and train.label_smoothing:
@@ -156,9 +232,17 @@ def _own_code(train: Train) -> Iterator[str]:
         )
 
 
+def _model_problems(key: str, name: str | None) -> Iterator[str]:
+    if name is not None and not re.fullmatch(rf"\w+|{_FUNCTION}", name):
+        yield (
+            f"{key}: found {name!r}; expected the name of a model, or module:factory of your own, such as "
+            "my_models:mlp."
+        )
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML without its silence about a key that stands twice, of which only the last would count, and without aliases
-    of aliases, a few lines of which stand for more than a memory holds."""
+    """A YAML loader that refuses duplicate keys, of which YAML silently keeps the last, and limits the expanded
+    aliases, a few lines of which can stand for more than the memory holds."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -173,7 +257,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(node, yaml.MappingNode):
                 inside = [each for pair in inside for each in pair]
             self._counts[node] = 1 + sum(self._counts[each] for each in inside)
-        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:  # none: it stands inside of itself
+        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:  # no count: it contains itself
             raise yaml.composer.ComposerError(None, None, f"more than {VALUES:,} values", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and len(node.value) > CHARACTERS:
             raise yaml.composer.ComposerError(None, None, f"more than {CHARACTERS:,} characters", node.start_mark)
@@ -212,11 +296,11 @@ _ALLOWED = {
     "too_long": "{max_length} or fewer entries",
     "too_short": "{min_length} or more entries",
 }
-"""Type of pydantic's error -> what is allowed, in which its context stands. Of other types, pydantic's own words."""
+"""Type of pydantic's error -> what is allowed, a template for the error's context. Other types: pydantic's message."""
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[str]:
-    """A line for each key that is wrong in ``values``: its path, what was found there, what is allowed."""
+    """Return a line for each wrong key in ``values``: its path, what was found there, what is allowed."""
     at: dict[tuple[Any, ...], list[Any]] = {}
     for each in error.errors(include_url=False):
         at.setdefault(_path(each, values), []).append(each)
@@ -224,7 +308,7 @@ def _mistakes(error: ValidationError, values: Any) -> list[str]:
 
 
 def _path(error: Any, values: Any) -> tuple[Any, ...]:
-    """The error's location without the branches of unions, which pydantic names too: they are not in ``values``."""
+    """Return the error's location without the branches of unions, which pydantic adds but ``values`` does not have."""
     path = []
     for part in error["loc"]:
         inside = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
@@ -235,12 +319,13 @@ def _path(error: Any, values: Any) -> tuple[Any, ...]:
 
 
 def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
-    """What is wrong at ``path``: of a union, every branch has its error."""
+    """Return what is wrong at ``path``; for a union, ``errors`` has one error for each branch."""
     found, kinds = errors[0]["input"], {each["type"] for each in errors}
     if "missing" in kinds:
         return "missing; it is required."
     if "extra_forbidden" in kinds:
-        section: Any = Variant if path[0] == "variants" else Config
+        of_variant = Distillation if "distillation" in path[:-1] else Variant
+        section: Any = of_variant if path[0] in ("variants", "students") else Config
         for key in path[:-1] if section is Config else ():
             section = section.model_fields[key].annotation
         return f"unknown key.{_closest(path[-1], section.model_fields)} Allowed: {', '.join(section.model_fields)}."
@@ -260,7 +345,7 @@ def _closest(found: Any, allowed: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """``value`` as a person wrote it, shortened."""
+    """Return ``value`` as a person wrote it, shortened."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -12,7 +12,7 @@ class Machine(BaseModel):
 
     gpus: int
     why_no_gpu: str | None = None
-    """Why there is none, although something speaks for one."""
+    """Why no GPU can be used, although something indicates one."""
     gpu_native_bf16: bool
     cpu_native_bf16: bool
     gpu_tf32: bool = False
@@ -20,8 +20,8 @@ class Machine(BaseModel):
     trims_memory: bool = True
     """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
     installed: frozenset[str] = frozenset()
-    """Which of the optional libraries that techniques need are there."""
+    """The installed ones of the optional libraries that techniques need."""
     no_cpu_kernels: str | None = None
     """Why torch.compile cannot build kernels for the CPU, and the remedy; None: it can."""
     no_gpu_kernels: str | None = None
-    """The same for GPUs."""
+    """Why torch.compile cannot build kernels for GPUs, and the remedy; None: it can."""

@@ -1,7 +1,7 @@
-"""Whether the names of model, loss and metric stand for something, found without importing what they name.
+"""Checks that the names of task, model, loss and metric exist, without importing the modules that they name.
 
-What is imported would bring torch, seconds before anything runs. So files are found and read as text; what cannot be
-known that way, such as a name that a module takes from elsewhere by ``*``, is left to the import.
+An import would load torch, which takes seconds. So source files are found and parsed as text. Names that the text does
+not show, such as those of an ``import *``, are left to the later import.
 """
 
 from __future__ import annotations
@@ -9,44 +9,50 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from pipeline.errors import ConfigError
+from pipeline.params.catalogue import Variant
 from pipeline.params.sections import Train
 
-OWN_MODELS = ("small_cnn", "resnet9")
+OWN_MODELS = ("small_cnn", "resnet9", "mlp", "gpt")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def check_names(train: Train) -> None:
-    """Raise ConfigError if ``train`` names a model, a loss or a metric that is not there, naming every one."""
+def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> None:
+    """Raise ConfigError, listing every one, if ``train`` names a task, model, loss or metric that does not exist, or
+    one of ``variants`` a model."""
+    named = {f"train.{key}": getattr(train, key) for key in ("task", "model", "loss", "metric")}
+    for variant, each in (variants or {}).items():
+        named |= {f"variants.{variant}.model": each.model} if each.model else {}
+        if each.distillation and each.distillation.model not in (None, train.model):
+            named[f"variants.{variant}.distillation.model"] = each.distillation.model
     problems = []
-    for key, known in (("model", None), ("loss", "cross_entropy"), ("metric", "accuracy")):
-        name = getattr(train, key)
+    for key, name in named.items():
         if ":" in name:
-            problems.append(_own_problem(f"train.{key}", name))
-        elif known is None and name not in OWN_MODELS and (there := torchvision_models()):
-            problems.append(unknown_model(name, there))
+            problems.append(_own_problem(key, name))
+        elif key.endswith("model") and name not in OWN_MODELS and (there := torchvision_models()):
+            problems.append(unknown_model(name, there, key))
     if found := list(filter(None, problems)):
         raise ConfigError("\n".join(f"params.yaml: {problem}" for problem in found))
 
 
-def unknown_model(name: str, known: Sequence[str]) -> str | None:
-    """What is wrong with ``name``, of which ``known`` are torchvision's classification models; None if it is one."""
+def unknown_model(name: str, known: Sequence[str], key: str = "train.model") -> str | None:
+    """Return why ``name`` is no model; None if it is. ``known``: torchvision's classification models."""
     if name in OWN_MODELS or name in known:
         return None
     close = difflib.get_close_matches(name, [*OWN_MODELS, *known], n=3, cutoff=0.5)
     return (
-        f"train.model: found {name!r}; "
+        f"{key}: found {name!r}; "
         + (f"did you mean {' or '.join(close)}? " if close else "")
         + f"Allowed: {', '.join(OWN_MODELS)}, a torchvision classification model, or module:factory of your own."
     )
 
 
 def torchvision_models() -> list[str]:
-    """Names of the installed torchvision's classification models: the functions that it registers as builders."""
+    """Return the installed torchvision's classification models: its registered builders. Empty without torchvision."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return []
@@ -60,7 +66,7 @@ def torchvision_models() -> list[str]:
 
 
 def _own_problem(key: str, name: str) -> str | None:
-    """What is wrong with ``name``, ``module:function``, as far as its file tells."""
+    """Return what is wrong with ``name``, ``module:function``, as far as its source shows; None: nothing."""
     module, _, attribute = name.partition(":")
     spec, missing = _found(module)
     if spec is None:
@@ -79,7 +85,7 @@ def _own_problem(key: str, name: str) -> str | None:
 
 
 def _found(module: str) -> tuple[ModuleSpec | None, str]:
-    """Where ``module`` is; None with what of its name is not there. ``find_spec`` alone would import its packages."""
+    """Return the spec of ``module``, or None and the missing part of its name. Imports no package, unlike find_spec."""
     top, *below = module.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
     name = top
@@ -87,13 +93,13 @@ def _found(module: str) -> tuple[ModuleSpec | None, str]:
         if spec is None:
             break
         name = f"{name}.{part}"
-        # By its last part: of a dotted name without an __init__.py it would look for the parent in sys.modules.
+        # The last part only: for a dotted name without __init__.py, PathFinder would need the parent in sys.modules.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec, name
 
 
 def _names(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """What the ``statements`` of a module bind; "*" where that cannot be read off."""
+    """Yield the names that a module's ``statements`` bind; "*" where the source does not show them."""
     for node in statements:
         if isinstance(node, _DEFINITIONS):
             yield node.name

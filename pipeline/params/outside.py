@@ -1,7 +1,7 @@
-"""Techniques that other installed packages bring along, found by their entry points without importing them.
+"""Techniques of other installed packages, found by their entry points without importing the packages.
 
-A package declares two of the technique's name: in the group ``CATALOGUE`` its ``Entry``, which must import no torch,
-and in ``TECHNIQUES`` its class, derived from ``pipeline.techniques.Technique``.
+A package declares two entry points with the technique's name: in the group ``CATALOGUE`` its ``Entry``, whose module
+must not import torch, and in ``TECHNIQUES`` its class, derived from ``pipeline.techniques.Technique``.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ TECHNIQUES = "training_performance.techniques"
 
 
 def names() -> tuple[str, ...]:
-    """Of all techniques that are installed, in alphabetical order."""
+    """Return the names of other packages' installed techniques, in alphabetical order."""
     return tuple(sorted(_points(CATALOGUE)))
 
 
 def package_of(name: str) -> str:
-    """The distribution that brings the technique ``name``. Raises ConfigError if it is not installed."""
+    """Return the distribution that provides the technique ``name``. Raises ConfigError if it is not installed."""
     dist = _point(TECHNIQUES, name).dist
     assert dist is not None  # entry_points reads them from distributions
     return dist.name
 
 
 def module_of(name: str) -> str:
-    """The module that holds the class of the technique ``name``. Raises ConfigError if it is not installed."""
+    """Return the module that holds the class of the technique ``name``. Raises ConfigError if it is not installed."""
     return _point(TECHNIQUES, name).module
 
 
 def load(group: str, name: str) -> Any:
-    """What the entry point ``name`` of ``group`` names. Raises ConfigError, naming the package, if it cannot be had."""
+    """Load the entry point ``name`` of ``group``. Raises ConfigError, naming the package, if loading fails."""
     point = _point(group, name)
     try:
         return point.load()
@@ -58,7 +58,7 @@ def _point(group: str, name: str) -> EntryPoint:
 
 @functools.cache
 def _points(group: str) -> dict[str, EntryPoint]:
-    """By name. Raises ConfigError for a name that two packages claim."""
+    """Return the group's entry points by name. Raises ConfigError for a name that two packages claim."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         other = found.setdefault(point.name, point)

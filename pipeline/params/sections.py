@@ -1,7 +1,8 @@
-"""The sections of params.yaml as frozen, validated models. A variant's is put together by ``catalogue``."""
+"""The sections of params.yaml as frozen, validated models. ``catalogue`` assembles a variant's model."""
 
 from __future__ import annotations
 
+import operator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
@@ -9,23 +10,33 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**16)]
-"""Of what takes memory or a process each: more is a mistake, and better refused than tried."""
+"""Count of things that each take memory or a process: more is a mistake, better refused than tried."""
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
-"""What C takes for a count."""
+"""At most the largest 32-bit int of C."""
 Side = Annotated[int, Field(gt=0, le=2**13)]
-"""Of a picture, in pixels."""
+"""Side of an image, in pixels."""
 Duration = Annotated[float, Field(gt=0.0, le=1e6)]
-"""Seconds or minutes: more overflow a timer."""
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator takes
+"""Seconds or minutes: a larger number overflows a timer."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # valid for every random generator
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
-VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # a file's name, with an ending
+VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # becomes a file's name
 
 
 class Section(BaseModel):
     """A part of params.yaml: read once, never changed, no unknown key, no silent conversion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+TASKS = {
+    "classification": ("cross_entropy", "accuracy"),
+    "language_model": ("cross_entropy", "token_accuracy"),
+    "regression": ("mean_squared_error", "within_tolerance"),
+}
+"""The pipeline's tasks -> the names of their loss and their score."""
+OF_OWN_TASK = ("loss", "score")
+"""The same of a task of the user's own."""
 
 
 class Synthetic(Section):
@@ -43,10 +54,20 @@ class Synthetic(Section):
 class Fetch(Section):
     """Which data set, and where its raw files come from."""
 
-    dataset: Literal["fashion_mnist", "mnist", "cifar10", "digits", "image_folder", "synthetic"] = Field(
+    dataset: Literal[
         "fashion_mnist",
-        description="The data set. digits comes with scikit-learn, synthetic is made up: neither needs a network. What "
-        "a model scores on made-up images means nothing.",
+        "mnist",
+        "cifar10",
+        "digits",
+        "image_folder",
+        "synthetic",
+        "arrays",
+        "text_folder",
+        "python_source",
+    ] = Field(
+        "fashion_mnist",
+        description="The data set. digits comes with scikit-learn, python_source with Python (its standard library, as "
+        "text), synthetic is made up: none needs a network. What a model scores on made-up images means nothing.",
     )
     mirror: str | None = Field(
         None,
@@ -56,9 +77,26 @@ class Fetch(Section):
         None,
         description="For dataset image_folder: the directory with train/CLASS/* and, if there is one, test/CLASS/*.",
     )
+    arrays: str | None = Field(
+        None,
+        description="For dataset arrays: a folder of inputs.npy and, as far as there are any, targets.npy, "
+        "test_inputs.npy and test_targets.npy; an .npz or .safetensors file of these; a .parquet table; or "
+        "module:function of your own, which is called with split and yields dicts of arrays.",
+    )
+    arrays_options: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of your function in fetch.arrays."
+    )
+    text_folder: str | None = Field(
+        None, description="For dataset text_folder: the directory of UTF-8 files, whose bytes are the tokens."
+    )
     synthetic: Synthetic = Synthetic()
     timeout_seconds: Duration = Field(20.0, description="Longest wait for a server's answer.")
     attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between.")
+
+    @property
+    def own_module(self) -> str:
+        """The module of the user's function that yields the arrays; empty where none does."""
+        return (self.arrays or "").partition(":")[0] if self.dataset == "arrays" and ":" in (self.arrays or "") else ""
 
 
 class Prepare(Section):
@@ -71,10 +109,13 @@ class Prepare(Section):
         "fail", description="For image_folder: what an unreadable image does; either way it is named."
     )
     test_fraction: ProperFraction = Field(
-        0.2, description="Share of each class held out for testing where the data set has no test split."
+        0.2,
+        description="Share held out for testing where the data set has no test split: of each class, of other samples, "
+        "or of the files of text.",
     )
     train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for tries).")
     test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for tries).")
+    window: PositiveInt = Field(128, description="For text: number of tokens that a sample predicts.")
     workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one a CPU core.")
 
 
@@ -90,25 +131,34 @@ class Train(Section):
     """The job. Every variant trains exactly this."""
 
     OF_RUNS: ClassVar = frozenset({"seeds", "history_every_steps"})
-    """Of how many runs are made and what is noted of them: no step depends on these."""
+    """Settings of how many runs are made and what is recorded of them: no training step depends on them."""
     OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
-    """No number depends on these."""
+    """Settings of resuming: no number depends on them."""
 
+    task: str = Field(
+        "classification",
+        description="classification, language_model, regression, or module:class of your own, a pipeline.tasks.Task.",
+    )
+    task_options: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the task; regression takes tolerance, for its score."
+    )
     model: str = Field(
         "small_cnn",
-        description="small_cnn, resnet9, a torchvision classification model's name, or module:factory of your own.",
+        description="small_cnn, resnet9, a torchvision classification model's name (images), mlp (rows of a table), "
+        "gpt (tokens), or module:factory of your own.",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
     loss: str = Field(
-        "cross_entropy",
-        description="cross_entropy, or module:factory of your own: called with classes and loss_options, it returns a "
-        "function of logits and labels, the mean of the samples' losses.",
+        default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0],
+        description="Default: the task's, cross_entropy for classification. Or module:factory of your own: called with "
+        "classes (the task's description of outputs) and loss_options, it returns a function of outputs and targets, "
+        "the mean of the samples' losses.",
     )
     loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
     metric: str = Field(
-        "accuracy",
-        description="accuracy, or module:function of your own: of logits and labels, a score from 0 to 1 a sample. "
-        "Results, margins and target_accuracy then mean its mean.",
+        default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[1],
+        description="Default: the task's, accuracy for classification. Or module:function of your own: of outputs and "
+        "targets, a score from 0 to 1 a sample. Results, margins and target_accuracy mean its mean.",
     )
     seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
         [0, 1, 2], description="One run a seed; every variant runs the same."
@@ -180,6 +230,11 @@ class Bench(Section):
     max_foreign_load: Fraction = Field(
         0.1, description="A sample beside which other processes took a larger share of the CPU's time is refused."
     )
+    energy: bool = Field(
+        False,
+        description="Also the energy of a sample, by the counters of GPUs (windows of a second and more) or CPU.",
+        exclude_if=operator.not_,
+    )
 
 
 class Profile(Section):
@@ -202,6 +257,7 @@ class Infer(Section):
     )
     rounds: PositiveInt = Field(8, description="In each, every form takes its turns; fewer than six bound no ratio.")
     window_seconds: Duration = Field(0.1, description="Of one form with one batch size in a round.")
+    energy: bool = Field(False, description="Also the energy of a sample, as in bench.", exclude_if=operator.not_)
 
 
 class Margins(Section):
@@ -210,6 +266,11 @@ class Margins(Section):
     throughput: ProperFraction = Field(0.03, description="Of the ratio of samples a second.")
     memory: ProperFraction = Field(0.03, description="Of the ratio of peak memories.")
     accuracy: ProperFraction = Field(0.01, description="Of the test accuracy, absolute: 0.01 is one percentage point.")
+    energy: ProperFraction | None = Field(
+        None,
+        description="Of the ratio of energies a sample (bench.energy); null: no verdict takes them in.",
+        exclude_if=operator.not_,
+    )
 
 
 class Compare(Section):

@@ -1,1 +1,1 @@
-"""What a step is made of: floating-point operations, memory, time."""
+"""The cost of a training step: floating-point operations, memory, time."""

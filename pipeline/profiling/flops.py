@@ -1,30 +1,29 @@
-"""Floating-point operations of training, counted operation by operation; and what devices could do at most."""
+"""Floating-point operations of training, counted operator by operator; and the peak throughput of devices."""
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline import models
 from pipeline.distributed import ALONE
 from pipeline.plans import Plan
 from pipeline.results import Flops
+from pipeline.tasks import Task
 from pipeline.techniques import Inputs, Technique, of_plan
 
 _SAMPLES = 2
-"""Counted at once: BatchNorm does not train on a single value a channel. The count is proportional to them."""
+"""Samples in one count: BatchNorm cannot train on a single value per channel. The count is proportional to them."""
 
 
 class Peak(NamedTuple):
-    """A GPU's dense peak in 10^12 operations a second; None: not known, or not in its hardware."""
+    """A GPU's dense peak in 10^12 operations per second; None: not known, or not supported by the hardware."""
 
     fp32: float | None
-    """Without TF32, whose own peak is not listed: for it there is no utilisation."""
+    """Without TF32. TF32's peak is not listed, so no utilisation is computed for it."""
     bf16: float | None
     fp16: float | None
 
@@ -34,7 +33,7 @@ _V100_SXM, _V100_PCIE = Peak(15.7, None, 125), Peak(14, None, 112)
 
 PEAKS = {
     # By torch.cuda.get_device_name. From NVIDIA's data sheets, at the boost clock; where they give 16-bit Tensor Core
-    # figures with sparsity alone (Hopper, Ada, Blackwell), half of those.
+    # figures only with sparsity (Hopper, Ada, Blackwell), half of the figure.
     "NVIDIA B200": Peak(None, 2250, 2250),  # its data sheets disagree on fp32
     "NVIDIA H200": Peak(67, 989.5, 989.5),
     "NVIDIA H200 NVL": Peak(60, 835.5, 835.5),
@@ -53,25 +52,27 @@ PEAKS = {
     "Tesla V100-PCIE-16GB": _V100_PCIE,
     "Tesla V100-PCIE-32GB": _V100_PCIE,
     "Tesla T4": Peak(8.1, None, 65),
-    # From NVIDIA's architecture papers on GA102 and Ada: 16-bit products that are added up in float32.
+    # From NVIDIA's architecture papers on GA102 and Ada: 16-bit products accumulated in float32.
     "NVIDIA RTX A6000": Peak(38.7, 154.8, 154.8),
     "NVIDIA GeForce RTX 3090": Peak(35.6, 71, 71),
     "NVIDIA GeForce RTX 4090": Peak(82.6, 165.2, 165.2),
 }
 
 
-def counted(plan: Plan, shape: tuple[int, int, int], classes: int, device_name: str) -> Flops:
-    """Operations of one forward and backward pass for one sample of ``shape`` (channels, height, width).
+def counted(plan: Plan, task: Task, device_name: str) -> Flops:
+    """Count the operations of one forward and backward pass for one sample.
 
-    The model and the variant's techniques run on the meta device, without arithmetic; a model that cannot, because it
-    looks at a value, runs on the CPU. Precision and parallelism change no count. What an attention kernel recomputes
-    inside itself is not counted. Raises ModelError.
+    The model and the variant's techniques run on the meta device, without arithmetic; a model that cannot run there,
+    because it reads a value, runs on the CPU. Precision and parallelism do not change the count. Recomputation inside
+    an attention kernel is not counted. Raises ModelError.
     """
     with torch.random.fork_rng(devices=[]):
-        model = models.of_job(plan.train, shape, classes)
-        images = torch.zeros(_SAMPLES, *shape)
+        model, inputs = task.model(), task.zeros(_SAMPLES)
         recomputing = [each(plan, ALONE) for each in of_plan(plan) if each.recomputes]
-        counts = [_count(model, techniques, images) for techniques in ([], recomputing)]
+        counts = [_count(model, techniques, inputs) for techniques in ([], recomputing)]
+        if taught_by := plan.applied.distillation:
+            teacher = task.model(taught_by.model, taught_by.model_options).requires_grad_(False)
+            counts[1] += _count(teacher, [], inputs)
     applied = plan.applied
     precision = "bf16" if applied.parameter_precision == "bf16" else applied.precision
     peak = getattr(PEAKS.get(device_name), precision, None) if plan.device == "cuda" else None
@@ -82,21 +83,25 @@ def counted(plan: Plan, shape: tuple[int, int, int], classes: int, device_name: 
     )
 
 
-def _count(model: nn.Module, techniques: list[Technique], images: torch.Tensor) -> int:
-    """Operations of a step's forward and backward pass."""
+def _count(model: nn.Module, techniques: list[Technique], inputs: torch.Tensor) -> int:
+    """Count the operations of a step's forward and backward pass; the latter if the model trains."""
     try:
-        return _count_on("meta", model, techniques, images)
-    except Exception:  # whatever the model does that needs values; a mistake in it shows again
-        return _count_on("cpu", model, techniques, images)
+        return _count_on("meta", model, techniques, inputs)
+    except Exception:  # an operation that needs values can raise anything; a bug in the model is raised again below
+        return _count_on("cpu", model, techniques, inputs)
 
 
-def _count_on(device: str, model: nn.Module, techniques: list[Technique], images: torch.Tensor) -> int:
-    model, images = copy.deepcopy(model).to(device), images.to(device)
-    labels = torch.zeros(len(images), dtype=torch.int64, device=device)
-    inputs = Inputs((images.shape[1], images.shape[2], images.shape[3]), lambda: (images, labels))
+def _count_on(device: str, model: nn.Module, techniques: list[Technique], inputs: torch.Tensor) -> int:
+    model, inputs = copy.deepcopy(model).to(device), inputs.to(device)
     for technique in techniques:
-        model = technique.change_model(model, inputs)
+        model = technique.change_model(model, Inputs(tuple(inputs.shape[1:]), _no_sample, inputs.dtype))
     with FlopCounterMode(display=False) as counter:
-        F.cross_entropy(model(images), labels).backward()
-    total: int = counter.get_total_flops()
-    return total
+        total = model(inputs).sum()  # a loss has no operation that is counted
+        if total.requires_grad:
+            total.backward()
+    count: int = counter.get_total_flops()
+    return count
+
+
+def _no_sample() -> NoReturn:
+    raise AssertionError("no technique that recomputes tries the model")

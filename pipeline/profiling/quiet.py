@@ -1,4 +1,4 @@
-"""torch's profiler without the messages of its library."""
+"""torch's profiler without the messages of Kineto, its library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEVEL = "KINETO_LOG_LEVEL"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Kineto speaks of itself, and on a CPU calls it an error that there is no GPU. A level that the user set stays."""
+    """Silence Kineto, which reports a missing GPU as an error, while the block runs. A level set by the user stays."""
     silenced = _LEVEL not in os.environ
     if silenced:
         os.environ[_LEVEL] = "99"

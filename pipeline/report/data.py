@@ -1,4 +1,4 @@
-"""The comparison as ``dvc metrics`` and ``dvc plots`` read it. MLflow's parent run takes its metrics from here too."""
+"""The comparison as data for ``dvc metrics``, ``dvc plots`` and MLflow's parent run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from pipeline.comparison.verdicts import Noise, Ratio
 from pipeline.report.pictures import Histories
 
 
+def headlines(each: Compared) -> dict[str, float | int | str | None]:
+    """One variant's figures for ``dvc metrics show`` and ``diff``. None: unknown or untrusted; DVC leaves it out."""
+    known = metrics(each)
+    names = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
+    return {name: known[name] for name in (*names, "samples_per_second", "peak_memory_bytes")}
+
+
 def metrics(each: Compared) -> dict[str, float | int | str | None]:
-    """One variant in what ``dvc metrics show`` and ``diff`` print. None is unknown or untrusted; DVC leaves it out."""
+    """One variant's figures for MLflow's parent run. None: unknown or untrusted."""
     difference, accuracy = each.accuracy_difference, each.accuracy
     return {
         "verdict": each.verdict,
@@ -20,6 +27,9 @@ def metrics(each: Compared) -> dict[str, float | int | str | None]:
         **_ratio("throughput", each.throughput),
         "peak_memory_bytes": each.peak_memory_bytes,
         **_ratio("peak_memory", each.memory),
+        **(
+            {"joules_per_sample": joules, **_ratio("energy", each.energy)} if (joules := each.joules_per_sample) else {}
+        ),
         "refused_samples": each.refused,
         "test_accuracy_mean_fraction": each.test_accuracy_mean_fraction,
         "accuracy_difference_mean_fraction": difference.mean_fraction if difference else None,
@@ -51,14 +61,17 @@ def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
 
 
 def ratios_csv(comparison: Comparison) -> str:
-    """The intervals against the baseline, the baseline's own (A/A) included; none that is untrusted or unbounded."""
+    """The intervals of ratios to the baseline, with the baseline's own (A/A). Untrusted and unbounded ones are left
+    out."""
     control = f"{comparison.baseline} (A/A)"
     rows: list[tuple[str, str, Ratio | Noise | None]] = []
     for each in comparison.variants[1:]:
         rows += [(each.variant, "throughput", each.throughput), (each.variant, "peak memory", each.memory)]
+        rows += [(each.variant, "energy a sample", each.energy)]
     rows += [
         (control, "throughput", comparison.noise_throughput),
         (control, "peak memory", comparison.noise_memory),
+        (control, "energy a sample", comparison.noise_energy),
     ]
     return _csv(
         ("variant", "quantity", "estimate", "low", "high"),
@@ -71,7 +84,7 @@ def ratios_csv(comparison: Comparison) -> str:
 
 
 def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
-    """One row an evaluation, all variants and seeds; no blank field."""
+    """One row per evaluation, of all variants and seeds; no blank field."""
     return _csv(
         ("variant", "seed", "epoch", "step", "train_seconds", "test_accuracy"),
         (
@@ -84,7 +97,7 @@ def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
 
 
 def loss_csv(comparison: Comparison, histories: Histories) -> str:
-    """One row of training loss for each row of history, all variants and seeds; no blank field."""
+    """One row of training loss per row of history, of all variants and seeds; no blank field."""
     return _csv(
         ("variant", "seed", "epoch", "step", "train_seconds", "train_loss"),
         (

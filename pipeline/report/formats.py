@@ -1,8 +1,9 @@
-"""Numbers and comparisons as text: what Markdown, page and pictures write alike."""
+"""Numbers and comparisons as text, written alike in the Markdown, the page and the pictures."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
 MINUS, TIMES, DASH, JOINED = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 DOT = "\N{MIDDLE DOT}"
 UNKNOWN, UNTRUSTED = "unknown", "untrusted"
+CODE = re.compile(r"`([\w .-]+)`")
+"""A command or a name within a sentence."""
 
 
 def number(value: float | None, unit: str = "", digits: int = 3) -> str:
@@ -23,7 +26,7 @@ def number(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """``value`` bytes in the largest unit that they fill at least once."""
     if value is None:
         return UNKNOWN
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -51,12 +54,12 @@ def percent(fraction: float | None, decimals: int = 2) -> str:
 
 
 def plain_percent(fraction: float) -> str:
-    """A percentage that a person chose, as that person wrote it: 3%."""
+    """A percentage from the settings, with as many digits as the user wrote: 3%."""
     return f"{100 * fraction:g}%"
 
 
 def points(fraction: float | None) -> str:
-    """A difference in percentage points, with its sign; one that rounds to zero has none."""
+    """A difference in percentage points, with its sign; a difference that rounds to zero has no sign."""
     if fraction is None:
         return UNKNOWN
     text = f"{100 * fraction:+.2f}"
@@ -81,7 +84,7 @@ def count(amount: int, noun: str) -> str:
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested mappings and lists of them as dotted keys with their values as text."""
+    """Nested mappings, and lists of mappings, as pairs of a dotted key and its value as text."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -98,19 +101,19 @@ def estimate(ratio: Ratio | Noise) -> str:
 
 
 def interval(ratio: Ratio | Noise) -> str:
-    """The ends of the interval, or why there are none."""
+    """The ends of the interval, or the reason why it has none."""
     if ratio.low is None or ratio.high is None:
         return f"no interval from {count(ratio.pairs, 'pair')}"
     return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
 
 
 def ends(low: float, high: float) -> str:
-    """An interval of a ratio that is descriptive."""
+    """The ends of a ratio's interval that is only descriptive."""
     return _to(_bare(low, 2), _bare(high, 2))
 
 
 def _decimals(ratio: Ratio | Noise) -> int:
-    """One more where two would make the ends of a narrow interval look the same."""
+    """Return 2 decimals, or 3 where 2 would make the ends of a narrow interval look the same."""
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
 
 
@@ -125,7 +128,7 @@ def _to(low: str, high: str) -> str:
 
 
 def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
-    """A ratio for a table: itself and its interval; of an untrusted one in brackets."""
+    """A ratio for a table: the estimate and its interval; in brackets if the ratio is untrusted."""
     if ratio is None:
         return ()
     if ratio.decision == "untrusted":
@@ -135,7 +138,7 @@ def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
 
 
 def ratio_text(ratio: Ratio | None) -> str:
-    """The same on one line."""
+    """A ratio on one line: the estimate and its interval; in brackets if the ratio is untrusted."""
     if ratio is None:
         return DASH
     lines = ratio_lines(ratio)
@@ -143,7 +146,7 @@ def ratio_text(ratio: Ratio | None) -> str:
 
 
 def unbelieved(ratio: Ratio | Noise) -> tuple[str, ...]:
-    """That it is untrusted, and in brackets, which the page shows in grey, what would stand there."""
+    """The word "untrusted", then the ratio in brackets, which the page shows in grey."""
     return (UNTRUSTED,) if ratio.estimate is None else (UNTRUSTED, f"[{estimate(ratio)}, {interval(ratio)}]")
 
 

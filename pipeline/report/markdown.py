@@ -1,4 +1,4 @@
-"""The comparison for a pull request: the verdicts first, then the table, the rest to unfold."""
+"""The comparison for a pull request: the verdicts first, then the table, then folded sections."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ from collections.abc import Sequence
 
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.report import formats, sentences
-from pipeline.report.tables import Column, session_headings, session_rows, share_headings, share_rows, tables
+from pipeline.report.formats import CODE
+from pipeline.report.tables import (
+    Column,
+    decided_first,
+    session_headings,
+    session_rows,
+    share_headings,
+    share_rows,
+    tables,
+)
 
 LIMIT = 65_536
-"""Characters of a comment on GitHub."""
+"""Most characters of a comment on GitHub."""
 CUT = "\n*Cut short: comparison.html has all of it.*\n"
 
 
 def markdown(comparison: Comparison) -> str:
-    """One comment. What does not fit into it is cut from the end, a whole block at a time."""
+    """The text of one comment. If it is too long, whole blocks are cut from its end."""
+    comparison = decided_first(comparison)
     headline, *others = tables(comparison)
     title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(sentences.job(comparison))}; commit {sentences.measured_at(comparison.bench)}.")
     told = (sentences.sessions(comparison), sentences.champion(comparison))
     said = [line for text in told if text for line in (escaped(text), "")]
     blocks = [
-        "\n".join([title, "", *_banner(comparison), *said, *_answers(comparison)]),
+        "\n".join([title, "", *_first(comparison), *said, *_answers(comparison)]),
         "\n".join(_table(comparison, headline.columns)),
         _folded(
             "What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in sentences.basis(comparison))]
@@ -48,8 +58,9 @@ def markdown(comparison: Comparison) -> str:
     return text
 
 
-def _banner(comparison: Comparison) -> list[str]:
-    return [line for text in sentences.banner(comparison) for line in (f"> **{escaped(text)}**", "")]
+def _first(comparison: Comparison) -> list[str]:
+    why, take = escaped(" ".join(sentences.banner(comparison))), escaped(sentences.advice(comparison))
+    return [*([f"> **{why}**", ""] if why else []), *([f"**{take}**", ""] if take else [])]
 
 
 def _answers(comparison: Comparison) -> list[str]:
@@ -57,7 +68,8 @@ def _answers(comparison: Comparison) -> list[str]:
     lines = []
     for each in others:
         said = escaped(sentences.sentence(each))
-        lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}: {said}")
+        decided = f" ({text})" if (text := sentences.decided(each)) else ""
+        lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}{decided}: {said}")
         lines += [
             f"  - {escaped(reason)}" for reason in [*sentences.reasons(each, comparison), *sentences.remarks(each)]
         ]
@@ -65,7 +77,7 @@ def _answers(comparison: Comparison) -> list[str]:
 
 
 def _verdict(verdict: str | None) -> str:
-    """As a part of a sentence: ddp *pays*, memory is *undecided*."""
+    """The verdict as part of a sentence: ddp *pays*, memory is *undecided*."""
     return f"{'' if verdict in ('pays', 'trades', 'costs') else 'is '}**{verdict}**"
 
 
@@ -107,7 +119,7 @@ def _folded(summary: str, lines: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """``text`` without a meaning in Markdown or HTML, on one line."""
+    """``text`` on one line, with all Markdown and HTML escaped but backticks around a command or a name."""
     shown = re.sub(r"[ \t\n\r\f\v]+", " ", text).strip()  # a no-break space stays
     shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_{}\[\]|#~!])", r"\\\1", shown)
+    return re.sub(rf"({CODE.pattern})|([\\`*_{{}}\[\]|#~!])", lambda found: found[1] or f"\\{found[3]}", shown)

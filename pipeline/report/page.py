@@ -1,4 +1,4 @@
-"""The comparison as one page for a person: style and pictures are inside, and nothing else is needed."""
+"""The comparison as one self-contained page for a person: style and pictures are inside."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from pipeline.report.pictures import Histories
 TEMPLATE = Path(__file__).with_name("page.html")
 
 HUES = 6
-"""Colours of variants in page.html; with more variants they come again, with another dash."""
+"""Number of colours for variants in page.html; with more variants the colours repeat, with another dash."""
 DASHES = 4
 
 
 def html(comparison: Comparison, histories: Histories) -> str:
-    """The whole page. Names in it are text, whatever they contain."""
+    """The whole page. Names are escaped, whatever they contain."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["greyed"] = _greyed
+    environment.filters["marked"] = _marked
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    comparison = tables.decided_first(comparison)
     baseline, *others = comparison.variants
     return page.render(
         comparison=comparison,
@@ -36,7 +37,8 @@ def html(comparison: Comparison, histories: Histories) -> str:
         title=sentences.title(comparison),
         count=formats.count(len(comparison.variants), "variant"),
         job=sentences.job(comparison),
-        banner=sentences.banner(comparison),
+        banner=" ".join(sentences.banner(comparison)),
+        advice=sentences.advice(comparison),
         baseline={"each": baseline, "sentence": sentences.sentence(baseline)},
         answers=[
             {
@@ -76,13 +78,14 @@ def html(comparison: Comparison, histories: Histories) -> str:
     )
 
 
-def _greyed(text: str) -> Markup:
-    """``text`` with what stands in brackets, which is not believed, in grey."""
-    return Markup(re.sub(r"\[[^]]*\]", r'<span class="unbelieved">\g<0></span>', str(escape(text))))
+def _marked(text: str) -> Markup:
+    """``text`` as HTML: untrusted figures, which stand in brackets, in grey, and words in backticks as code."""
+    coded = formats.CODE.sub(r"<code>\1</code>", str(escape(text)))
+    return Markup(re.sub(r"\[[^]]*\]", r'<span class="unbelieved">\g<0></span>', coded))
 
 
 def _environment(comparison: Comparison) -> dict[str, Any]:
-    """The fingerprint; of what is relied on, that of variants that rely on something."""
+    """The environment's fingerprint; among "relied on", only the variants that rely on something."""
     known = {name: each for name, each in optional_versions(comparison.environment, "variants").items() if each}
     return {key: value for key, value in comparison.environment.items() if key != "relied_on"} | (
         {"relied_on": known} if known else {}
@@ -90,7 +93,7 @@ def _environment(comparison: Comparison) -> dict[str, Any]:
 
 
 def _samples(comparison: Comparison) -> list[tuple[str, list[str], list[str]]]:
-    """Of each arm: throughput in samples a second, and peak memory in MiB, of every round."""
+    """For each arm: its name, the throughput of every round in samples a second, and the peak memory in MiB."""
     return [
         (
             arm.name,

@@ -1,4 +1,4 @@
-"""A comparison in words: what Markdown, page and pictures say alike."""
+"""A comparison in words, the same in the Markdown, the page and the pictures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
 from pipeline.report.formats import (
     JOINED,
     UNKNOWN,
+    UNTRUSTED,
     accuracy_lines,
     count,
     estimate,
@@ -26,21 +27,22 @@ from pipeline.report.formats import (
 )
 from pipeline.results import Bench, Dataset, rejected, rejections, session_starts
 
-FEW_TEST_IMAGES = 2_000
-"""Fewer are a small sample themselves, which no interval over seeds knows of."""
+FEW_TEST_SAMPLES = 2_000
+"""Fewer test samples are a small sample themselves; an interval over seeds does not show that."""
 
 SITTINGS = 1.2
-"""Speeds of two sittings on one machine differ by 10 to 20%; so may the ratio of two trainings, one after the other."""
+"""Speeds of two sittings on one machine differ by 10 to 20%; so may the ratio of two trainings run one after the
+other."""
 
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
-"""Of ``results.Ledger``, in the order in which they are shown."""
+"""Fields of ``results.Ledger``, in the order in which they are shown."""
 
 
 # Sentences
 
 
 def sentence(each: Compared) -> str:
-    """What the verdict on one variant rests on, in plain words; of the baseline, its figures."""
+    """What the verdict on one variant rests on, in plain words; for the baseline, its figures."""
     if each.throughput is None or each.memory is None or each.accuracy is None:
         speed = number(each.samples_per_second, "samples/s") if each.samples_per_second else "throughput unknown"
         memory = f"{size(each.peak_memory_bytes)} of peak memory" if each.peak_memory_bytes else "peak memory unknown"
@@ -49,10 +51,20 @@ def sentence(each: Compared) -> str:
     parts = [
         _ratio_part(each.throughput, "throughput"),
         _ratio_part(each.memory, "peak memory"),
+        *([_ratio_part(each.energy, "energy a sample")] if each.energy and each.energy.margin else []),
         _accuracy_part(each.accuracy),
     ]
     text = ", ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
+
+
+def decided(each: Compared) -> str:
+    """What an untrusted verdict leaves decided, to stand beside it: "memory and accuracy decided"; else empty."""
+    if each.verdict != UNTRUSTED:
+        return ""
+    found = {"throughput": each.throughput, "memory": each.memory, "accuracy": each.accuracy}
+    names = [name for name, one in found.items() if one and one.decision in ("better", "same", "worse")]
+    return f"{' and '.join(names)} decided" if names else ""
 
 
 def _ratio_part(ratio: Ratio, noun: str) -> str:
@@ -72,14 +84,65 @@ def _accuracy_part(accuracy: Accuracy) -> str:
     return f"accuracy undecided at {shown}" if accuracy.decision == "undecided" else f"accuracy {shown}"
 
 
+def advice(comparison: Comparison) -> str:
+    """Which variant to use, in one sentence; where no verdict can be trusted, what is decided all the same, if any."""
+    others = comparison.variants[1:]
+    judged = [each for each in others if each.verdict != UNTRUSTED]
+    take, best = [], comparison.champion
+    if best:
+        gain = f": {interval(best.ratio)} times the {best.quantity}" if best.ratio else ""
+        take.append(f"`{best.variant}`{gain}")
+    for each in judged:
+        if each.verdict == "trades" and each.on_front:
+            (need, gain), *_ = _decided(each, "better")
+            losses = " and ".join(loss for _, loss in _decided(each, "worse"))
+            take.append(f"`{each.variant}` if {need}: {gain} at {losses}")
+    parts = [f"take {'; '.join(take)}"] if take else []
+    speeds = {each.throughput.decision for each in others if each.throughput}
+    if take and not {"better", "undecided", "untrusted"} & speeds:
+        parts.append("nothing here is faster")
+    for verdict, words in ("undecided", "not decided yet"), (UNTRUSTED, "not to be trusted"):
+        if unclear := [f"`{each.variant}`" for each in others if each.verdict == verdict]:
+            parts.append(f"{', '.join(unclear)} {'is' if len(unclear) == 1 else 'are'} {words}")
+    if not judged:
+        parts = [part for each in others if (part := _despite(each))]
+        return sentences([f"decided all the same: {'; '.join(parts)}"])[0] if parts else ""
+    return sentences(["; ".join(parts) or f"keep `{comparison.baseline}`: nothing here is better"])[0]
+
+
+def _despite(each: Compared) -> str:
+    """What is decided, for better or worse, of a variant whose verdict is untrusted."""
+    said = [text for decision in ("better", "worse") for _, text in _decided(each, decision)]
+    return f"`{each.variant}` takes {' and '.join(said)}" if said else ""
+
+
+def _decided(each: Compared, decision: str) -> list[tuple[str, str]]:
+    """For each quantity with this ``decision``: when that quantity matters, and how large the difference is."""
+    found = []
+    if each.throughput and each.throughput.decision == decision:
+        found.append(("speed counts most", f"{interval(each.throughput)} times the speed"))
+    if each.memory and each.memory.decision == decision:
+        found.append(("memory is short", f"{interval(each.memory)} times the memory"))
+    if each.energy and each.energy.margin and each.energy.decision == decision:
+        found.append(("energy counts most", f"{interval(each.energy)} times the energy"))
+    if each.accuracy and each.accuracy.decision == decision:
+        found.append(("accuracy counts most", f"{points(each.accuracy.mean_fraction)}{JOINED}points of accuracy"))
+    return found
+
+
 def banner(comparison: Comparison) -> list[str]:
-    """What stands between all variants and a verdict, and what would help; said once, at the top."""
+    """What keeps all variants from a verdict, and what would help; said once, at the top."""
     nouns: dict[str, list[str]] = {}
     judged = comparison.variants[1:]
-    for noise, field in ((comparison.noise_throughput, "throughput"), (comparison.noise_memory, "memory")):
+    noises = {"throughput": comparison.noise_throughput, "memory": comparison.noise_memory}
+    noises |= {"energy": comparison.noise_energy} if comparison.noise_energy else {}
+    for field, noise in noises.items():
         if judged and all(getattr(each, field).decision != "untrusted" for each in judged):
-            continue  # other sessions tell it
+            continue  # the ratios are trusted by other sessions
         noun, _, why = (noise.why_untrusted or "").partition(": ")
+        doubts = [getattr(each, f"noise_{field}").why_untrusted for each in comparison.sessions if field != "energy"]
+        if len(doubts) > 1 and all(doubts):
+            noun, why = f"{noun} in all {len(doubts)} sessions", f"in the latest {doubts[-1].partition(': ')[2]}"
         nouns.setdefault(why, []).append(noun)
     found = [f"untrusted {' and '.join(each)}: {why}" for why, each in nouns.items() if why]
     stopped = interrupted(comparison.bench)
@@ -88,19 +151,20 @@ def banner(comparison: Comparison) -> list[str]:
 
 
 def reasons(each: Compared, comparison: Comparison) -> list[str]:
-    """Why a variant's verdict is untrusted or undecided, but for what the banner says."""
-    everybodys = (comparison.noise_throughput.why_untrusted, comparison.noise_memory.why_untrusted)
+    """Why a variant's verdict is untrusted or undecided, without the reasons that the banner gives."""
+    noises = (comparison.noise_throughput, comparison.noise_memory, comparison.noise_energy)
+    everybodys = [each.why_untrusted for each in noises if each]
     stopped = interrupted(comparison.bench)
-    return sentences([reason for reason in each.reasons if reason not in (*everybodys, stopped)])
+    return sentences([reason for reason in each.reasons if reason not in [*everybodys, stopped]])
 
 
 def sentences(fragments: Sequence[str]) -> list[str]:
-    """Each with a capital and a full stop."""
+    """Each fragment as a sentence, with a capital and a full stop."""
     return [f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in fragments]
 
 
 def sessions(comparison: Comparison) -> str:
-    """For how long the ratios hold: what stands above them."""
+    """How many sessions the ratios come from, and what that says about other times: the text above the ratios."""
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
@@ -123,11 +187,12 @@ def sessions(comparison: Comparison) -> str:
 
 
 _BETWEEN = {"better": "ahead", "worse": "behind"}
-"""What a decision head to head means; the other decisions are words by themselves."""
+"""What a decision between two variants means; the other decisions are words by themselves."""
 
 
 def champion(comparison: Comparison) -> str:
-    """Which variant is the best of several, by how much, and if it is ahead of the next; empty if fewer pay."""
+    """Which of the variants that pay is the best, by how much, and if it is ahead of the next; empty if fewer than two
+    pay."""
     best = comparison.champion
     if best is None or best.runner_up is None:
         return ""
@@ -149,7 +214,7 @@ def champion(comparison: Comparison) -> str:
 
 
 def share_notes(comparison: Comparison) -> list[str]:
-    """What the numbers of the techniques' shares do not say by themselves."""
+    """Notes on the techniques' shares: which were not measured, and how to read their verdicts."""
     notes = []
     for share in comparison.shares:
         name = f"{share.technique} in {share.variant}"
@@ -166,21 +231,23 @@ def share_notes(comparison: Comparison) -> list[str]:
 
 
 def share_accuracy(share: Share) -> tuple[str, ...]:
-    """Where the accuracy of a technique alone comes from, as it is trained only if a variant does just that."""
+    """The accuracy of a technique alone, and the variant that trained it; "not trained alone" if no variant did."""
     if share.accuracy is None:
         return ("not trained alone",)
     return (*accuracy_lines(share.accuracy), f"variant {share.accuracy_from}")
 
 
 def basis(comparison: Comparison) -> list[str]:
-    """What the verdicts rest on."""
-    bench, margins, images = comparison.bench, comparison.margins, comparison.dataset.test_count
+    """How the figures behind the verdicts were measured and decided."""
+    bench, margins, samples = comparison.bench, comparison.margins, comparison.dataset.test_count
     seeds = count(len(comparison.seeds), "seed")
-    few = f", on these {images:,} test images" if images < FEW_TEST_IMAGES else ""
+    few = f", on these {samples:,} test samples" if samples < FEW_TEST_SAMPLES else ""
     rounds = bench.rounds
     stopped = ", after which it was interrupted" if bench.interrupted else ""
     ended = {arm.variant: len(arm.samples) for arm in bench.arms if len(arm.samples) < rounds}
     early = ", ".join(f"{variant} after {count(each, 'round')}" for variant, each in ended.items())
+    energy = f", {plain_percent(margins.energy)} of energy a sample" if margins.energy else ""
+    energy_noise = f", {_calm(noise, 'energy a sample')}" if (noise := comparison.noise_energy) else ""
     turns = "" if bench.turns == 1 else f", in {bench.turns} turns between those of the others"
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
@@ -192,20 +259,20 @@ def basis(comparison: Comparison) -> list[str]:
         f"miss{'es' if len(comparison.seeds) == 1 else ''} in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
         *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
-        f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy.",
+        f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy{energy}.",
         f"A/A, {comparison.baseline} against itself: {_calm(comparison.noise_throughput, 'throughput')}, "
-        f"{_calm(comparison.noise_memory, 'peak memory')}.",
+        f"{_calm(comparison.noise_memory, 'peak memory')}{energy_noise}.",
     ]
 
 
 def _not_new(dataset: Dataset) -> list[str]:
-    """Of which test images the accuracy tells nothing, or not by themselves."""
+    """How many test samples are training samples too, or repeat another test sample; empty if none."""
     known, twice = dataset.test_in_train_count, dataset.test_repeated_count
     if not (known or twice):
         return []
     return [
-        f"Of the {dataset.test_count:,} test images {known:,} are training images too and {twice:,} repeat "
-        "another one, to the last pixel: on the former a net can be right by heart."
+        f"Of the {dataset.test_count:,} test samples {known:,} are training samples too and {twice:,} repeat "
+        "another one, to the last byte: on the former a net can be right by heart."
     ]
 
 
@@ -222,14 +289,22 @@ def noise_text(noise: Noise) -> str:
 
 
 def remarks(each: Compared) -> list[str]:
-    """Techniques that were requested and are in none of the variant's numbers, what techniques decided, where its job
-    is not the others', and whose memory is not counted."""
+    """Techniques that were requested but skipped, what techniques decided, whether the variant's job differs from the
+    others', and which processes' memory is not counted."""
     found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
         found.append(
             f"Weak scaling: another job than the others', with a global batch of {each.batch_size:,} and a peak "
             f"learning rate of {each.learning_rate:g}. Throughput is in samples, so its ratio stands; a step is longer."
+        )
+    if each.another_model:
+        found.append(
+            f"Another model than the baseline's: {each.another_model}. The variant differs by more than a technique."
+        )
+    if any(name.startswith("distillation=") for name in each.techniques):
+        found.append(
+            "Learns from a teacher: the teacher's forward passes are in all figures of steps, its training is in none."
         )
     if "dataloader" in each.techniques:
         found.append(
@@ -239,10 +314,10 @@ def remarks(each: Compared) -> list[str]:
 
 
 def contradicted(each: Compared, baseline: Compared) -> list[str]:
-    """Where a variant's trainings and its bench tell another ratio of speeds, beyond all noise of either.
+    """A sentence if a variant's trainings and its bench give ratios of speed that differ beyond the noise of both.
 
-    The trainings' ratio is as uncertain as its seeds lie apart, whichever are paired, and two sittings more; fewer than
-    two seeds tell no noise.
+    The trainings' ratio ranges over all pairs of seeds, widened by ``SITTINGS``. Empty if they agree, and with fewer
+    than two seeds, which show no noise.
     """
     both, ratio = (each.runs, baseline.runs), each.throughput
     ours, theirs = ([run.samples_per_second for run in runs if run.samples_per_second] for runs in both)
@@ -259,13 +334,13 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
 
 
 def disturbed(each: Compared) -> tuple[str, ...]:
-    """Of which seeds the training times are not to be trusted, as something was rejected; empty where all stand."""
+    """The seeds whose training times are not trusted because a sample was rejected; empty if there is none."""
     seeds = [run.seed for run in each.runs if run.refusals]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 
 
 def notes(comparison: Comparison) -> list[tuple[str, str]]:
-    """(variant or arm, what a reader of its numbers must know): skipped, rejected, resumed, not predicted."""
+    """(variant or arm, a note on its numbers): skipped, rejected, resumed, not predicted, contradicted."""
     found: list[tuple[str, str]] = []
     for each in comparison.variants:
         name = each.variant
@@ -300,13 +375,13 @@ def target(comparison: Comparison) -> str:
 
 
 def metric(comparison: Comparison) -> str:
-    """What accuracy means in this job, before "over all test samples"."""
+    """The name of the job's metric, for use before "over all test samples"."""
     name = comparison.train.get("metric", "accuracy")
     return "Correct" if name == "accuracy" else f"Mean of {name}, a score from 0 to 1 a sample,"
 
 
 def setup(each: Compared) -> str:
-    """How a variant ran."""
+    """A variant's number of processes, and their backend."""
     backend = f" over {each.backend}" if each.backend else ""
     return f"{count(each.world_size, 'process')}{backend}"
 
@@ -316,12 +391,12 @@ def techniques(each: Compared) -> str:
 
 
 def job(comparison: Comparison) -> list[str]:
-    """What every variant trained, and where."""
+    """The job that every variant trained, and the device."""
     train, data = comparison.train, comparison.dataset
     parts = [
         comparison.device,
         count(comparison.parameter_count, "parameter"),
-        f"{data.train_count:,} training and {data.test_count:,} test images",
+        f"{data.train_count:,} training and {data.test_count:,} test samples",
     ]
     if "epochs" in train:
         parts.append(count(train["epochs"], "epoch"))
@@ -335,7 +410,7 @@ def job(comparison: Comparison) -> list[str]:
 
 
 def measured_at(bench: Bench) -> str:
-    """The commit of the measurement, in words."""
+    """The commit that was measured, in words."""
     if bench.commit is None:
         return UNKNOWN
     commit = bench.commit.rstrip("+")[:12]

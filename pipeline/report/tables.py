@@ -1,4 +1,4 @@
-"""The tables' columns: each number of a variant with its heading, its one definition and its cell."""
+"""The tables' columns: each number of a variant with its heading, its definition and its cell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.verdicts import Ratio
 from pipeline.report import formats, sentences
-from pipeline.report.formats import DASH, UNKNOWN
+from pipeline.report.formats import DASH, UNKNOWN, UNTRUSTED
 
 
 class Cell(NamedTuple):
@@ -16,7 +16,7 @@ class Cell(NamedTuple):
     beside: tuple[str, ...] = ()
     """The value against the baseline's, in short lines; empty for the baseline."""
     decision: str = ""
-    """What that supports; empty where nothing was decided."""
+    """The decision on that value; empty where nothing was decided."""
 
 
 class Column(NamedTuple):
@@ -30,8 +30,15 @@ class Table(NamedTuple):
     columns: tuple[Column, ...]
 
 
+def decided_first(comparison: Comparison) -> Comparison:
+    """``comparison`` with its variants in the order: the baseline, decided variants, the others."""
+    baseline, *others = comparison.variants
+    ordered = sorted(others, key=lambda each: each.verdict in ("undecided", UNTRUSTED))
+    return comparison.model_copy(update={"variants": (baseline, *ordered)})
+
+
 def tables(comparison: Comparison) -> tuple[Table, ...]:
-    """The comparison itself first."""
+    """All tables, the comparison first."""
     return (
         Table("The comparison", _headline(comparison)),
         Table("Where the time goes", _time(comparison)),
@@ -41,7 +48,7 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
 
 def _headline(comparison: Comparison) -> tuple[Column, ...]:
     target = sentences.target(comparison)
-    few = ", on these test images" if comparison.dataset.test_count < sentences.FEW_TEST_IMAGES else ""
+    few = ", on these test samples" if comparison.dataset.test_count < sentences.FEW_TEST_SAMPLES else ""
 
     def throughput(each: Compared) -> Cell:
         value = formats.number(each.samples_per_second, "samples/s")
@@ -51,6 +58,12 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     def memory(each: Compared) -> Cell:
         decision = each.memory.decision if each.memory else ""
         return Cell(formats.size(each.peak_memory_bytes), formats.ratio_lines(each.memory), decision)
+
+    def energy(each: Compared) -> Cell:
+        ratio, value = each.energy, formats.number(each.joules_per_sample and 1e3 * each.joules_per_sample, "mJ")
+        if ratio and not ratio.margin and ratio.decision != "untrusted":  # without a margin nothing is decided
+            return Cell(value, (formats.estimate(ratio), formats.interval(ratio)))
+        return Cell(value, formats.ratio_lines(ratio), ratio.decision if ratio else "")
 
     def accuracy(each: Compared) -> Cell:
         decision = each.accuracy.decision if each.accuracy else ""
@@ -64,6 +77,30 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         beside = (formats.times(ratio.estimate), formats.ends(ratio.low, ratio.high)) if ratio else ()
         return Cell(formats.number(time.train_seconds, "s"), beside)
 
+    def alongside(each: Compared) -> Cell:
+        found = each.equal_time
+        if found is None:
+            return Cell(DASH if each.variant == comparison.baseline else UNKNOWN)
+        theirs = f"{comparison.baseline} {formats.percent(found.baseline_accuracy_fraction)}"
+        return Cell(
+            formats.percent(found.accuracy_fraction), (f"after {formats.number(found.train_seconds, 's')}", theirs)
+        )
+
+    equal_times = Column(
+        "At equal time",
+        "For another model or a learner from a teacher: test accuracy at the last evaluation within the time that the "
+        "faster of the variant and the baseline needs for all its epochs, at the throughput beside, mean over seeds; "
+        "and the baseline's within that time. The slower one's learning rate has not come to its end by then: to train "
+        "both to the end in equal time, give the slower one fewer epochs.",
+        alongside,
+    )
+    energies = Column(
+        "Energy a sample",
+        "In the same windows and with the same statistics: what the devices of all processes took by their own "
+        "counters (NVML's of GPUs, RAPL's of a CPU's packages), idle power included. Device, not wall: no fan, power "
+        "supply or, beside GPUs, host is in it.",
+        energy,
+    )
     return (
         Column(
             "Throughput",
@@ -81,6 +118,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "together, as they share its memory.",
             memory,
         ),
+        *([energies] if comparison.noise_energy else []),
         Column(
             "Test accuracy",
             f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
@@ -95,6 +133,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Evaluations are an epoch apart, so it is as coarse; the ratio's interval is that of the throughput alone.",
             reached,
         ),
+        *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
     )
 
 
@@ -215,7 +254,7 @@ def session_headings(comparison: Comparison) -> list[str]:
 
 
 def session_rows(comparison: Comparison) -> list[list[str]]:
-    """A row a session: what the machine was like, the baseline's speed, its ratio to itself, each variant's ratios."""
+    """One row per session: the state of the machine, the baseline's speed and A/A ratio, each variant's ratios."""
     return [
         [
             each.start_utc[:16].replace("T", " "),
@@ -254,7 +293,7 @@ def share_headings() -> tuple[str, ...]:
 
 
 def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[str, tuple[str, ...]]]]]:
-    """(variant, technique, verdict of the technique alone, cells in the order of the headings)."""
+    """Rows (variant, technique, verdict of the technique alone, cells in the order of the headings)."""
     return [
         (
             share.variant,
@@ -280,7 +319,7 @@ def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[s
 
 
 def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
-    """By variant: measured and predicted, each with its parts and its peak in words."""
+    """Variant -> rows of its measured and its predicted ledger: the parts and the peak, as text."""
     return {
         each.variant: [
             [kind, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in (*sentences.LEDGER_PARTS, "peak"))]
@@ -293,7 +332,7 @@ def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
 
 
 def run_rows(each: Compared) -> list[list[str]]:
-    """One row a seed, in the order of the page's headings."""
+    """One row per seed, in the order of the page's headings."""
     paired = each.accuracy_difference.seeds if each.accuracy_difference else ()
     differences = {item.seed: item.difference_fraction for item in paired}
     targets = {item.seed: item.steps for item in each.time_to_target.seeds}

@@ -1,4 +1,4 @@
-"""The techniques, a class each; their entries in the catalogue name them."""
+"""The techniques: one class each, named by its entry in the catalogue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Checkpointed", "Inputs", "Stored", "Technique", "chosen", "of_plan"]
 
 
 def of_plan(plan: Plan) -> list[type[Technique]]:
-    """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken one of outside."""
+    """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken entry point."""
     acting = [each for each in in_order(plan.applied) if each.hooks or each.key == "extra"]
     found = [_own(each.hooks) if each.hooks else _from_outside(each.name) for each in acting]
     return [each for each in found if each.is_asked(plan)]

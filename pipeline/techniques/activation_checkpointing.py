@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep the inputs of blocks, and compute what is inside again in the backward pass."""
+"""Activation checkpointing: keep only the inputs of blocks, and run the blocks again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipeline.errors import ConfigError
 from pipeline.techniques.base import Inputs, Technique
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Around a block's forward pass, and around its repetition."""
+"""The contexts of a block's forward pass and of its recomputation."""
 
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
 
 
 def _operations(*names: str) -> list[Any]:
-    """Of ATen's operations those of these names that this version of torch has."""
+    """Return the ATen operations with these names, except those that this version of torch lacks."""
     found = (getattr(torch.ops.aten, name, None) for name in names)
     return [operation.default for operation in found if operation is not None]
 
@@ -35,15 +35,15 @@ _KEPT = _operations(
         for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     ),
 )
-"""The outputs of these are kept by selective checkpointing."""
+"""Operations whose outputs selective checkpointing keeps."""
 
 
 class ActivationCheckpointing(Technique):
-    """Every block of the model (see ``blocks``) keeps its input alone, and runs again when its gradient is due.
+    """Every block of the model (see ``blocks``) keeps only its input, and runs again when its gradient is due.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same
-    to the last bit; a block's random draws are repeated, and the norms' running statistics are updated
-    by the first forward pass alone.
+    to the last bit; a block's random draws are repeated, and only the first forward pass updates the norms'
+    running statistics.
     """
 
     name = "activation_checkpointing"
@@ -56,8 +56,8 @@ class ActivationCheckpointing(Technique):
                 f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its parts has parts of "
                 "its own. Put layers that belong together into an nn.Sequential, or take activation_checkpointing out."
             )
-        for block in self.choice(model, found, inputs.shape):
-            block.forward = _recomputed(block, self.contexts())  # the instance's own: names in the state dict stay
+        for block in self.choice(model, found, inputs):
+            block.forward = _recomputed(block, self.contexts())  # on the instance, so names in the state dict stay
         return model
 
     @property
@@ -70,42 +70,42 @@ class ActivationCheckpointing(Technique):
         self,
         model: nn.Module,  # noqa: ARG002
         found: Sequence[nn.Module],
-        shape: tuple[int, int, int],  # noqa: ARG002
+        inputs: Inputs,  # noqa: ARG002
     ) -> Sequence[nn.Module]:
-        """The blocks to checkpoint, of all that were ``found``."""
+        """Return the blocks to checkpoint, out of those that were ``found``."""
         return found
 
     def contexts(self) -> Callable[[], Contexts]:
-        """What makes the contexts of a block's two forward passes."""
+        """Return the function that makes the contexts of a block's two forward passes."""
         return noop_context_fn
 
 
 class SelectiveCheckpointing(ActivationCheckpointing):
-    """Blocks also keep what their matrix products and convolutions gave, and repeat the rest.
+    """Blocks also keep the outputs of matrix products, convolutions and attention, and recompute the rest.
 
-    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023. What is
-    kept must not be overwritten, so activation functions of ``inplace=True`` make new tensors; the values are the same.
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023. Kept
+    outputs must not be overwritten, so modules with ``inplace=True`` are set to make new tensors of the same values.
     """
 
     name = "selective_checkpointing"
 
-    def choice(self, model: nn.Module, found: Sequence[nn.Module], shape: tuple[int, int, int]) -> Sequence[nn.Module]:
+    def choice(self, model: nn.Module, found: Sequence[nn.Module], inputs: Inputs) -> Sequence[nn.Module]:
         for block in found:
             for module in block.modules():
                 if getattr(module, "inplace", False) is True:
                     module.inplace = False  # type: ignore[assignment]
-        return super().choice(model, found, shape)
+        return super().choice(model, found, inputs)
 
     def contexts(self) -> Callable[[], Contexts]:
         return partial(create_selective_checkpoint_contexts, _KEPT)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules to checkpoint: the outermost ones with parts and parameters that contain no sequence of such blocks.
+    """Yield the modules to checkpoint: the outermost with submodules and parameters but no sequence of blocks inside.
 
-    A list or dictionary of modules is none: a model calls what is in it, and never the list.
+    A ModuleList or ModuleDict is never a block: a model calls its elements, not the container.
 
-    For a ResNet these are its residual blocks, for a vision transformer its encoder blocks, for a plain
+    The blocks of a ResNet are its residual blocks, of a vision transformer its encoder blocks, of a plain
     stack of Sequentials each Sequential of layers.
     """
     for child in model.children():
@@ -133,7 +133,8 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
     def recomputed(*inputs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held)
-        # Compiled code repeats no side effect, such as BatchNorm's count, and the compiler takes no contexts but these.
+        # Recomputation in compiled code repeats no side effects, such as BatchNorm's count, so the statistics need not
+        # be held; and the compiler takes no contexts but those of selective checkpointing.
         if contexts is noop_context_fn:
             return checkpoint(forward, *inputs, use_reentrant=False)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
@@ -149,11 +150,11 @@ def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContext
 
 @contextmanager
 def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
-    """While a block runs for the second time, its norms normalise as before but do not count the batch again."""
+    """While a block runs again, let its norms normalise as before without updating their running statistics."""
     before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
-        if not isinstance(norm, _BatchNorm):  # InstanceNorm's are means over the samples, rounded in any case
+        if not isinstance(norm, _BatchNorm):  # InstanceNorm averages over samples, which rounds even at momentum 0
             norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
         if isinstance(norm, nn.SyncBatchNorm):  # it insists on a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)

@@ -1,4 +1,4 @@
-"""Activation offload: what the forward pass keeps for the backward pass waits in the host's memory."""
+"""Activation offload: activations that are kept for the backward pass wait in host memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipeline.step import TrainingStep
 from pipeline.techniques.base import Technique
 
 LEAST_BYTES = 2**16
-"""Of a tensor, for it to be moved: a smaller copy costs more than the memory is worth."""
+"""The smallest tensor that is moved: the copy of a smaller tensor costs more than its memory is worth."""
 IN_FLIGHT = 4
-"""So many copies may be on their way out; the computation waits for the oldest before it goes on, or the host, which
-is ahead of the device, would have the memory of all at once."""
+"""The most unfinished copies to the host. If there are more, the computation waits for the oldest; otherwise all of
+them would keep their device memory, because the host runs ahead of the device."""
 
 
 class ActivationOffload(Technique):
     """Kept activations are copied to pinned memory while the forward pass goes on, and back when they are due.
 
-    The copies out run on a stream of their own, beside the computation. Parameters, which stay where they are, are not
-    copied, nor is what is smaller than ``LEAST_BYTES``. Values and strides are the same, so are all results.
+    The copies to the host run on a separate stream, in parallel with the computation. Parameters, the images and
+    tensors below ``LEAST_BYTES`` stay on the device. Values and strides are the same, and so are all results.
     """
 
     name = "activation_offload"
@@ -47,18 +47,18 @@ class _Away:
     waiting: torch.Tensor
     device: torch.device
     copied: torch.cuda.Event
-    """When it is complete."""
+    """The end of the copy to the host."""
 
 
 @contextmanager
 def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
-    """Tensors that are kept inside go to the host; storages that are ``staying`` do not."""
+    """Move tensors that autograd keeps inside the block to the host, except those whose storage is ``staying``."""
 
-    leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # not copied yet for all that the host knows
+    leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # the copy may not be complete
 
     def let_go() -> None:
         copied, tensor = leaving.popleft()
-        torch.cuda.current_stream(tensor.device).wait_event(copied)  # whatever takes its memory next comes after that
+        torch.cuda.current_stream(tensor.device).wait_event(copied)  # the next user of its memory waits for the copy
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Away:
         if not tensor.is_cuda or tensor.nbytes < LEAST_BYTES or _storage(tensor) in staying:

@@ -16,9 +16,9 @@ from pipeline.techniques.base import Technique
 
 
 class ExpandableSegments(Technique):
-    """CUDA's allocator maps further memory at the end of a segment that is too small, instead of asking for another.
+    """CUDA's allocator extends a segment that is too small, instead of allocating another segment.
 
-    It is told before the process's first allocation. What the user told it by environment variable stays.
+    The setting is made before the process's first allocation. Settings in the user's environment variables stay.
     """
 
     name = "expandable_segments"
@@ -32,8 +32,8 @@ class ExpandableSegments(Technique):
 class ReleaseCache(Technique):
     """Between training and evaluation, memory that no tensor uses goes back to the system.
 
-    On CUDA it is what the caching allocator keeps (``torch.cuda.empty_cache``), on a CPU the free pages of the C
-    library's heap (``malloc_trim``). What that gives back and how long it takes stands in the result.
+    On CUDA this is the caching allocator's unused memory (``torch.cuda.empty_cache``), on a CPU the free pages of the
+    C library's heap (``malloc_trim``). The result holds the bytes given back and the seconds taken.
     """
 
     name = "release_cache"
@@ -41,7 +41,7 @@ class ReleaseCache(Technique):
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         self.given_back: list[int] = []
-        """Bytes, one a phase."""
+        """Bytes given back after each phase."""
         self.seconds = 0.0
 
     def between_phases(self) -> None:
@@ -69,7 +69,7 @@ class ReleaseCache(Technique):
         self.given_back, self.seconds = list(state["given_back"]), state["seconds"]
 
     def _held(self) -> int:
-        """Bytes that this process holds: of the GPU's memory, or of the host's without files' pages."""
+        """Return the bytes that this process holds: of GPU memory, or of host memory without pages of files."""
         if self.world.device.type == "cuda":
             return torch.cuda.memory_reserved(self.world.device)
         memory = psutil.Process().memory_info()

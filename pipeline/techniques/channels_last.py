@@ -12,7 +12,7 @@ from pipeline.techniques.base import Inputs, Technique
 class ChannelsLast(Technique):
     """The model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same.
 
-    What a later stage of a pipeline gets may have other dimensions, and stays as it is.
+    An input that is not 4-D, which a later pipeline stage may get, stays unchanged.
     """
 
     name = "channels_last"

@@ -1,4 +1,4 @@
-"""Activation checkpointing of as many blocks as a memory budget asks for, chosen by what they keep and compute."""
+"""Activation checkpointing of as many blocks as a memory budget requires, chosen by their memory and operations."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.errors import ConfigError, first_line
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
+from pipeline.techniques.base import Inputs
 from pipeline.techniques.precision import DTYPES
 
 
 class CheckpointingBudget(ActivationCheckpointing):
-    """Blocks are checkpointed until what the forward pass keeps is at most a fraction of what it would keep.
+    """Blocks are checkpointed until the kept activations take at most a given fraction of their full bytes.
 
-    What each block keeps and computes is measured on tensors without values, with the job's own micro-batch. Which
-    blocks run again is a knapsack problem; see ``Kept.cheapest``.
+    The activations and operations of each block are measured on fake tensors, with the job's own micro-batch. The
+    choice of blocks is a knapsack problem; see ``Kept.cheapest``.
     """
 
     name = "checkpointing_budget"
 
-    def choice(self, model: nn.Module, found: Sequence[nn.Module], shape: tuple[int, int, int]) -> Sequence[nn.Module]:
+    def choice(self, model: nn.Module, found: Sequence[nn.Module], inputs: Inputs) -> Sequence[nn.Module]:
         fraction = float(self.plan.applied.activation_checkpointing)
         try:
-            images = (self.plan.micro_batch_size, *shape)
-            kept = measured(model, found, images, DTYPES.get(self.plan.applied.precision))
-        except Exception as error:  # whatever the model does that needs values
+            shape = (self.plan.micro_batch_size, *inputs.shape)
+            kept = measured(model, found, shape, DTYPES.get(self.plan.applied.precision), inputs.dtype)
+        except Exception as error:  # the model may do anything that needs values
             raise ConfigError(
                 f"{self.where}, but what {type(model).__name__} keeps cannot be measured on tensors without values "
                 f"({type(error).__name__}: {first_line(error)}); allowed: false, true or 'selective'."
@@ -60,20 +61,20 @@ class CheckpointingBudget(ActivationCheckpointing):
 
 @dataclass
 class Kept:
-    """What a forward pass keeps for the backward pass: bytes by storage, and who keeps which storage."""
+    """The storages that a forward pass keeps for the backward pass: their bytes, and which block keeps which."""
 
     sizes: dict[int, int] = field(default_factory=dict)
     outside: set[int] = field(default_factory=set)
-    """What is kept outside of blocks."""
+    """Storages kept outside of blocks."""
     inside: list[set[int]] = field(default_factory=list)
-    """What each block keeps."""
+    """Storages that each block keeps."""
     inputs: list[set[int]] = field(default_factory=list)
-    """What each block would keep instead if it were checkpointed."""
+    """Storages that each block would keep instead if it were checkpointed."""
     flops: list[int] = field(default_factory=list)
-    """What a second forward pass of each block computes."""
+    """Operations of a second forward pass of each block."""
 
     def bytes(self, checkpointed: Iterable[int]) -> int:
-        """Bytes kept with these blocks checkpointed. Neighbours share tensors, so blocks' bytes do not just add up."""
+        """Return the bytes kept with these blocks checkpointed; a storage that blocks share counts once."""
         chosen = set(checkpointed)
         storages = set(self.outside)
         for index, (inside, inputs) in enumerate(zip(self.inside, self.inputs, strict=True)):
@@ -81,10 +82,10 @@ class Kept:
         return sum(self.sizes[storage] for storage in storages)
 
     def cheapest(self, fraction: float) -> set[int]:
-        """Blocks to checkpoint so that at most ``fraction`` of the bytes is kept, with few operations done again.
+        """Choose blocks to checkpoint so that at most ``fraction`` of the bytes is kept and few operations run again.
 
-        Greedy for the knapsack problem: always the block that saves most bytes an operation, until the budget is kept;
-        then those that are not needed any more, the dearest first, are given up.
+        Greedy: add the block that saves most bytes per operation until the budget is met; then drop the blocks that
+        are no longer needed, the most expensive first.
         """
         budget, chosen = fraction * self.bytes(()), set[int]()
 
@@ -101,17 +102,21 @@ class Kept:
 
 
 def measured(
-    model: nn.Module, blocks: Sequence[nn.Module], shape: tuple[int, ...], autocast: torch.dtype | None = None
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    shape: tuple[int, ...],
+    autocast: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Kept:
-    """What a forward pass of ``model`` over float32 images of ``shape`` keeps, on tensors without values.
+    """Measure on fake tensors what a forward pass of ``model`` over inputs of ``shape`` and ``dtype`` keeps.
 
-    Parameters, buffers and the images themselves do not count. ``autocast``: the precision of products.
+    Parameters, buffers and the inputs do not count. ``autocast``: the dtype of autocast; None: no autocast.
     """
     kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks], flops=[0] * len(blocks))
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:
         copied, shadows = _shadow(model, blocks)
-        images = torch.empty(shape)
-        standing = {_storage(tensor) for tensor in (*copied.parameters(), *copied.buffers(), images)}
+        inputs = torch.empty(shape, dtype=dtype)
+        standing = {_storage(tensor) for tensor in (*copied.parameters(), *copied.buffers(), inputs)}
         here: list[int] = []
         alive = []
 
@@ -120,7 +125,7 @@ def measured(
             if storage not in standing:
                 kept.sizes[storage] = tensor.untyped_storage().nbytes()
                 place.add(storage)
-                alive.append(tensor.detach())  # or another tensor could take its place and its key
+                alive.append(tensor.detach())  # or another storage could get its address, which is the key
             return tensor.detach()
 
         def begins(index: int) -> Callable[..., None]:
@@ -150,12 +155,12 @@ def measured(
             torch.autocast("cpu", dtype=autocast, enabled=autocast is not None),
             torch.enable_grad(),
         ):
-            copied(images)
+            copied(inputs)
     return kept
 
 
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """A copy of ``model`` on the CPU whose tensors have no values, and its ``blocks``. To be called in fake mode."""
+    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. To be called in fake mode."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

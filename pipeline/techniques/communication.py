@@ -1,4 +1,4 @@
-"""DistributedDataParallel's communication hooks: gradients in fewer bits, as low-rank factors, or not every step."""
+"""DistributedDataParallel's communication hooks: send gradients in fewer bits, as low-rank factors, or less often."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
 
 RANK = 2
-"""Of PowerSGD's factors: that of the paper's image classifiers."""
+"""The rank of PowerSGD's factors, as the paper has it for image classifiers."""
 DENSE_STEPS = 2
-"""At least as many before PowerSGD begins: torch insists, because DDP rearranges its buckets after the first."""
+"""The fewest steps before PowerSGD begins: torch requires them, because DDP rebuilds its buckets after the first."""
 NEVER_ZERO = 1e-8
 """Added to the norm of PowerSGD's columns, for gradients that are all zero."""
 LOCAL_STEPS = 4
-"""Of post-local SGD, from one averaging to the next."""
+"""Steps of post-local SGD from one averaging to the next."""
 
 
 class _Hook(Technique):
-    """What is reduced, and how, is up to ``reduce``."""
+    """A communication hook: ``reduce`` decides what is sent, and how."""
 
     estimable = False
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         assert isinstance(model, DistributedDataParallel)
-        # A lambda, for DDP refuses annotations that are text. What it refers to must not refer to the model: a circle
-        # through DDP's reducer, which is not Python's, would never be freed.
+        # A lambda, because DDP refuses annotations that are strings. Nothing that it refers to may refer to the model:
+        # Python would never free a reference cycle through DDP's reducer, which is C++.
         model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
         return model
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """The bucket's gradients as all ranks shall have them."""
+        """Reduce the bucket's gradients over the ranks."""
         raise NotImplementedError
 
 
 class FP16Compression(_Hook):
-    """Gradients are divided by the number of ranks, sent and summed in float16, and are float32 again."""
+    """Gradients are divided by the number of ranks, sent and summed in float16, and converted back to float32."""
 
     name = "fp16_compression"
 
@@ -57,7 +57,7 @@ class FP16Compression(_Hook):
 
 
 class BF16Compression(_Hook):
-    """The same in bfloat16, with float32's range and fewer digits."""
+    """As ``FP16Compression``, but in bfloat16, which has float32's range and fewer digits."""
 
     name = "bf16_compression"
 
@@ -68,9 +68,9 @@ class BF16Compression(_Hook):
 class PowerSGD(_Hook):
     """torch's PowerSGD with factors of rank ``RANK``, error feedback and a warm start, after the dense first steps.
 
-    It remembers what its last factors missed (the error) and one of the factors (Q). torch keeps both by bucket, but
-    the buckets of a resumed training's first step are others than those of its later ones, so here they are kept by
-    parameter: a resumed training finds them, and goes on exactly.
+    From step to step, PowerSGD keeps what the last factors missed (the error) and one of the factors (Q). torch keeps
+    both by bucket, but a resumed training's first step has other buckets than its later steps. So a checkpoint holds
+    both by parameter, and a resumed training goes on exactly.
     """
 
     name = "powersgd"
@@ -84,9 +84,9 @@ class PowerSGD(_Hook):
             orthogonalization_epsilon=NEVER_ZERO,
         )
         self._buckets: dict[int, list[int]] = {}
-        """Bucket -> its parameters, by their place in the model, as ``torch_state`` remembers them."""
+        """Bucket -> its parameters' places in the model, in the order in which ``torch_state`` keeps their memory."""
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
-        """Parameter -> error and Q, of those that are in no bucket yet."""
+        """Place of a parameter -> its error and Q, for parameters that are in no bucket yet."""
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         self._parameters = list(model.parameters())
@@ -113,8 +113,8 @@ class PowerSGD(_Hook):
         if self.world.backend != "gloo":
             return powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
         with _gpus_unseen():
-            # The reductions of the factors begin in gloo's threads, whenever the one before has ended there: those of
-            # two buckets would meet in an order of each rank's own. NCCL's begin at once, in order.
+            # gloo's threads begin the reductions of a bucket's factors one after the other, so without the wait two
+            # buckets' reductions could begin in another order on each rank. NCCL's begin at once, in order.
             future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
             future.wait()
         return future
@@ -133,12 +133,12 @@ class PowerSGD(_Hook):
         self._memory = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.world.device), state["memory"])
 
     def _put_memory_into(self, bucket: GradBucket) -> None:
-        """Lay the memory of the bucket's parameters where torch looks for it, unless it is there."""
+        """Put the memory of the bucket's parameters into ``torch_state``, unless it is there already."""
         state, index = self.torch_state, bucket.index()
         places = [self._places[id(parameter)] for parameter in bucket.parameters()]
         if self._buckets.get(index) == places:
             return
-        if index in self._buckets:  # DDP has rearranged them, and this is the first of the new ones
+        if index in self._buckets:  # DDP has rebuilt its buckets, and this is the first of the new buckets
             self._memory = self._remembered()
             for kept in (self._buckets, state.error_dict, state.p_memory_dict, state.q_memory_dict):
                 kept.clear()
@@ -150,7 +150,7 @@ class PowerSGD(_Hook):
         state.p_memory_dict[index] = like.new_empty(sum(rows * rank for rows, _, rank in map(self._shape, matrices)))
 
     def _remembered(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Error and Q of the parameters in buckets."""
+        """Return error and Q of every parameter that is in a bucket."""
         found: dict[int, dict[str, torch.Tensor]] = {}
         for index, places in self._buckets.items():
             sizes = [self._parameters[place].numel() for place in places]
@@ -163,7 +163,7 @@ class PowerSGD(_Hook):
         return found
 
     def _first_memory(self, place: int) -> dict[str, torch.Tensor]:
-        """No error, and a random Q, the same on every rank."""
+        """Return an error of zero and a random Q, the same on every rank."""
         parameter, (_, columns, rank) = self._parameters[place], self._shape(place)
         factor = torch.randn(columns * rank, generator=torch.Generator().manual_seed(place))
         return {"error": parameter.new_zeros(parameter.numel()), "q": factor.to(parameter)}
@@ -176,7 +176,7 @@ class PowerSGD(_Hook):
         return rows, columns, min(rows, columns, RANK)
 
     def _matrices(self, places: Sequence[int]) -> list[int]:
-        """Those of ``places`` that are worth factors, in the order in which torch lays out factors: by shape."""
+        """Return those of ``places`` whose parameters are compressed, in torch's order of the factors: by shape."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for place in places:
             rows, columns, rank = self._shape(place)
@@ -187,7 +187,7 @@ class PowerSGD(_Hook):
 
 @contextmanager
 def _gpus_unseen() -> Iterator[None]:
-    """torch's PowerSGD waits for the bucket's device by ``torch.cuda`` where there is a GPU, also if it is a CPU."""
+    """Hide GPUs: if there is one, torch's PowerSGD calls ``torch.cuda`` even to wait for a bucket on the CPU."""
     real, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     try:
         yield
@@ -196,15 +196,15 @@ def _gpus_unseen() -> Iterator[None]:
 
 
 class PostLocalSGD(_Hook):
-    """After the first steps, which are DDP's, each rank steps by its own gradients.
+    """After the first steps, which are plain DDP, each rank steps by its own gradients.
 
     The weights are averaged every ``LOCAL_STEPS`` steps, in place: torch's own averager would give the parameters new
-    memory and forget their format. In between, the model that is evaluated and saved is the ranks' average, so each
+    memory and lose their memory format. In between, the average of the ranks' models is evaluated and saved; each
     rank's own weights and optimizer state are in its own part of a checkpoint. Source: Lin et al., ICLR 2020.
     """
 
     name = "post_local_sgd"
-    shards_model = True
+    casts_to_evaluate = True
     max_step_skew = LOCAL_STEPS - 1
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -236,8 +236,8 @@ class PostLocalSGD(_Hook):
 
         step.take = averaged
 
-    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
-        stored, self._optimizer_state = checkpoint.model, checkpoint.optimizer
+    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
+        stored, self._optimizer = checkpoint.model, optimizer
 
         def read() -> dict[str, Any]:
             own = stored.read()
@@ -248,13 +248,13 @@ class PostLocalSGD(_Hook):
         checkpoint.model = Stored(read, stored.load)
 
     def state(self) -> dict[str, Any]:
-        own = {"parameters": [p.detach() for p in self._parameters], "optimizer": self._optimizer_state.read()}
+        own = {"parameters": [p.detach() for p in self._parameters], "optimizer": self._optimizer.state_dict()}
         on_cpu: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), own)
         return {"steps": self.steps, "dense_steps": self.torch_state.iter, **on_cpu}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.steps, self.torch_state.iter = state["steps"], state["dense_steps"]
-        self._optimizer_state.load(state["optimizer"])
+        self._optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
             for parameter, own in zip(self._parameters, state["parameters"], strict=True):
                 parameter.copy_(own)

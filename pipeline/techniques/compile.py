@@ -19,22 +19,22 @@ from pipeline.step import TrainingStep
 from pipeline.techniques.base import Inputs, Technique
 
 CACHE = Path(".cache/inductor")
-"""Below the checkout. Generated code, of TorchInductor and of Triton, is found again there by later processes."""
+"""Below the checkout: code that TorchInductor and Triton generated, for later processes to reuse."""
 
 
 class Compile(Technique):
-    """``torch.compile`` of the model; loss and update stay as they are.
+    """``torch.compile`` of the model; loss and update are not compiled.
 
-    DistributedDataParallel's own part of a forward pass cannot be in a graph, so it stays around the compiled model.
-    While it is there, the compiler ends a graph where a bucket of gradients ends, and the reduction of the one overlaps
-    with the backward pass of the other (DDPOptimizer in torch/_dynamo/backends/distributed.py).
+    DistributedDataParallel's own part of a forward pass cannot be in a graph, so DDP stays around the compiled model.
+    The compiler then ends a graph where a bucket of gradients ends, so that the reduction of one bucket overlaps with
+    the backward pass of the next (DDPOptimizer in torch/_dynamo/backends/distributed.py).
 
     The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
-    be one graph (``fullgraph=True``): where PyTorch would run it in pieces, or not compile it at all, the run ends with
-    the reason, for what is measured shall be what was asked for. Evaluation uses the bare model, which stays as it is.
+    be one graph (``fullgraph=True``): where PyTorch would split the model or leave it uncompiled, the run fails with
+    the reason, so that nothing but the requested setup is measured. Evaluation uses the bare, uncompiled model.
 
-    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune does without. What it tries there
-    are kernels for products of batches of matrices, as attention has them: its others want constant weights.
+    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without them. There it tunes
+    only the kernels of batched matrix products, such as attention's: its other kernels need constant weights.
 
     Source: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
     Compilation", ASPLOS 2024.
@@ -58,7 +58,7 @@ class Compile(Technique):
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         self.prepare_process()
-        torch._dynamo.reset()  # what an earlier seed compiled counts against a limit
+        torch._dynamo.reset()  # earlier seeds' compilations count against a limit
         if isinstance(model, DistributedDataParallel):
             model.module = self._compiled(model.module)
             return model
@@ -68,7 +68,7 @@ class Compile(Technique):
         from torch._inductor import list_mode_options
 
         options = dict(list_mode_options(self.mode))
-        # Options reach the thread that compiles the backward pass on a GPU; torch's own switch is one of this thread.
+        # Options reach the thread that compiles the backward pass on a GPU; torch's own switch is local to this thread.
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 

@@ -19,12 +19,11 @@ Take = Callable[[MicroBatches], None]
 
 
 class CudaGraph(Technique):
-    """The first steps run as they are, on a stream of their own, as libraries set themselves up; the next is recorded.
+    """The first steps run without a graph, on a separate stream, while libraries initialise; the next step is recorded.
 
-    A replay reads and writes the addresses of the recording. So each batch is copied into the recorded one's place, and
-    the learning rate, which is a number elsewhere, into a tensor, where the optimizer reads it. Gradients, losses and
-    the random generator's state are the graph's as well: the step after a replay finds them as a step without a graph
-    would.
+    A replay reads and writes the addresses of the recording. So each batch is copied into the recorded batch's memory,
+    and the learning rate, otherwise a number, into a tensor from which the optimizer reads it. Gradients, losses and
+    the random generator's state also belong to the graph: a replay leaves them as a step without a graph would.
 
     Source: PyTorch documentation, "CUDA semantics", section "Whole-network capture".
     """
@@ -52,7 +51,7 @@ class CudaGraph(Technique):
                 self._beside(take, batch)
                 return
             if self.graph is None:
-                self.graph = self._recorded(take, batch)  # which runs nothing
+                self.graph = self._recorded(take, batch)  # recording runs no kernel
             else:
                 for place, values in zip(self._inputs, batch, strict=True):
                     place[0].copy_(values[0])
@@ -62,7 +61,7 @@ class CudaGraph(Technique):
         step.take = graphed
 
     def _beside(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The step as it is, on the stream on which it will be recorded."""
+        """Take the step without a graph, on the stream on which it will be recorded."""
         here = torch.cuda.current_stream(self.world.device)
         self._stream = self._stream or torch.cuda.Stream(self.world.device)
         self._stream.wait_stream(here)
@@ -93,13 +92,13 @@ class CudaGraph(Technique):
         return graph
 
     def _set_capturable(self, values: list[bool]) -> None:
-        """AdamW's word that its state is on the device, which it is, fused. It complains outside of a recording."""
+        """Set AdamW's ``capturable``: its state is on the device, as always if fused. Outside a recording it warns."""
         groups = [group for group in self._optimizer.param_groups if "capturable" in group]
         for group, value in zip(groups, values, strict=True):
             group["capturable"] = value
 
     def _copy_rates(self) -> None:
-        """The schedule's learning rates into the tensors that the graph reads, without waiting."""
+        """Copy the schedule's learning rates into the tensors that the graph reads, without waiting for the device."""
         groups = self._optimizer.param_groups
         self._rates = self._rates or [torch.zeros((), device=self.world.device) for _ in groups]
         for rate, group in zip(self._rates, groups, strict=True):
@@ -107,7 +106,7 @@ class CudaGraph(Technique):
 
     @contextmanager
     def _rates_on_device(self) -> Iterator[None]:
-        """While the block runs, the optimizer finds its learning rates in the tensors."""
+        """While the block runs, the optimizer reads its learning rates from the tensors."""
         groups = self._optimizer.param_groups
         numbers = [group["lr"] for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):

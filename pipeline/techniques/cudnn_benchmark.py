@@ -12,9 +12,9 @@ from pipeline.techniques.base import Technique
 
 
 class CudnnBenchmark(Technique):
-    """``torch.backends.cudnn.benchmark`` during steps alone: evaluation has other shapes, and would search again.
+    """``torch.backends.cudnn.benchmark`` during steps only: evaluation has other shapes, and would search again.
 
-    With ``train.deterministic`` torch offers cuDNN's deterministic algorithms alone, among which the search chooses.
+    With ``train.deterministic`` the search chooses among cuDNN's deterministic algorithms only.
     """
 
     name = "cudnn_benchmark"

@@ -1,4 +1,4 @@
-"""Where a pipeline cuts its model: by what each unit of the model's chain costs, measured on the device."""
+"""Choose where a pipeline cuts its model, from the time of each unit of the model's chain on the device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pipeline.distributed import World
 from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
 
 RUNS = 5
-"""Of each unit, forward and backward, to measure its cost."""
+"""Timed runs of each unit, forward and backward, after one warm-up run."""
 
 
 class Form(NamedTuple):
-    """Of what passes from a unit to the next, for one micro-batch."""
+    """Shape and dtype of the tensor that one unit passes to the next, for one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def empty(self) -> torch.Tensor:
-        """On the meta device."""
+        """Return a tensor of this form on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=True)
 
 
@@ -34,13 +34,13 @@ class Cut(NamedTuple):
     """How the model is cut; the same on every rank."""
 
     joins: tuple[int, ...]
-    """Units of the chain that change their input in place, and so belong to the one before."""
+    """Indices of the units that change their input in place; each is joined to the unit before it."""
     costs: tuple[float, ...]
-    """Seconds of each unit, joined ones together, for one micro-batch, forward and backward."""
+    """Seconds of each unit, after joining, for one micro-batch, forward and backward."""
     forms: tuple[Form, ...]
-    """Of what enters each unit, and of what leaves the last."""
+    """The form of each unit's input, then of the last unit's output."""
     ends: tuple[int, ...]
-    """One past each stage's last unit."""
+    """For each stage, the index after its last unit."""
 
     @property
     def stage_costs(self) -> list[float]:
@@ -48,10 +48,10 @@ class Cut(NamedTuple):
 
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """The share of a step's time in which a stage of equal ones waits, with GPipe's schedule and with 1F1B alike.
+    """Return the share of a step's time in which each of ``stages`` equal stages waits; the same for GPipe and 1F1B.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
-    2021, section 2.2, where it is given as (p - 1) / m of the time without a bubble.
+    2021, section 2.2, which gives the bubble as (p - 1) / m of the time without it.
 
     >>> bubble_fraction(4, 12)
     0.2
@@ -66,10 +66,11 @@ def best_cut(
     world: World,
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Cut:
-    """The cut into ``stages`` whose slowest is as fast as can be, by what each unit costs alone on this rank's device.
+    """Cut the model into ``stages`` stages so that the slowest stage is as fast as possible.
 
-    ``images`` float32 [b, C, H, W]: a micro-batch. ``autocast``: the step's precision, which decides the types that
-    pass from stage to stage. The model and the random state stay as they are. Raises NotAChain.
+    Each unit is timed alone on this rank's device. ``images`` float32 [b, C, H, W]: a micro-batch. ``autocast``: the
+    step's precision, which decides the dtypes of the tensors between stages. The model and the random state stay
+    unchanged. Raises NotAChain.
     """
     device = world.device
     units, joins = parts(model, images, autocast)
@@ -96,9 +97,9 @@ def best_cut(
 def parts(
     model: nn.Module, images: torch.Tensor, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[list[nn.Sequential], tuple[int, ...]]:
-    """The units between which ``model`` can be cut, and the ``joins`` that they took (see ``Cut``).
+    """Return the units between which ``model`` can be cut, and their ``joins`` (see ``Cut``).
 
-    ``images`` float32 [b, C, H, W], on the model's device. The model and the random state stay as they are. Raises
+    ``images`` float32 [b, C, H, W], on the model's device. The model and the random state stay unchanged. Raises
     NotAChain.
     """
     units, device = chain(model), images.device
@@ -112,7 +113,7 @@ def parts(
 
 
 def described(cut: Cut, micro_batches: int) -> str:
-    """In words: how even the stages are, and what the bubble takes."""
+    """Describe in words how even the stages are, and the bubble's share of a step."""
     costs, stages = cut.stage_costs, len(cut.ends)
     counts = [end - begin for begin, end in pairwise((0, *cut.ends))]
     times = " + ".join(f"{1e3 * cost:.2f}" for cost in costs)
@@ -130,7 +131,7 @@ def _now(world: World) -> float:
 
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """What the block does to the model's buffers and to the random state is undone."""
+    """Undo what the block does to the model's buffers and to the random state."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
@@ -139,9 +140,9 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What the chain computes; and which units but the first change their input, which a stage's input does not allow.
+    """Run the chain; return its output, and the indices of the units after the first that change their input in place.
 
-    To change it in place would leave the backward pass nothing to compute the input's gradient from.
+    Such a unit cannot begin a stage: autograd could no longer compute the gradient of the stage's input.
     """
     found = []
     for index, unit in enumerate(units):

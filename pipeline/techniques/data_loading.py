@@ -1,6 +1,6 @@
-"""Where batches come from: a variant's own choice, over ``train.placement``. See ``pipeline.data.batches``.
+"""Where batches come from: a variant's own choice, which overrides ``train.placement``. See ``pipeline.data.batches``.
 
-The samples, their order and their augmentation are the same to the last bit.
+With every choice, the samples, their order and their augmentation are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class StreamedData(Technique):
 class DataLoaderData(Technique):
     """PyTorch's DataLoader with worker processes (``pipeline.data.loader``).
 
-    On a CPU the peak memory of the trainer does not hold the workers', and no rehearsal foresees the queue of batches
-    that the trainer has taken from them.
+    On a CPU the trainer's peak memory does not include the workers' memory, and the memory prediction does not foresee
+    the queue of batches that the trainer has taken from the workers.
     """
 
     name = "dataloader"

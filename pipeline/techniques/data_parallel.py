@@ -14,8 +14,8 @@ class DataParallel(Technique):
     """``torch.nn.DataParallel`` over the first ``plan.devices_per_process`` GPUs; the first one holds the parameters.
 
     Each forward pass sends every GPU the parameters and its part of the micro-batch, and gathers the logits, so that
-    the loss is that of the whole micro-batch. BatchNorm normalises each GPU's part by itself; the running statistics
-    are the first GPU's.
+    the loss is taken over the whole micro-batch. BatchNorm normalises each GPU's part separately; the running
+    statistics are the first GPU's.
     """
 
     name = "data_parallel"
@@ -25,7 +25,7 @@ class DataParallel(Technique):
         return nn.DataParallel(model, device_ids=list(range(self.plan.devices_per_process)))
 
     def state(self) -> dict[str, Any]:
-        """The random states of all GPUs; the training remembers the first one's alone."""
+        """The random states of all GPUs; the training itself saves only the first GPU's."""
         return {"cuda": [torch.cuda.get_rng_state(index) for index in range(self.plan.devices_per_process)]}
 
     def restore(self, state: dict[str, Any]) -> None:

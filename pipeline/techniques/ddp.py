@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank has the model and a share of the batch; gradients are averaged as they arise."""
+"""DistributedDataParallel: every rank has the model and a share of the batch; backward averages the gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pipeline.techniques.base import Inputs, Technique
 _NO_BROADCAST = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"  # its name before torch 2.15
+    else "broadcast_buffers"  # the option's name before torch 2.15
 )
 
 
 class GradientsBesideBuckets(Technique):
-    """Gradients are no views of the buckets."""
+    """Gradients have their own memory, instead of being views of DDP's buckets."""
 
     name = "gradients_beside_buckets"
     estimable = False
@@ -37,7 +37,7 @@ class GradientsBesideBuckets(Technique):
 
 
 def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> DistributedDataParallel:
-    """``model`` in DistributedDataParallel as the plan says; ``options`` are more of its arguments, such as the
+    """Wrap ``model`` in DistributedDataParallel as the plan says. ``options``: further arguments of it, such as the
     ``process_group`` of the replicas."""
     arguments: dict[str, Any] = {
         "bucket_cap_mb": plan.applied.bucket_mb,
@@ -51,11 +51,11 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
 
 
 class Replicated(Technique):
-    """What may put a model into DistributedDataParallel, whose buckets a resumed training must find as it left them.
+    """A technique that may wrap the model in DistributedDataParallel, and restores its buckets in a resumed training.
 
-    After its first backward pass DDP fills its buckets anew, in the order in which gradients came, and where a gradient
-    lies decides in which order more than two ranks add it up. So a resumed training first passes a batch through the
-    model, and forgets the gradients.
+    After the first backward pass DDP rebuilds its buckets, in the order in which the gradients came. The place of a
+    gradient in its bucket decides the order in which more than two ranks add it up. So a resumed training first passes
+    a batch through the model, and discards the gradients.
     """
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
@@ -66,7 +66,7 @@ class Replicated(Technique):
         self._step = step
 
     def arrange_buckets(self, model: DistributedDataParallel) -> None:
-        """As after a first step. Buffers stay as they are; random states do not."""
+        """Rebuild DDP's buckets as a first step does. The model's buffers stay unchanged; random states do not."""
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._step.forward(*self._inputs.sample()).backward()
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank holds a share of the model, and gathers a block of it when it runs."""
+"""Fully sharded data parallelism: every rank holds a share of the model, and gathers each block before it runs."""
 
 from __future__ import annotations
 
@@ -23,53 +23,60 @@ from pipeline.plans import Plan
 from pipeline.step import TrainingStep
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.base import Checkpointed, Inputs, Technique
-from pipeline.techniques.sharded_state import whole_model, whole_optimizer
+from pipeline.techniques.sharded_state import in_parts
 
 
 def _dimensions(plan: Plan) -> dict[str, int]:
-    """Of the mesh: how many ranks share out the model and, where there are replicas of it, how many these are."""
+    """Return the mesh's dimensions: the ranks that share one model, preceded by the replicas if there are several."""
     replicas = plan.applied.replicas
     shares = {"shares": plan.processes // replicas}
     return {"replicas": replicas} | shares if replicas > 1 else shares
 
 
 class FSDP(Technique):
-    """``fully_shard`` (FSDP2) on the model's blocks, and on the model for what is in none.
+    """``fully_shard`` (FSDP2) on each of the model's blocks, and on the model for the parameters outside of blocks.
 
-    Each rank holds 1/N of every parameter, along its first dimension, with its gradient and its optimizer state; with
-    ``replicas``, 1/N of N ranks in a row, and the rows average their gradients. BatchNorm normalises a rank's share of
-    the batch, as under DDP, and evaluation takes the main rank's running statistics.
+    Each rank holds 1/N of every parameter, split along its first dimension, with its gradient and its optimizer state.
+    With ``replicas``, every N consecutive ranks share one replica, and the replicas average their gradients. BatchNorm
+    normalises a rank's share of the batch, as under DDP, and evaluation takes the main rank's running statistics.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
     """
 
     name = "fsdp"
-    shards_model = True
+    casts_to_evaluate = True
     estimable = False
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         units = list(blocks(model))
         self._check(model, units)
-        model.to(memory_format=torch.contiguous_format)  # all that it shards; channels_last is left to the input
-        applied = self.plan.applied
-        options: dict[str, Any] = {
-            "mesh": self.world.mesh(**_dimensions(self.plan)),
-            # None: blocks do, and the model's own parameters, with which the backward pass begins, do not.
-            "reshard_after_forward": None if applied.reshard_after_forward else False,
-            "offload_policy": CPUOffloadPolicy() if applied.cpu_offload else OffloadPolicy(),
-        }
+        model.to(memory_format=torch.contiguous_format)  # FSDP shards no other format; the input can be channels_last
+        # None: blocks are resharded, the model's own parameters, with which the backward pass begins, are not.
+        reshard = None if self.plan.applied.reshard_after_forward else False
         inside = outside = MixedPrecisionPolicy()
-        if applied.parameter_precision == "bf16":
+        if self.plan.applied.parameter_precision == "bf16":
             inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             outside = replace(inside, output_dtype=torch.float32)  # the loss is a float32 sum
             for norm in list(model.modules()):
                 if isinstance(norm, _BatchNorm) and any(True for _ in norm.parameters()):
-                    # Its kernels take 16-bit images with float32 parameters and statistics, and no other mixture.
-                    fully_shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
+                    # Its kernels take 16-bit images with float32 parameters and statistics, and no other mix of types.
+                    self._shard(norm, MixedPrecisionPolicy(cast_forward_inputs=False), reshard)
         for unit in units:
-            fully_shard(unit, mp_policy=inside, **options)
-        self.model: FSDPModule = fully_shard(model, mp_policy=outside, **options)
+            self._shard(unit, inside, reshard)
+        self.model: FSDPModule = self._shard(model, outside, reshard)
         return model
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Evaluation gathers the same shares in float32, whatever their precision in training, and keeps none."""
+        model.to(memory_format=torch.contiguous_format)
+        for part in (*blocks(model), model):
+            self._shard(part, MixedPrecisionPolicy(), reshard=True)
+        return model
+
+    def _shard(self, part: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> FSDPModule:
+        offload = CPUOffloadPolicy() if self.plan.applied.cpu_offload else OffloadPolicy()
+        mesh = self.world.mesh(**_dimensions(self.plan))
+        return fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
 
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         def make(parameters: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -98,8 +105,7 @@ class FSDP(Technique):
 
     def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(self.model, nn.Module)
-        checkpoint.model = whole_model(checkpoint.model, self.model, {})
-        checkpoint.optimizer = whole_optimizer(checkpoint.optimizer, optimizer, {})
+        in_parts(checkpoint, self.model, optimizer, {}, self.world)
 
     def _check(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Raise ConfigError for a model whose parameters cannot be shared out unit by unit."""
@@ -123,9 +129,9 @@ class FSDP(Technique):
 
 
 class _FusedOnOwnParts(TorchFunctionMode):
-    """Gives the fused optimizers' kernels each rank's own part of DTensors.
+    """Passes this rank's own parts of DTensors to the kernels of fused optimizers.
 
-    They work element by element, so that nothing else need be known; DTensor itself knows Adam's and not SGD's.
+    The kernels work element by element, so the parts suffice. DTensor itself supports fused Adam, but not fused SGD.
     """
 
     def __torch_function__(

@@ -12,7 +12,7 @@ from pipeline.techniques.base import Technique
 class GradientAccumulation(Technique):
     """Each of N micro-batches counts 1/N, so the sum of their gradients is the whole batch's mean gradient.
 
-    BatchNorm still normalises each micro-batch by its own statistics. A pipeline takes its micro-batches itself.
+    BatchNorm still normalises each micro-batch by its own statistics. A pipeline accumulates its micro-batches itself.
     """
 
     name = "gradient_accumulation"
@@ -31,6 +31,6 @@ class GradientAccumulation(Technique):
 
 
 class AutoMicroBatch(GradientAccumulation):
-    """The same, with the N that ``Assembly.fitted`` has found before: the smallest whose step fits in memory."""
+    """Gradient accumulation with the N that ``Assembly.fitted`` found: the smallest for which a step fits in memory."""
 
     name = "auto_micro_batch"

@@ -1,4 +1,4 @@
-"""AdamW whose state takes a byte where float32 takes four, from bitsandbytes."""
+"""bitsandbytes' AdamW, whose state takes one byte a value instead of float32's four."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques.base import Inputs, Technique
 
 LEAST_VALUES = 4096
-"""Of a tensor, for bitsandbytes to keep its moments in 8 bits."""
+"""The fewest values of a tensor whose moments bitsandbytes keeps in 8 bits."""
 
 
 class LowBitOptimizer(Technique):
     """bitsandbytes' AdamW: both moments in 8 bits, each block of 256 values with a scale of its own.
 
-    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. Tensors of less than 4096
-    values keep their moments in float32: they save little and matter more.
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. Tensors of fewer than 4096
+    values keep their moments in float32: they would save little and matter more.
     """
 
     name = "low_bit_optimizer"

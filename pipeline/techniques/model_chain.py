@@ -1,4 +1,4 @@
-"""A model as a chain, which can be cut: from each unit to the next passes one tensor and nothing else."""
+"""A model as a chain of units that can be cut anywhere: each unit passes one tensor, and nothing else, to the next."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class NotAChain(Exception):
 
 
 def chain(model: nn.Module) -> list[nn.Sequential]:
-    """Modules that together, one after the other, compute what ``model`` computes, with the model's own parameters.
+    """Return modules that, one after the other, compute what ``model`` computes, with the model's own parameters.
 
-    torch.fx records the operations of the model's forward pass; a block of a sequence of blocks, and any layer, is one
-    operation. Between two operations is a joint where a single tensor is all that the later ones need: never inside a
-    residual connection. Each unit has parameters to train, so that each stage has.
+    torch.fx records the operations of the model's forward pass; a layer, or a block in a sequence of blocks, is one
+    operation. The model is split between two operations if the later ones need only a single tensor: never inside a
+    residual connection. Each unit, and so each stage, has trainable parameters.
 
     Raises NotAChain if the model cannot be recorded, or uses a parameter in two units.
     """
@@ -49,7 +49,7 @@ def chain(model: nn.Module) -> list[nn.Sequential]:
 
 
 def joined(units: Sequence[nn.Sequential], joins: Sequence[int]) -> list[nn.Sequential]:
-    """The chain with each unit whose index is in ``joins`` added to the one before it."""
+    """Return the chain with each unit whose index is in ``joins`` merged into the unit before it."""
     parts: list[list[nn.Module]] = []
     for index, unit in enumerate(units):
         if index in joins:
@@ -60,9 +60,9 @@ def joined(units: Sequence[nn.Sequential], joins: Sequence[int]) -> list[nn.Sequ
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Where each of ``parts`` consecutive, non-empty parts of ``costs`` ends, so that the costliest one costs least.
+    """Split ``costs`` into consecutive, non-empty ``parts`` so that the costliest part costs least; return their ends.
 
-    The costs are not negative. By dynamic programming over the beginnings of ``costs``: O(parts * len(costs)^2).
+    The costs must not be negative. Dynamic programming over the prefixes of ``costs``: O(parts * len(costs)^2).
     Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
 
     >>> balanced([3, 1, 1, 1, 2], 2)
@@ -72,7 +72,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     if not 1 <= parts <= count:
         raise ValueError(f"{count} costs cannot be divided into {parts} parts")
     before = [0.0, *accumulate(costs)]
-    # Of the first ``end`` costs in so many parts: what the costliest costs, and where each ends.
+    # For the first ``end`` costs, split into 1 part, then 2, ...: the cost of the costliest part, and the parts' ends.
     best: dict[int, tuple[float, list[int]]] = {end: (before[end], [end]) for end in range(1, count + 1)}
     for made in range(1, parts):
         best = {
@@ -83,10 +83,10 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the model, its plain Sequentials and what holds a sequence of blocks; all else is one operation."""
+    """Traces into the model, plain Sequentials and modules with a sequence of blocks; any other is one operation."""
 
     def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
-        if "forward" in vars(module) or _hooked(module):  # its blocks may be checkpointed, say
+        if "forward" in vars(module) or _hooked(module):  # such as a checkpointed block
             return True
         return type(module).forward is not nn.Sequential.forward and not _holds_a_sequence_of_blocks(module)
 
@@ -100,7 +100,7 @@ def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
 
 
 def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Node) -> list[nn.Module]:
-    """The graph, cut wherever a single value is alive."""
+    """Cut the graph wherever only a single value is alive."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     place = {node: index for index, node in enumerate(nodes)}
     last_use = {
@@ -120,7 +120,7 @@ def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Nod
 
 
 def _piece(model: nn.Module, nodes: Sequence[fx.Node], entering: fx.Node, leaving: fx.Node) -> nn.Module:
-    """These operations alone."""
+    """Return a module of these operations alone."""
     graph = fx.Graph()
     copies = {entering: graph.placeholder("entering")}
 
@@ -136,7 +136,7 @@ def _piece(model: nn.Module, nodes: Sequence[fx.Node], entering: fx.Node, leavin
 
 
 class _Entry(nn.Module):
-    """What the model does to its input by forward pre-hooks, such as to resize images."""
+    """Runs the model's forward pre-hooks, which may resize images, say, on its input."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Other kernels, and other states, for the job's optimizer."""
+"""Other kernels, other state or other gradient handling for the job's optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.techniques.base import Technique
 
 
 class ForeachOptimizer(Technique):
-    """One kernel an operation of the update, for all parameters."""
+    """One kernel per operation of the update, for all parameters together."""
 
     name = "foreach_optimizer"
     kernel: ClassVar[dict[str, bool]] = {"fused": False, "foreach": True}
@@ -24,7 +24,7 @@ class ForeachOptimizer(Technique):
 
 
 class ForLoopOptimizer(ForeachOptimizer):
-    """One kernel an operation and parameter."""
+    """One kernel per operation of the update and parameter."""
 
     name = "for_loop_optimizer"
     kernel: ClassVar[dict[str, bool]] = {"fused": False, "foreach": False}
@@ -33,13 +33,13 @@ class ForLoopOptimizer(ForeachOptimizer):
 class FactoredOptimizer(Technique):
     """Adafactor in place of AdamW, with the job's learning rate and weight decay.
 
-    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018, as
-    ``torch.optim.Adafactor`` has it: the learning rate is the most by which a step changes a tensor, relative to the
-    root mean square of its values.
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018. In
+    ``torch.optim.Adafactor`` the learning rate bounds how far a step changes a tensor, relative to the root mean
+    square of the tensor's values.
     """
 
     name = "factored_optimizer"
-    estimable = False  # it looks at a value in each step: the count of steps
+    estimable = False  # each step reads a tensor's value: the count of steps
 
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         options = {key: choice.options[key] for key in ("lr", "weight_decay")}

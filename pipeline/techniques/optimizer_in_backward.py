@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -15,22 +16,27 @@ class OptimizerInBackward(Technique):
     """The optimizer takes its step for one parameter at a time, so that gradients are never all in memory.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024 (LOMO).
-    It is the plain optimizer, with all its state and its groups' learning rates, that sees a single parameter at a
-    time: the weights are the same to the last bit.
+    The job's own optimizer, with its state and its groups' learning rates, takes each step for a single parameter, so
+    the weights are the same to the last bit.
     """
 
     name = "optimizer_in_backward"
 
     def change_step(self, step: TrainingStep) -> None:
         self.optimizer, self.update = step.optimizer, step.update
+        # The collector of cycles cannot see what a parameter's hook holds: the parameters would outlive the training.
+        update = WeakMethod(self._update)
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(self._update, number))
-        step.update = lambda: None
+                    parameter.register_post_accumulate_grad_hook(partial(_call, update, number))
+        step.update = self._nothing
+
+    def _nothing(self) -> None:
+        """The parameters are updated already; the step, which calls this, holds the technique, as no hook does."""
 
     def _update(self, number: int, parameter: torch.Tensor) -> None:
-        """What happens when ``parameter``, of the optimizer's group ``number``, has its gradient."""
+        """Update ``parameter``, of the optimizer's group ``number``, and free its gradient."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         self.optimizer.param_groups = [groups[number] | {"params": [parameter]}]
         try:
@@ -38,3 +44,9 @@ class OptimizerInBackward(Technique):
         finally:
             self.optimizer.param_groups = groups
         parameter.grad = None
+
+
+def _call(update: WeakMethod[Any], number: int, parameter: torch.Tensor) -> None:
+    method = update()
+    assert method is not None, "the step holds the technique"
+    method(number, parameter)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model in stages, one a process, through which micro-batches follow each other."""
+"""Pipeline parallelism: the model in stages, one per process, through which micro-batches pass one after the other."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _ALLOWED = (
 
 
 class Pipeline(Technique):
-    """Each rank keeps one stage of the model; ``torch.distributed.pipelining`` takes a step's micro-batches through.
+    """Each rank keeps one stage of the model; ``torch.distributed.pipelining`` schedules a step's micro-batches.
 
-    The stages are cut so that the slowest is as fast as can be, by what each unit of the model's chain costs on the
-    main rank's device. What is sent at the cuts is not counted. Where the cuts lie changes no sum; but a layer that
-    draws at random draws from its rank's generator, so that another cut is another random process.
+    The model is cut so that the slowest stage is as fast as possible, by the time of each unit of the model's chain on
+    the main rank's device, communication not counted. The cuts do not change the sums. But a layer that draws random
+    numbers uses its rank's generator, so other cuts give other random numbers.
 
-    Ranks next to each other form a pipeline. With replicas there are several, whose gradients are averaged stage by
-    stage when a step's schedule is through.
+    Consecutive ranks form a pipeline. With replicas there are several pipelines, whose gradients are averaged stage by
+    stage at the end of a step's schedule.
     """
 
     name = "pipeline"
-    shards_model = True
+    casts_to_evaluate = True
     estimable = False
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -54,7 +54,7 @@ class Pipeline(Technique):
         self._pipeline, self._alike = mesh.get_group("stage"), mesh.get_group("replica")
         self._index = world.rank % self._stages
         self._module = _Stage()
-        """What this rank keeps of the model. Another cut changes what is in it."""
+        """This rank's stage of the model. Another cut changes its contents."""
         self._schedule: PipelineScheduleSingle | None = None
         self._loads: list[Callable[[], object]] = []
 
@@ -69,9 +69,9 @@ class Pipeline(Technique):
         return ends[self._index], ends[self._index + 1]
 
     @classmethod
-    def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:
+    def why_not_held_by(cls, model: nn.Module, inputs: torch.Tensor) -> WhyNotHeldBy:
         try:
-            most, why_not = len(parts(model, torch.zeros(2, *shape))[0]), ""
+            most, why_not = len(parts(model, inputs)[0]), ""
         except NotAChain as reason:
             most, why_not = 1, str(reason)
         why_not = why_not or f"{type(model).__name__} can be cut into {most} part(s) at most"
@@ -103,7 +103,7 @@ class Pipeline(Technique):
                 self._schedule = self._scheduled(step)
             images, labels = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
             self._schedule.step(
-                *([torch.cat(images)] if self._index == 0 else []),  # it cuts them up again
+                *([torch.cat(images)] if self._index == 0 else []),  # the schedule splits them again
                 target=torch.cat(labels) if self._is_last else None,
                 return_outputs=False,
             )
@@ -119,14 +119,13 @@ class Pipeline(Technique):
 
     def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        checkpoint.model = self._whole_model(checkpoint.model)
-        checkpoint.optimizer = self._whole_optimizer(checkpoint.optimizer)
+        checkpoint.model, checkpoint.optimizer = self._whole_model(), self._whole_optimizer()
 
-    def _whole_model(self, stored: Stored) -> Stored:
+    def _whole_model(self) -> Stored:
         def read() -> dict[str, Any]:
             whole = {}
-            for name, tensor in stored.read().items():
-                # The first pipeline's ranks are the first ranks; BatchNorm's statistics are theirs.
+            for name, tensor in self._model.state_dict().items():
+                # The first pipeline consists of the first ranks; BatchNorm's statistics are taken from there.
                 source = self._stage_of.get(name, 0)
                 is_source = self.world.rank == source
                 whole[name] = (
@@ -138,15 +137,16 @@ class Pipeline(Technique):
             return whole
 
         def load(whole: dict[str, Any]) -> object:
-            return stored.load(
-                {name: tensor if tensor.is_meta else whole[name] for name, tensor in stored.read().items()}
+            held = self._model.state_dict()
+            return self._model.load_state_dict(
+                {name: tensor if tensor.is_meta else whole[name] for name, tensor in held.items()}
             )
 
         return Stored(read, self._again(load))
 
-    def _whole_optimizer(self, stored: Stored) -> Stored:
+    def _whole_optimizer(self) -> Stored:
         def read() -> dict[str, Any]:
-            own = stored.read()
+            own = self._optimizer.state_dict()
             places = self._places()
             mine = {places[index]: state for index, state in own["state"].items()}
             groups = [[places[index] for index in group["params"]] for group in own["param_groups"]]
@@ -162,20 +162,20 @@ class Pipeline(Technique):
         def load(whole: dict[str, Any]) -> object:
             places = self._places()
             state = {index: whole["state"][place] for index, place in places.items() if place in whole["state"]}
-            own = stored.read()["param_groups"]
+            own = self._optimizer.state_dict()["param_groups"]
             groups = [
                 {**group, "params": mine["params"]} for group, mine in zip(whole["param_groups"], own, strict=True)
             ]
-            return stored.load({"state": state, "param_groups": groups})
+            return self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
         return Stored(read, self._again(load))
 
     def _again(self, load: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-        """``load``, remembered with what it was given, should ``restore`` find that the model is cut otherwise."""
+        """Wrap ``load`` to remember each call, which ``restore`` repeats if the checkpoint's model is cut otherwise."""
 
-        def remembered(whole: dict[str, Any]) -> object:
-            self._loads.append(partial(load, whole))
-            return load(whole)
+        def remembered(announced: dict[str, Any]) -> object:
+            self._loads.append(partial(load, self.world.sent(announced)))
+            return self._loads[-1]()
 
         return remembered
 
@@ -183,7 +183,7 @@ class Pipeline(Technique):
         return {"joins": self._cut.joins, "costs": self._cut.costs, "ends": self._cut.ends}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Cut the model where it was cut, whatever was measured this time, and read what is then here of it."""
+        """Cut the model as in the checkpoint, whatever was measured this time, and load this rank's stage again."""
         ends, loads = tuple(state["ends"]), self._loads
         self._loads = []
         if ends == self._cut.ends:
@@ -205,7 +205,7 @@ class Pipeline(Technique):
         return torch.autocast(self.world.device.type, dtype) if dtype else nullcontext()
 
     def _split(self, cut: Cut) -> None:
-        """Keep this rank's stage; of the rest of the model keep the shapes alone."""
+        """Keep this rank's stage, and only the shapes of the rest of the model."""
         self._cut = cut
         units = joined(chain(self._model), cut.joins)
         stages = [units[begin:end] for begin, end in pairwise((0, *cut.ends))]
@@ -220,7 +220,7 @@ class Pipeline(Technique):
             for name, tensor in self._model.state_dict(keep_vars=True).items()
             if id(tensor) in stage_of
         }
-        placed: dict[int, torch.Tensor] = {}  # what is tied stays tied
+        placed: dict[int, torch.Tensor] = {}  # tied parameters stay tied
         for name, module in self._model.named_modules():
             prefix = f"{name}." if name else ""
             for tensors in (module._parameters, module._buffers):
@@ -231,10 +231,10 @@ class Pipeline(Technique):
                             placed[id(tensor)] = self._placed(tensor, stage)
                         tensors[key] = placed[id(tensor)]
         begin, end = self._bounds
-        self._module.take(joined(chain(self._model), cut.joins)[begin:end])  # of what is the model's now
+        self._module.take(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
 
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """``tensor`` where it belongs; what comes from the meta device has no value yet."""
+        """Return ``tensor`` on the device if ``stage`` is here, uninitialised if it was on meta, else on meta."""
         device = self.world.device if stage == self._index else torch.device("meta")
         if tensor.is_meta == (device.type == "meta"):
             return tensor
@@ -242,7 +242,7 @@ class Pipeline(Technique):
         return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
     def _places(self) -> dict[int, int]:
-        """Index of each parameter in this rank's optimizer -> its index in that of a single device."""
+        """Index of each parameter in this rank's optimizer -> its index in a single device's optimizer."""
         names = {id(parameter): index for index, parameter in enumerate(self._model.parameters())}
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(held)}
@@ -262,11 +262,11 @@ class Pipeline(Technique):
         )
 
         def loss(passing: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            """The last stage's forward pass, which needs the labels; the schedule has them here alone."""
+            """Run the last stage's forward pass here, where the schedule passes the labels."""
             share = step.forward(passing, labels)
             step.losses.add(
                 share.detach() * self._stages
-            )  # losses are averaged over ranks, of which one a pipeline has any
+            )  # losses are averaged over ranks, and only a pipeline's last rank has losses
             return share
 
         schedule = _SCHEDULES[self.plan.applied.schedule]
@@ -274,7 +274,7 @@ class Pipeline(Technique):
 
 
 class _Stage(nn.Module):
-    """A rank's units, one after the other. What leaves is contiguous, as it is sent and arrives."""
+    """A rank's units, one after the other. The output is contiguous, as it is sent and received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class _Stage(nn.Module):
 
 
 class _Passing(nn.Module):
-    """The step's forward, techniques included, as the schedule calls it where no label is needed."""
+    """The step's forward, techniques included, for the stages before the last, which need no labels."""
 
     def __init__(self, step: TrainingStep) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class _Passing(nn.Module):
 
 
 class _Arriving(nn.Module):
-    """Hands on what the last stage gets. A view: older releases of torch detach an output that is none, in place."""
+    """Returns the last stage's input as a view: older releases of torch detach any other output in place."""
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:
         return passing.view_as(passing)

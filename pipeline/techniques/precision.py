@@ -12,7 +12,7 @@ from pipeline.step import TrainingStep
 from pipeline.techniques.base import Technique
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What autocast computes in, by the variant's ``precision``."""
+"""The variant's ``precision`` -> the dtype of autocast."""
 
 
 class BFloat16(Technique):
@@ -28,7 +28,7 @@ class BFloat16(Technique):
 class Float16(BFloat16):
     """Autocast to float16 with a gradient scaler: the loss is scaled up so that small gradients do not vanish.
 
-    The scaler leaves out the update of a step whose scaled gradients overflow, and halves its scale.
+    The scaler skips the update of a step whose scaled gradients overflow, and halves its scale.
     """
 
     name = "fp16"
@@ -42,7 +42,7 @@ class Float16(BFloat16):
         super().change_step(step)
         backward = step.backward
 
-        def update() -> None:  # in the place of the step's: what changes ``update`` has to come later
+        def update() -> None:  # replaces the step's: a technique that wraps ``update`` must come later
             self.scaler.step(step.optimizer)
             self.scaler.update()
 

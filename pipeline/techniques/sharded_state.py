@@ -1,4 +1,4 @@
-"""State that ranks hold in parts: gathered into what a single device would have, and taken apart again."""
+"""State that ranks hold in parts: read as DTensors, and loaded by each rank for its own parts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from pipeline.distributed import own_part
-from pipeline.techniques.base import Stored
+from pipeline.distributed import World, own_part
+from pipeline.techniques.base import Checkpointed, Stored
 
 
 @contextmanager
 def without_random_warning() -> Iterator[None]:
-    """On CPUs DTensor warns that it would not draw random numbers consistently. Nothing here draws any with it."""
+    """Hide DTensor's warning that it draws random numbers inconsistently on CPUs. Nothing here draws any by DTensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators")
         yield
@@ -33,86 +40,72 @@ class Layout:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole tensor."""
 
     @classmethod
     def of(cls, tensor: DTensor) -> Layout:
         return cls(tensor.device_mesh, tensor.placements, tensor.shape)
 
-    def whole(self, held: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, on the mesh's device, from what every rank holds."""
-        part = own_part(held).detach().to(self.mesh.device_type)
+    def dtensor(self, part: torch.Tensor) -> DTensor:
+        """Return this rank's ``part``, a plain tensor, as a DTensor over the same memory."""
         stride = torch.empty(self.shape, device="meta").stride()
-        whole = DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
-        ).full_tensor()
-        return whole.detach()
-
-    def part(self, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what every rank has whole, of the kind of ``held`` and with memory of its own."""
-        with without_random_warning():
-            part = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None).clone()
-        return part if isinstance(held, DTensor) else own_part(part)
+        return DTensor.from_local(
+            part.detach(), self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
 
 
 Layouts = Mapping[nn.Parameter, Layout]
-"""Of the parameters that are plain tensors and yet parts; a DTensor knows its own."""
+"""Layouts of the parameters that are parts but plain tensors; a DTensor knows its own layout."""
 
 
-def whole_model(stored: Stored, model: nn.Module, layouts: Layouts) -> Stored:
-    """``stored``, the state dict of ``model``, with whole tensors in the place of parts."""
-    by_name = {name: layouts[each] for name, each in model.named_parameters() if each in layouts}
+def in_parts(
+    checkpoint: Checkpointed, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Layouts, world: World
+) -> None:
+    """Make ``checkpoint`` read each rank's parts, and load them from whole tensors that are sent one by one.
 
-    def layout(name: str, held: Any) -> Layout | None:
-        return Layout.of(held) if isinstance(held, DTensor) else by_name.get(name)
-
-    def read() -> dict[str, Any]:
-        state = stored.read()
-        found = {name: layout(name, held) for name, held in state.items()}
-        return {name: held if (each := found[name]) is None else each.whole(held) for name, held in state.items()}
-
-    def load(state: dict[str, Any]) -> object:
-        now = stored.read()
-        found = {name: layout(name, now[name]) for name in state}
-        return stored.load(
-            {
-                name: value if (each := found[name]) is None else each.part(value, now[name])
-                for name, value in state.items()
-            }
-        )
-
-    return Stored(read, load)
-
-
-def whole_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, layouts: Layouts) -> Stored:
-    """The same for the state of ``optimizer``, read onto the host: a device need not have the memory for all of it.
-
-    What a rank holds of it as it does of the parameter, momentum say, is a DTensor or has the shape of the rank's part;
-    the rest, the count of steps say, is the same on every rank.
+    State of the optimizer that is split like its parameter, momentum say, is a DTensor or has the shape of the rank's
+    part. Other state, the count of steps say, is the same on every rank.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def layout(parameter: nn.Parameter) -> Layout | None:
-        return Layout.of(parameter) if isinstance(parameter, DTensor) else layouts.get(parameter)
+    parameters = dict(model.named_parameters())
 
-    def whole(parameter: nn.Parameter, held: Any) -> Any:
-        if isinstance(held, DTensor):
-            return Layout.of(held).whole(held).cpu()
-        of_parameter = layout(parameter)
-        in_parts = isinstance(held, torch.Tensor) and held.shape == parameter.shape
-        return of_parameter.whole(held).cpu() if of_parameter and in_parts else held
+    def part(name: str, held: Any) -> Any:
+        """Return ``held``, the parameter's value or a value of its optimizer state, as a DTensor if it is a part."""
+        parameter: Any = parameters.get(name)
+        if parameter in layouts and isinstance(held, torch.Tensor) and held.shape == parameter.shape:
+            return layouts[parameter].dtensor(held)
+        return held
 
-    def part(parameter: nn.Parameter, value: Any) -> Any:
-        of_parameter = layout(parameter)
-        in_parts = of_parameter and isinstance(value, torch.Tensor) and value.shape == of_parameter.shape
-        return of_parameter.part(value, parameter) if of_parameter and in_parts else value
+    def loaded(name: str, held: Any, saved: Any) -> Any:
+        """Copy this rank's part of ``saved`` into the memory of ``held`` and return this; if no tensor, ``saved``."""
+        if not isinstance(saved, torch.Tensor):
+            return saved
+        value, own = world.sent(saved), part(name, held)
+        if isinstance(own, DTensor):
+            with without_random_warning():
+                value = own_part(distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None))
+        own_part(held).copy_(value)
+        return held
 
-    def each(state: dict[str, Any], change: Any) -> dict[str, Any]:
-        return state | {
-            "state": {
-                index: {name: change(parameters[index], value) for name, value in values.items()}
-                for index, values in state["state"].items()
-            }
+    def read_model() -> dict[str, Any]:
+        return {name: part(name, held) for name, held in get_model_state_dict(model).items()}
+
+    def load_model(saved: dict[str, Any]) -> None:
+        held = get_model_state_dict(model)
+        set_model_state_dict(model, {name: loaded(name, held[name], value) for name, value in saved.items()})
+
+    def read_optimizer() -> dict[str, Any]:
+        held: Any = get_optimizer_state_dict(model, optimizer)
+        state = {name: {key: part(name, each) for key, each in own.items()} for name, own in held["state"].items()}
+        return {**held, "state": state}
+
+    def load_optimizer(saved: dict[str, Any]) -> None:
+        held: Any = get_optimizer_state_dict(model, optimizer)["state"]
+        state = {
+            name: {key: loaded(name, held[name][key], each) for key, each in own.items()}
+            for name, own in saved["state"].items()
         }
+        lenient = StateDictOptions(strict=False)  # a parameter that no step has used has no state
+        set_optimizer_state_dict(model, optimizer, saved | {"state": state}, options=lenient)
 
-    return Stored(lambda: each(stored.read(), whole), lambda state: stored.load(each(state, part)))
+    checkpoint.model, checkpoint.optimizer = Stored(read_model, load_model), Stored(read_optimizer, load_optimizer)

@@ -1,4 +1,4 @@
-"""SyncBatchNorm: mean and variance over the micro-batches of all ranks, as one device would take them."""
+"""SyncBatchNorm: mean and variance over the micro-batches of all ranks, as a single device computes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.techniques.base import Inputs, Technique
 class SyncBatchNorm(Technique):
     """``torch.nn.SyncBatchNorm`` in place of every BatchNorm; names in the state dict stay as they are.
 
-    torch has kernels for it on GPUs alone. Each rank's running statistics are then those of all.
+    torch has SyncBatchNorm's kernels for GPUs only. The running statistics are the same on every rank.
     """
 
     name = "sync_batchnorm"

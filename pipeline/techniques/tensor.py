@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks hold pairs of linear layers together, cut along the width between the two."""
+"""Tensor parallelism: ranks share pairs of linear layers, split along the hidden width between the two layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.plans import WhyNotHeldBy
 from pipeline.step import TrainingStep
 from pipeline.techniques.base import Checkpointed, Inputs
 from pipeline.techniques.ddp import Replicated, replicated
-from pipeline.techniques.sharded_state import Layout, whole_model, whole_optimizer, without_random_warning
+from pipeline.techniques.sharded_state import Layout, in_parts, without_random_warning
 
 _ELEMENT_BY_ELEMENT = (
     *(nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
@@ -28,23 +28,23 @@ _ELEMENT_BY_ELEMENT = (
 
 
 class Tensor(Replicated):
-    """``parallelize_module`` on every pair of linear layers with nothing but element-wise functions between them.
+    """``parallelize_module`` on every pair of linear layers with nothing but element-wise functions between them, or
+    with the attention of whole heads, where the model says so (``tensor_pair`` of ``pipeline.models.gpt.Attention``).
 
-    Each rank computes its columns of the first layer and, from these, its rows' part of the second; the parts of all
-    ranks are added up. The rest of the model is on every rank, which therefore takes the same samples and, outside the
-    pairs, draws the same random numbers. With ``replicas``, groups of ranks hold a model each, share the batch and
-    average their gradients as under DDP.
+    Each rank computes its columns of the first layer and, from these, a partial result of the second; the partial
+    results of all ranks are added up. The rest of the model is on every rank, so all ranks take the same samples and,
+    outside the pairs, draw the same random numbers. With ``replicas``, each group of ranks holds one model; the groups
+    share the batch and average their gradients as under DDP.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
 
     name = "tensor"
-    shards_model = True
     shared_rng = True
     estimable = False
 
     @classmethod
-    def why_not_held_by(cls, model: nn.Module, shape: tuple[int, int, int]) -> WhyNotHeldBy:  # noqa: ARG003
+    def why_not_held_by(cls, model: nn.Module, inputs: torch.Tensor) -> WhyNotHeldBy:  # noqa: ARG003
         return partial(_why_not_cut, model)
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
@@ -61,10 +61,10 @@ class Tensor(Replicated):
                 self.layouts |= _with_plain_parameters(linear)
             for module in pair.between:
                 if getattr(module, "inplace", False):
-                    vars(module)["inplace"] = False  # a layer returns a view, which autograd lets nobody change
+                    vars(module)["inplace"] = False  # a layer returns a view, which autograd forbids to change
                 if isinstance(module, nn.Dropout):
                     vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
-            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # for the same reason
+            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # a copy, no view
         self.wrapped = (
             None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
         )
@@ -80,12 +80,11 @@ class Tensor(Replicated):
             step.no_sync = self.wrapped.no_sync
 
     def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
-        checkpoint.model = whole_model(checkpoint.model, self.model, self.layouts)
-        checkpoint.optimizer = whole_optimizer(checkpoint.optimizer, optimizer, self.layouts)
+        in_parts(checkpoint, self.model, optimizer, self.layouts, self.world)
 
     def _fitting(self, model: nn.Module, ranks: int) -> list[Pair]:
         """The pairs that can be cut. Raises ConfigError if there is none."""
-        fitting = [pair for pair in pairs(model) if pair.first.out_features % ranks == 0]
+        fitting = [pair for pair in pairs(model) if pair.parts % ranks == 0]
         if not fitting:
             why_not = _why_not_cut(model, ranks)
             raise ConfigError(f"variants.{self.plan.name}.parallelism: found 'tensor', but {why_not}.")
@@ -93,14 +92,15 @@ class Tensor(Replicated):
 
 
 def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
-    """Why no pair of ``model`` can be cut into so many parts; None if one can."""
-    widths = sorted({pair.first.out_features for pair in pairs(model)})
+    """Return why no pair of ``model`` can be cut into ``ranks`` parts; None if some pair can."""
+    widths = sorted({pair.parts for pair in pairs(model)})
     if any(width % ranks == 0 for width in widths):
         return None
     if widths:
         return (
-            f"{type(model).__name__} has {', '.join(map(str, widths))} values between its linear layers, which {ranks} "
-            "processes cannot share evenly; allowed: a number of processes (a replica) that divides one of them"
+            f"{type(model).__name__} has {', '.join(map(str, widths))} values between its linear layers, or heads, "
+            f"which {ranks} processes cannot share evenly; allowed: a number of processes (a replica) that divides one "
+            "of them"
         )
     return (
         f"{type(model).__name__} has no two linear layers with nothing but element-wise functions between them; "
@@ -110,30 +110,43 @@ def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear layers, and what runs between them, element by element."""
+    """Two linear layers, and the element-wise modules between them, or attention by heads."""
 
     first: nn.Linear
     between: tuple[nn.Module, ...]
     second: nn.Linear
+    parts: int
+    """Into how many parts they can be cut: values between the layers, or heads."""
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """The pairs of linear layers that can be cut along the width between them, none of which shares a layer.
 
-    Both must be used in one place alone, and so must dropouts between them: elsewhere the width would be whole.
+    Both layers and the dropouts between them must be used in this place only: elsewhere their width is not cut.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))
-    for chain in _chains(model):
-        for pair in _pairs_of(chain):
-            dropouts = [module for module in pair.between if isinstance(module, nn.Dropout)]
-            parts = (pair.first, pair.second, *dropouts)
-            if all(uses[id(each)] == 1 for part in parts for each in (part, *part.parameters())):
-                yield pair
+    chained = (pair for chain in _chains(model) for pair in _pairs_of(chain))
+    for pair in (*_attentions(model), *chained):
+        dropouts = [module for module in pair.between if isinstance(module, nn.Dropout)]
+        parts = (pair.first, pair.second, *dropouts)
+        if all(uses[id(each)] == 1 for part in parts for each in (part, *part.parameters())):
+            yield pair
+
+
+def _attentions(model: nn.Module) -> Iterator[Pair]:
+    """Yield the layers before and after the heads of each module whose ``tensor_pair`` names them: the first one's
+    outputs must be head by head, and the module's forward pass must take as many ``heads`` as there are."""
+    for module in model.modules():
+        if names := getattr(module, "tensor_pair", None):
+            first, second = map(module.get_submodule, names)
+            assert isinstance(first, nn.Linear)
+            assert isinstance(second, nn.Linear)
+            yield Pair(first, (), second, int(module.heads))  # type: ignore[arg-type]
 
 
 def _chains(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
-    """Modules that run one after the other, each on what the one before returned."""
+    """Yield sequences of modules that run one after the other, each on the output of the module before."""
     for module in model.modules():
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             yield list(module)
@@ -146,7 +159,7 @@ def _pairs_of(chain: Iterable[nn.Module]) -> Iterator[Pair]:
     between: list[nn.Module] = []
     for module in chain:
         if type(module) is nn.Linear and first is not None:
-            yield Pair(first, tuple(between), module)
+            yield Pair(first, tuple(between), module, first.out_features)
             first = None
         elif type(module) is nn.Linear:
             first, between = module, []
@@ -157,10 +170,10 @@ def _pairs_of(chain: Iterable[nn.Module]) -> Iterator[Pair]:
 
 
 def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
-    """Put plain tensors, this rank's parts, in the place of ``linear``'s DTensors; returns how they make up the whole.
+    """Replace ``linear``'s DTensors by plain tensors, this rank's parts; return the layout of each part.
 
-    Plain parameters are what optimizers, their fused kernels and DistributedDataParallel take together with the rest of
-    the model's. The forward pass sees DTensors again, over the same memory.
+    Optimizers, their fused kernels and DistributedDataParallel take no mixture of DTensors with the model's other,
+    plain parameters. The forward pass sees DTensors again, over the same memory.
     """
     layouts: dict[str, Layout] = {}
     for name, parameter in list(linear.named_parameters()):
@@ -183,10 +196,10 @@ def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
 
 
 def _part_of_whole_dropout(dropout: nn.Dropout, rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Dropout of this rank's part [..., width / ranks] of the hidden values.
+    """Return the dropout of this rank's part [..., width / ranks] of the hidden values.
 
-    Every rank draws the mask of the whole width and takes its part, so that the parts are independent of each other,
-    and all ranks' generators go on alike: the whole is what a single device draws.
+    Every rank draws the mask of the whole width, as a single device does, and takes its part. So the parts are
+    independent of each other, and all ranks' generators stay in the same state.
     """
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:

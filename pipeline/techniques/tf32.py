@@ -1,4 +1,4 @@
-"""TF32: float32 products that Tensor Cores read with 10 bits of mantissa and add up in float32."""
+"""TF32: Tensor Cores round float32 factors to 10 bits of mantissa, and add up the products in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.techniques.base import Technique
 
 
 class TF32(Technique):
-    """TF32 for cuBLAS and cuDNN inside a step. Evaluation, between steps, has the whole of float32 again."""
+    """TF32 for cuBLAS and cuDNN inside a step. Evaluation, between steps, computes in full float32."""
 
     name = "tf32"
 
@@ -22,8 +22,8 @@ class TF32(Technique):
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    # These two switches and not torch's newer ``fp32_precision``: a process must not mix the two, and these are the
-    # ones with which ``assembly`` switches TF32 off.
+    # Not torch's newer ``fp32_precision``: a process must not mix it with these two switches, by which ``assembly``
+    # switches TF32 off.
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = True

@@ -17,10 +17,10 @@ from pipeline.techniques.ddp import DDP
 
 
 class Zero1(DDP):
-    """Every rank updates its share of the parameters, keeps the optimizer state of these alone, and sends them on.
+    """Every rank keeps the optimizer state of its share of the parameters, updates these and broadcasts them.
 
-    Whole parameters are shared out, the largest first, so that the shares are even where no parameter is a large part
-    of the model. Source: Rajbhandari et al., "ZeRO", 2020.
+    Each parameter belongs to one rank. They are assigned the largest first, so that the shares are even unless one
+    parameter is a large part of the model. Source: Rajbhandari et al., "ZeRO", 2020.
     """
 
     name = "zero1"
@@ -61,7 +61,7 @@ class Zero1(DDP):
             parts = self.world.gather(own["state"])
             return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
 
-        checkpoint.optimizer = Stored(read, optimizer.load_own_state)
+        checkpoint.optimizer = Stored(read, lambda whole: optimizer.load_own_state(self.world.sent(whole)))
 
 
 def _passed_on(name: str) -> property:
@@ -73,10 +73,10 @@ def _passed_on(name: str) -> property:
 
 
 class _SharedOut(ZeroRedundancyOptimizer):
-    """``ZeroRedundancyOptimizer`` that shows what this rank's own optimizer, ``optim``, holds.
+    """``ZeroRedundancyOptimizer`` that exposes the state of this rank's own optimizer, ``optim``.
 
-    ``state`` is that of the rank's share of the parameters; ``param_groups`` are those of all. The tensors by which a
-    fused optimizer learns of overflows and of a loss scale are passed on to it.
+    ``state`` holds the state of the rank's share of the parameters; ``param_groups`` hold all parameters. The tensors
+    that tell a fused optimizer of overflows and of the loss scale are passed on to ``optim``.
     """
 
     found_inf = _passed_on("found_inf")
@@ -90,11 +90,11 @@ class _SharedOut(ZeroRedundancyOptimizer):
         self.state = self.optim.state
 
     def own_state(self) -> dict[str, Any]:
-        """The state dict with the indices of the whole model's parameters, and the state of this rank's share."""
+        """Return the state dict with the state of this rank's share, by the parameters' indices in the whole model."""
         return torch.optim.Optimizer.state_dict(self)
 
     def load_own_state(self, whole: dict[str, Any]) -> None:
-        """This rank's share of a whole state dict, by its own optimizer, which knows the types of its state."""
+        """Load this rank's share of a whole state dict into its own optimizer, which knows the dtypes of its state."""
         parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
         share = [parameters.index(id(each)) for group in self.optim.param_groups for each in group["params"]]
         state = {place: whole["state"][index] for place, index in enumerate(share) if index in whole["state"]}

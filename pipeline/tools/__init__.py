@@ -1,1 +1,1 @@
-"""Commands that nothing else needs, each on its own."""
+"""Commands that are independent of each other, and that no other package needs."""

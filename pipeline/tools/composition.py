@@ -1,4 +1,4 @@
-"""What a variant's training is composed of on this machine, for a person."""
+"""Show how a variant's training is composed on this machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ HOOKS = {
     "change_optimizer": "optimizer",
     "change_step": "step",
     "change_checkpoint": "checkpoint",
+    "for_evaluation": "evaluation",
 }
-"""Hook -> what of a training it changes."""
+"""Hook -> the part of a training that it changes."""
 
 
-def show(config: Config, name: str, machine: Machine) -> None:
-    """Print the plan of ``variants.<name>``: the job, the techniques in the order in which they apply, and what each
-    changes; what is left out, and why. Raises ConfigError."""
+def show(config: Config, name: str | None, machine: Machine) -> None:
+    """Print the plan of ``variants.<name>``: the job, the techniques in the order in which they apply with what each
+    changes, and the techniques left out with the reasons. Without a name, list the variants. Raises ConfigError."""
+    if name is None:
+        for each, variant in config.variants.items():
+            print(f"{each}: {', '.join(one.name for one in in_order(variant)) or 'no technique'}")
+        print("One with its step: python -m pipeline plan VARIANT")
+        return
     plan = plan_of(config, name, machine, launched_size())
     train = plan.train
     samples = f"{plan.micro_batches} micro-batch(es) of {plan.micro_batch_size} samples a process"
@@ -40,7 +46,7 @@ def show(config: Config, name: str, machine: Machine) -> None:
 
 
 def _changes(technique: type[Technique]) -> list[str]:
-    """What its hooks change, beyond those that every technique has."""
+    """The parts of a training that the technique's own hooks change."""
     own = [what for hook, what in HOOKS.items() if _own(technique, hook) is not _own(Technique, hook)]
     return own + ["input"] * bool(technique.placement)
 

@@ -1,6 +1,6 @@
-"""What a comparison rests on, as one file that others can check without the data, torch or the machine.
+"""Evidence: the files behind a comparison in one archive, which others can check without data, torch or the machine.
 
-A zip without compression: the same files give the same bytes with every zlib, and nothing unpacks to more than it is.
+It is a zip without compression: the same files give the same bytes with every zlib, and no file unpacks to more bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 from pipeline import environment, params, report, results
 from pipeline.comparison.compare import compare
 from pipeline.comparison.consistency import LOCK, PREPARED, made_of, read_all
-from pipeline.data.prepared import Description
 from pipeline.environment import code
 from pipeline.errors import PipelineError, printable, redacted
 from pipeline.files import whole
@@ -31,34 +30,43 @@ from pipeline.params import Config
 FILE = Path("evidence.zip")
 MANIFEST = "manifest.json"
 NAME = re.compile(
-    r"(manifest|environment|bench|data/prepared/dataset|sessions/[\w-]+|results/[\w-]+|reports/metrics/[\w-]+)\.json"
+    r"(manifest|environment|bench|data/prepared/dataset|(sessions|results|reports/metrics|reports/verdicts)/[\w-]+)\.json"
     r"|params\.yaml|dvc\.lock|results/[\w-]+/history\.csv|reports/(comparison\.(json|md|html)|\w+\.csv)",
     re.ASCII,
 )
-"""Of all that can be in it."""
+"""Names that files in the archive can have."""
 LARGEST = 2**27
-"""Bytes of the whole."""
+"""Most bytes of the archive."""
 MOST = 2_000
-"""Files in it, and rounds of a bench."""
+"""Most files of the archive, and most rounds of a bench."""
 NOT_VERIFIED = """\
 Not verified, for no file can tell it: that this was measured at all, on that machine, with that code and data; that no
 session was left out. Against a forger, measure it again. Who made the file, its attestation tells."""
 
 
 class EvidenceError(PipelineError):
-    """There is no evidence to be made, or what is to be checked is none. The message names the file."""
+    """Evidence cannot be made, or the file to check is no evidence. The message names the file."""
 
 
 class Difference(Exception):
-    """Two parts of the evidence contradict each other. The message names file and key."""
+    """Two parts of the evidence contradict each other. The message names the file and the key."""
 
 
 def write(file: Path = FILE) -> None:
-    """Put the comparison, and what it was made from, into ``file``, whole or not at all.
+    """Write the comparison and the files that it was made from into ``file``, whole or not at all.
 
-    Addresses lose user names, passwords and queries. Raises EvidenceError if the report is not what the files give.
+    Addresses lose user names, passwords and queries. Raises EvidenceError if a file whose checksum another file holds
+    has such an address, or if the report does not follow from the files.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
+    unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
+    for name in sorted(inputs.keys() - unsummed):
+        if Path(name).read_bytes() != inputs[name]:
+            raise EvidenceError(
+                f"{name} holds an address with a user name, password or query: evidence must not tell it, and "
+                "without it its sum is another. Take it from `train` or `variants` in params.yaml and run `dvc repro`; "
+                f"if it is a file of {results.SESSIONS}/, remove it and `make again`."
+            )
     try:
         made = _compared(inputs)
         reports = {name: _read(name) for name in made}
@@ -77,9 +85,9 @@ def write(file: Path = FILE) -> None:
 
 
 def check(file: Path = FILE) -> int:
-    """Recompute all that follows from the rounds and runs in ``file``, and say what holds and what nobody can tell.
+    """Recompute the report from the rounds and runs in ``file``; print what holds, and what no file can prove.
 
-    Returns 1 at the first difference, else 0. Raises EvidenceError, before anything is unpacked, if ``file`` can be no
+    Returns 1 at the first difference, else 0. Raises EvidenceError, before anything is unpacked, if ``file`` cannot be
     evidence.
     """
     try:
@@ -98,9 +106,9 @@ def check(file: Path = FILE) -> int:
         reports = {name: members[name] for name in members if name.startswith(f"{results.REPORTS}/")}
         made = _compared({name: members[name] for name in members.keys() - reports.keys()})
         _hold(reports, made)
-    except (MemoryError, OSError):  # says something of this machine
+    except (MemoryError, OSError):  # a fault of this machine, not of the evidence
         raise
-    except Exception as error:  # whatever it is: these files do not give this report
+    except Exception as error:  # any other error means that these files do not give this report
         named = isinstance(error, Difference | PipelineError | zipfile.BadZipFile)
         print(printable(f"{file}: {error if named else repr(error)}{_by_other_code(members)}"))
         return 1
@@ -118,7 +126,8 @@ def check(file: Path = FILE) -> int:
 
 
 def _inputs(config: Config) -> list[str]:
-    """What the comparison is made from, and what tells where that came from; of optional files, those that are here."""
+    """The files that the comparison is made from, and those that record their origin; optional files only if they
+    exist."""
     paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.SESSIONS.glob("*.json")]
     paths += [path for path in (LOCK, PREPARED) if path.is_file()]
     paths += [of(variant) for variant in config.variants for of in (results.result_file, results.history_file)]
@@ -133,7 +142,7 @@ def _read(name: str) -> bytes:
 
 
 def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The report that follows from ``inputs``, made in a folder of its own: file -> content."""
+    """The report that follows from ``inputs``, made in a temporary folder: file -> content."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, content in inputs.items():
             Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -143,10 +152,6 @@ def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
         measured, histories = read_all(config)
         sessions = [results.read_bench(), *results.read_sessions()]
         _equal("bench.json, sessions", [each.rounds for each in sessions if each.rounds > MOST], [], "rounds")
-        if PREPARED.is_file():
-            told = Description.model_validate_json(PREPARED.read_bytes())
-            _equal(str(PREPARED), told.sha256, told.digest(), "sha256")
-            _equal(str(results.BENCH_FILE), sessions[0].dataset.sha256, told.sha256, "dataset.sha256")
         compared = compare(measured, histories, sessions, config.compare, environment.read(), made_of(measured))
         report.write(compared, histories)
         return {path.as_posix(): _read(str(path)) for path in sorted(results.REPORTS.rglob("*")) if path.is_file()}
@@ -178,11 +183,11 @@ def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
 
 
 def _zipped(members: Mapping[str, bytes]) -> bytes:
-    """The same members give the same bytes: in order of their names, without times."""
+    """An archive of ``members``, sorted by name and without times, so that the same members give the same bytes."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         for name, content in sorted(members.items()):
-            archive.writestr(zipfile.ZipInfo(name), content)  # of 1980, and not compressed
+            archive.writestr(zipfile.ZipInfo(name), content)  # dated 1980, and not compressed
     return made.getvalue()
 
 
@@ -192,11 +197,11 @@ def _manifest(members: Mapping[str, bytes]) -> bytes:
 
 
 def _hold(said: Mapping[str, bytes], made: Mapping[str, bytes]) -> None:
-    """Raise Difference at the first file, and key, of which ``said`` says something else than ``made``."""
+    """Raise Difference at the first file and key in which ``said`` differs from ``made``."""
     _equal("the archive", dict.fromkeys(said, "a file"), dict.fromkeys(made, "a file"))
-    order = ("reports/metrics/", "reports/comparison.json", "")  # what names the variant and the key first
+    order = ("reports/metrics/", "reports/comparison.json", "")  # first the files that name the variant and the key
     for name in sorted(made, key=lambda name: next(n for n, start in enumerate(order) if name.startswith(start))):
-        if said[name] != made[name]:  # as it may be on another processor, whose logarithms round differently
+        if said[name] != made[name]:  # bytes may differ on another CPU, whose logarithms round differently
             try:
                 there, here = (_values(name, each[name].decode()) for each in (said, made))
             except (RecursionError, ValueError) as error:
@@ -215,7 +220,7 @@ def _values(name: str, text: str) -> Any:
 
 
 def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
-    """Raise Difference, naming the key, unless ``said`` is ``made``, but for the rounding of figures."""
+    """Raise Difference, naming the key, unless ``said`` equals ``made`` up to the rounding of figures."""
     if type(said) is type(made) and isinstance(said, dict | list):
         there, here = (each if isinstance(each, dict) else dict(enumerate(each)) for each in (said, made))
         for inner in dict.fromkeys([*here, *there]):
@@ -231,7 +236,7 @@ def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
 
 
 def _by_other_code(members: Mapping[str, bytes]) -> str:
-    """What may be the reason for a difference."""
+    """A remark that the code here differs from the code that made the evidence; empty if it does not."""
     with contextlib.suppress(Exception):
         if json.loads(members["environment.json"])["stages"]["compare"]["code"] != code.of_stage("compare"):
             return " (The code that compares here, or its Python, is not the one that made it: check with that commit.)"

@@ -1,4 +1,4 @@
-"""The catalogue of techniques as a person asks for it: in a terminal, as a page of the documentation, as JSON."""
+"""The catalogue of techniques: in a terminal, as a page of the documentation, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ CHANGES = {
 
 
 def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
-    """Print the techniques that ``words`` are about, all without any. Raises ConfigError if there is none."""
+    """Print the techniques that match ``words``, or without words a line for each. Raises ConfigError if none matches.
+
+    A word that is a technique's name finds that one alone.
+    """
     on_gpu = machine.gpus > 0
     installed = entries()
     found = [entry for entry in installed if all(_is_about(entry, word) for word in words)]
+    found = [entry for entry in found if [entry.name] == list(words)] or found
     if not found:
         raise ConfigError(
             f"techniques: found nothing about {' '.join(words)!r}; there are: {', '.join(e.name for e in installed)}."
         )
     if as_json:
         print(json.dumps([_described(entry, machine, on_gpu) for entry in found], indent=2))
-    else:
-        print("\n".join(_lines(found, machine, on_gpu, min(shutil.get_terminal_size((100, 24)).columns, 120))))
+        return
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    print("\n".join((_lines if words else _overview)(found, machine, on_gpu, width)))
 
 
 def markdown() -> str:
-    """``docs/techniques.md``."""
+    """The content of ``docs/techniques.md``."""
     parts = [
         "# Techniques",
         "",
@@ -68,7 +73,7 @@ def markdown() -> str:
 
 
 def _name(entry: Entry, quote: str = "") -> str:
-    """The name, in brackets, by which others exclude the technique; nothing where the setting says it."""
+    """The name, in brackets, by which other techniques exclude this one; empty if the setting contains it."""
     return "" if entry.name in entry.setting else f" ({quote}{entry.name}{quote})"
 
 
@@ -108,7 +113,7 @@ def _why_not_here(entry: Entry, machine: Machine, on_gpu: bool) -> str | None:
 
 
 def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
-    """Whether this machine can run it, and why not, as a sentence."""
+    """Text that says whether this machine can run the technique, and why not."""
     described = _described(entry, machine, on_gpu)
     if described["why_not_here"]:
         return f"no: {described['why_not_here']}."
@@ -116,6 +121,24 @@ def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
         return f"slowly: {described['emulated_here']}."
     values = [f"not {value}: {reason}" for value, reason in described["why_not_values_here"].items()]
     return f"yes, but {'; '.join(values)}." if values else "yes"
+
+
+def _overview(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
+    """A line for each technique: its name, if it runs here, what it does."""
+    lines: list[str] = []
+    column = max(len(entry.name) for entry in found)
+    for group in dict.fromkeys(entry.group for entry in found):
+        lines += [group]
+        for entry in found:
+            if entry.group == group:
+                here = _here(entry, machine, on_gpu).partition(":")[0].partition(",")[0]
+                line = f"  {entry.name:{column}}  {here:6}  {entry.does}"
+                lines.append(line if len(line) <= width else f"{line[: width - 3].rstrip()}...")
+        lines += [""]
+    return [
+        *lines,
+        "One in whole, and its setting: python -m pipeline techniques NAME, or a word such as AMP",
+    ]
 
 
 def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:

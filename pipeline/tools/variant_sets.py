@@ -1,4 +1,4 @@
-"""Ready-made variants: files under ``variants/`` that params.yaml can take in, so that it stays short."""
+"""Ready-made variants: sets in files under ``variants/``, here or the project's own, for use in params.yaml."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import files
+from pipeline.environment.code import PACKAGE
 from pipeline.errors import ConfigError
 from pipeline.params import PARAMS_FILE, Config, Machine, Variant, asked, load, parse
 from pipeline.params.loading import read
 from pipeline.plans import plan
 
+PROJECT = next(each for each in (PACKAGE / "project", PACKAGE.parent) if each.is_dir())
+"""Directory of the project's own files: in an installed package (pyproject.toml), or the checkout."""
 FOLDER = Path("variants")
 NULL_TAG = "tag:yaml.org,2002:null"
 
 
 def show(machine: Machine, name: str | None, *, add: bool) -> None:
-    """Print all sets; or one set's variants and whether they can run here, and ``add`` those to params.yaml that can.
+    """Print all sets, or one set's variants and whether they can run here; with ``add``, add those to params.yaml.
 
-    Raises ConfigError if there is no such set, or a variant of its name stands in params.yaml already and differs.
+    Raises ConfigError if there is no such set, or if params.yaml has a different variant of the same name.
     """
-    if not FOLDER.is_dir():
-        raise ConfigError(f"{FOLDER}/ is missing: run from the top of the checkout.")
+    folder = FOLDER if FOLDER.is_dir() else PROJECT / FOLDER
     if name is None:
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 15, break_on_hyphens=False)
-        for path in sorted(FOLDER.glob("*.yaml")):
+        for path in sorted(folder.glob("*.yaml")):
             for first, text in ((path.stem, _about(path)), ("", ", ".join(_read(path)))):
                 wrapper.initial_indent = f"{first:15}"
                 print(wrapper.fill(text))
         return
-    path = FOLDER / f"{name}.yaml"
-    known = sorted(each.stem for each in FOLDER.glob("*.yaml"))
+    path = folder / f"{name}.yaml"
+    known = sorted(each.stem for each in folder.glob("*.yaml"))
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"variants: found {name!r}; there are: {', '.join(known)}.{hint}")
     config, chosen = load(), _read(path)
-    here = {variant: _here(config, variant, values, machine) for variant, values in chosen.items()}
+    here = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
     for variant, (_, words) in here.items():
         print(f"{variant:28} {words}")
     if add:
@@ -62,12 +64,12 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     values = read(path)
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: found {values!r}; expected variants, each under its name as in {PARAMS_FILE}.")
-    parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # names what is wrong in it
+    parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # raises, naming the mistake
     return dict(values)
 
 
-def _here(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
-    """Whether this machine can run the variant, with a technique of it at least; and what is to be said of that."""
+def can_run(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
+    """True if this machine can run the variant with at least one of its techniques; and a remark about that."""
     variant = _parsed(name, values)
     try:
         made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
@@ -84,10 +86,10 @@ def _parsed(name: str, values: Mapping[str, Any]) -> Variant:
 
 
 def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Write ``variants`` at the end of params.yaml's, comments and order kept; the names of the new ones."""
+    """Add ``variants`` after those of params.yaml, keeping comments and order, and return the names of the new ones."""
     from ruamel.yaml import YAML
 
-    file = PARAMS_FILE.resolve()  # a link stays one
+    file = PARAMS_FILE.resolve()  # a link stays a link
     if not os.access(file, os.W_OK):
         raise ConfigError(f"{file} is not to be written; make it writable, or copy the variants there yourself.")
     text = YAML()  # round trip: keeps comments

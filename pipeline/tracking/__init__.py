@@ -1,8 +1,8 @@
-"""The only package that knows MLflow. Files are the truth, MLflow is the mirror: it can be lost, late or down.
+"""The only package that uses MLflow. The files are the truth and MLflow mirrors them: it can be lost, late or down.
 
 ``follow`` shows a running training from a process of its own; ``publish`` makes the store agree with the files.
-Neither raises what MLflow raises: that costs one warning. ``promote`` names the registry's champion, and does raise.
-``health`` tells a person how the store is. Nothing imports mlflow until the store must be asked.
+Both turn MLflow's errors into one warning. ``promote`` names the registry's champion, and raises.
+``health`` tells a person the state of the store. mlflow is imported only when the store must be asked.
 """
 
 from pipeline.tracking.checkup import Health, health

@@ -1,4 +1,4 @@
-"""Whether the tracking store can be written to. MLflow's own client is asked, and nothing in the store is changed."""
+"""Check that the tracking store can be written to. The check asks MLflow's own client and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 class Health(NamedTuple):
     well: bool | None
-    """None: not looked at."""
+    """None: not checked."""
     found: str
     remedy: str = ""
 
 
 def health(root: Path, experiment: str) -> Health:
-    """How the store that ``publish`` would use is. A server's silence costs what stores.DEFAULTS and the user allow."""
+    """The state of the store that ``publish`` would use. A server that does not answer costs the timeout of
+    ``stores.DEFAULTS``, or the user's."""
     uri = stores.address(root)
     embedded = uri.startswith(stores.SQLITE)
     path = Path(uri.removeprefix(stores.SQLITE))
@@ -54,8 +55,8 @@ def health(root: Path, experiment: str) -> Health:
 
 
 def _read_only(path: Path) -> str:
-    """An address for MLflow under which SQLite lets nobody write: opened as usual, a store of an older version would be
-    migrated, and a strange database filled with tables. ``sqlite:`` alone would make MLflow create directories."""
+    """A read-only SQLite address for MLflow: opened as usual, a store of an older version would be migrated, and
+    another program's database filled with tables. ``sqlite:`` alone would make MLflow create directories."""
     return f"sqlite+pysqlite:///{quote(path.resolve().as_uri())}?mode=ro&uri=true&timeout=1"
 
 
@@ -63,7 +64,7 @@ def _unreadable(error: Exception, where: str, path: Path) -> Health:
     said = str(error)
     if "database is locked" in said:
         return Health(None, f"{where} is in use: another process has locked it")
-    if "out-of-date database schema" in said or "readonly database" in said:  # it wants to write before it reads
+    if "out-of-date database schema" in said or "readonly database" in said:  # MLflow wants to write before it reads
         return Health(
             False,
             f"{where} is of another version of MLflow, was left in the middle of a write, or is not of MLflow",
@@ -96,14 +97,14 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
 
 
 def _failure(error: Exception, uri: str, place: str) -> Health:
-    """What stands between this machine and the server."""
+    """Why this machine does not reach the server."""
     from mlflow.exceptions import MlflowException
     from requests import exceptions
 
     address = urlsplit(uri)
     host = address.netloc.rpartition("@")[2]
     status = error.get_http_status_code() if isinstance(error, MlflowException) else None  # type: ignore[no-untyped-call]
-    cause = error.__context__  # of requests, which MLflow puts into words
+    cause = error.__context__  # the error of requests, which MLflow's message repeats
     reason = redacted(str(getattr(next(iter(cause.args), None), "reason", cause))) if cause else ""
     if isinstance(cause, exceptions.SSLError):
         found = f"its certificate is not trusted ({reason})"
@@ -118,7 +119,7 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
             remedy += "; in a container, this name is the container itself: use the server's name or --network host"
     elif status == 403 and "host" in str(error).lower():
         found = f"the server rejects the host name {host} (403)"
-        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # it wants both
+        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # the server wants both
         remedy = f"add to MLFLOW_SERVER_ALLOWED_HOSTS of the server, and restart it: {names}"
     elif status in (401, 403):
         found = f"the server wants other credentials ({status})"

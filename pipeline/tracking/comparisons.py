@@ -1,4 +1,4 @@
-"""Which runs the files ask a store to hold: comparisons, with a child for each variant and seed, and their keys."""
+"""The runs that a store must hold by the files: comparisons, with a child for each variant and seed, and their keys."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from pipeline import results
 from pipeline.comparison import consistency
 from pipeline.environment import ENVIRONMENT_FILE
-from pipeline.params import Config, Train
+from pipeline.params import Compare, Config, Train
 from pipeline.results import Result, ResultError, Run
 
 LAYOUT = 2
-"""Raise it when runs are to be logged differently: every run is then written again."""
-REPORT_LAYOUT = 4
-"""Raise it when what the report says is to be logged differently: that alone is written again."""
+"""Increase this number when the layout of logged runs changes: every run is then written again."""
+REPORT_LAYOUT = 5
+"""Increase this number when the layout of the logged report changes: only the parent run is then written again."""
 
 PREPARED = Path("data/prepared")
 PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
-"""The files of a profile. Others that lie there are not logged."""
+"""The files of a profile that are logged. Other files in its directory are not."""
 
 COMPARISON = "pipeline.comparison"
 """Tag of a comparison's parent run and of its children: the key of the comparison."""
@@ -31,7 +31,7 @@ RUN = "pipeline.run"
 REPORT = "pipeline.report"
 """Tag of a parent: the digest of the report it holds."""
 COMPLETE = "pipeline.complete"
-"""Tag set as the last act of writing a run; a run without it does not count."""
+"""Tag that is set last when a run is written; a run without this tag does not count."""
 LIVE = "pipeline.live"
 """Tag of a run that a follower writes: the checkout that trains."""
 PARENT = "mlflow.parentRunId"
@@ -45,10 +45,10 @@ class Child:
     result: Result
     run: Run
     train: Train
-    """The job, as params.yaml has it: models are built from this, not from what the result says."""
+    """The job in params.yaml: models are built from this job, not from the one that the result names."""
     root: Path
     model_file: Path | None
-    """The weights to log as a model; None: none to log."""
+    """The weights to log as a model; None: no model is logged."""
 
     @property
     def variant(self) -> str:
@@ -72,7 +72,7 @@ class Child:
 
     @property
     def written_ms(self) -> int:
-        """When this checkout got the result."""
+        """When the result was written in this checkout."""
         return round(self.result_file.stat().st_mtime * 1000)
 
 
@@ -81,18 +81,21 @@ class Wanted:
     """One comparison that the store must hold."""
 
     key: str
+    settings: Compare
+    """The section ``compare`` of params.yaml."""
     report: str
     """Digest of the report's files, and of the profiles and inference results beside it."""
     children: Mapping[str, Child]
-    """By key, in the order of params.yaml and of the seeds."""
+    """Key -> child, in the order of params.yaml and of the seeds."""
     profiles: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """By variant: the files of its profile."""
+    """Variant -> the files of its profile."""
     inference: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """By variant: what inference with its model gave, for programs and for a person."""
+    """Variant -> the files of its inference result: JSON and Markdown."""
 
     @property
     def records(self) -> list[Path]:
-        """The records of both: each is another whenever it was measured again, so what lies beside need not be read."""
+        """The JSON files of profiles and inference. Each new measurement changes them, so the other files need not be
+        read."""
         return _records(self.profiles, self.inference)
 
     @property
@@ -101,10 +104,10 @@ class Wanted:
 
 
 def wanted(config: Config, root: Path) -> Wanted | None:
-    """The comparison of the results that are there; None if there is none.
+    """The comparison of the results that are there; None if there is no result.
 
-    Raises ResultError, naming the file, for one that is no result, not of what ``config`` says, or not of what it was
-    made from or recorded as (``consistency.broken_links``).
+    Raises ResultError, naming the file, for a file that is no result, a result of another job than ``config``, or one
+    that no longer matches its inputs or its record (``consistency.broken_links``, which says what else is raised).
     """
     found = []
     for variant in config.variants:
@@ -121,6 +124,7 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     shown = [*report_files(root), *_records(profiles, inference)]
     return Wanted(
         key=_digest([LAYOUT, *sorted(results.digest(result) for result in found)]),
+        settings=config.compare,
         report=_digest([REPORT_LAYOUT, *([file.name, results.sha256(file)] for file in shown)]),
         children={child.key: child for child in children},
         profiles=profiles,
@@ -137,19 +141,19 @@ def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
         key=_digest([LAYOUT, about, results.digest(run), has_model]),
         result=result,
         run=run,
-        train=config.train,
+        train=config.train_of(result.variant),
         root=root,
         model_file=weights if has_model else None,
     )
 
 
 def report_files(root: Path) -> list[Path]:
-    """The comparison, as data, for a pull request and for a person."""
+    """The report's files: JSON, Markdown and HTML."""
     return [file for file in sorted((root / results.REPORTS).glob("comparison.*")) if file.suffix != ".partial"]
 
 
 def context_files(root: Path) -> list[Path]:
-    """What a comparison rests on beside its results. No change of these alone makes a parent run out of date."""
+    """Files that a comparison rests on beside its results. If only these change, the parent run is not out of date."""
     return [file for file in (root / ENVIRONMENT_FILE, root / "params.yaml", root / "dvc.lock") if file.exists()]
 
 

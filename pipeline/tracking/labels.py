@@ -1,4 +1,4 @@
-"""The parameters and tags of a run in a store, by the files. No MLflow here."""
+"""The parameters and tags of a run in a store, from the files. This module does not use MLflow."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from pipeline.tracking.metrics import allowed
 
 NOTE = "mlflow.note.content"
 VERDICT = "verdict"
-"""Tag of a child; with a variant's name after a point, of a parent: what the comparison says of it."""
+"""Tag of a child, and with a variant's name after a dot tag of a parent: the variant's verdict."""
+COLUMNS = (VERDICT, "speed", "memory", "accuracy")
+"""Tags of a child: the comparison's figures for its variant, shown in a table."""
 REFUSALS = "refusals"
-"""Tag, likewise: which numbers were refused, and why."""
+"""Tag of a child, and with a variant's name after a dot tag of a parent: which numbers were refused, and why."""
 FINDING = "finding"
-"""With a variant's name after a point, tag of a parent: what its profile says."""
+"""Tag of a parent, with a variant's name after a dot: the findings of the variant's profile."""
 NOTE_LIMIT = 7900
-"""Characters; MLflow's tags end at 8000."""
+"""Most characters of a note; MLflow's tags end at 8000."""
 
 
 def child_params(result: Result) -> dict[str, str]:
-    """The configuration asked for and what became of it on the machine."""
+    """The configuration that was asked for, and the one that ran on the machine."""
     values = result.model_dump(mode="json", exclude={"schema_", "variant", "environment", "summary", "runs"})
     return flatten(values.pop("config") | values)
 
 
 def child_tags(child: Child) -> dict[str, str]:
-    """What people look for, and the run's key."""
+    """The tags that people search by, and the run's key."""
     tags = {
         RUN: child.key,
         "variant": child.variant,
         "seed": str(child.run.seed),
         "world_size": str(child.result.world_size),
-        "dvc_stage": f"train@{child.variant}",
+        "dvc_stage": f"{results.stage_of(child.result.applied)}@{child.variant}",
         "model_sha256": child.run.model_sha256,
         **_origin_of(child.result, child.root),
     }
@@ -54,7 +56,7 @@ def child_tags(child: Child) -> dict[str, str]:
 
 
 def parent_params(wanted: Wanted) -> dict[str, str]:
-    """The job, which all variants share."""
+    """The parameters of the job, which all variants share."""
     by_variant = {child.variant: child.result for child in wanted.children.values()}
     first = next(iter(by_variant.values()))
     return flatten(
@@ -69,7 +71,8 @@ def parent_params(wanted: Wanted) -> dict[str, str]:
 
 
 def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
-    """What can change while the results stay: how they are compared, the report, the locked state of the data."""
+    """Tags that can change while the results stay: the settings of the comparison, the report, the locked state of the
+    data."""
     origins = [_origin_of(child.result, root) for child in wanted.children.values()]
     tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
@@ -85,7 +88,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags |= {"sessions": str(len(starts)), **champion(comparison)}
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
-        tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # in place of an older report's
+        tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # replaces the tag of an older report
     return tags
 
 
@@ -103,7 +106,7 @@ def parent_note(root: Path) -> str | None:
 
 
 def origin_tags(root: Path, command: str) -> dict[str, str]:
-    """Where a run came from, in the tags that MLflow's page shows; the commit is the one checked out now."""
+    """The origin of a run, in the tags that MLflow's page shows; the commit is the one checked out now."""
     tags = {"mlflow.source.name": f"python -m pipeline {command}", "mlflow.source.type": "LOCAL"}
     with suppress(OSError, KeyError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
@@ -115,17 +118,19 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
 
 
 def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
-    """The content of comparison.json; empty without one, and if it is ``stale``."""
+    """The content of comparison.json; empty if there is none or it is ``stale``."""
     return {} if stale(wanted, root) else _comparison(root)
 
 
 def stale(wanted: Wanted, root: Path) -> list[str]:
-    """What comparison.json was made of that is something else here."""
+    """The inputs of comparison.json, files and settings, that differ here."""
     runs = {child.variant: [run.model_dump(mode="json") for run in child.result.runs]
             for child in wanted.children.values()}  # fmt: skip
     content = _comparison(root)
     told = [each for each in content.get("variants", ()) if each["runs"] != runs.get(each["variant"])]
-    return changed_since(content, root) or [f"the runs of {each['variant']}" for each in told]
+    now = wanted.settings.model_dump(mode="json") if content else None
+    settings = [f"{path} in params.yaml" for path, *_ in results.differing(content.get("settings"), now, "compare")]
+    return settings + (changed_since(content, root) or [f"the runs of {each['variant']}" for each in told])
 
 
 def _comparison(root: Path) -> dict[str, Any]:
@@ -140,7 +145,7 @@ def _comparison(root: Path) -> dict[str, Any]:
 
 
 def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """By variant: what the comparison (see ``compared``) says of it, and why it says no more; none if it is empty."""
+    """Variant -> its verdict in the comparison (see ``compared``), with the reasons if it is undecided or untrusted."""
     found = {}
     for each in comparison.get("variants", ()):
         verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
@@ -149,8 +154,28 @@ def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def columns(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Variant -> tags of its children: the verdict, and speed, memory and accuracy as text for a table."""
+    found, said = {}, verdicts(comparison)
+    for each in comparison.get("variants", ()):
+        speed, memory, difference = each["samples_per_second"], each["peak_memory_bytes"], each["accuracy_difference"]
+        points = f", {100 * difference['mean_fraction']:+.2f} points" if difference else ""
+        texts = (
+            said[each["variant"]],
+            f"{speed:,.0f} samples/s{_beside(each['throughput'])}" if speed else "unknown",
+            f"{memory / 2**20:,.1f} MiB{_beside(each['memory'])}" if memory else "unknown",
+            f"{each['test_accuracy_mean_fraction']:.2%}{points}",
+        )
+        found[str(each["variant"])] = dict(zip(COLUMNS, texts, strict=True))
+    return found
+
+
+def _beside(ratio: Mapping[str, Any] | None) -> str:
+    return f", \N{MULTIPLICATION SIGN}{_ratio(ratio)}" if ratio and ratio["decision"] != "untrusted" else ""
+
+
 def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """Which variant is the best, by how much, and what it is beside the next: tags."""
+    """Tags: the best variant, by how much it is the best, and its ratio to the next one."""
     best = comparison.get("champion")
     if not best:
         return {"champion": comparison["baseline"], "champion.gain": "none", "champion.head_to_head": "none"}
@@ -163,23 +188,23 @@ def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _ratio(ratio: Mapping[str, Any]) -> str:
-    if ratio["estimate"] is None:  # no round has both
+    if ratio["estimate"] is None:  # no round has samples of both
         return "unknown"
     ends = (ratio["low"], ratio["high"])
     return f"{ratio['estimate']:.3f}" + (f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else "")
 
 
 def lock_sha256(lock: Path) -> str:
-    """The digest of dvc.lock without the stage ``publish``, which DVC enters only after we have run.
+    """The digest of dvc.lock without the stage ``publish``, which DVC adds only after ``publish`` has run.
 
-    So the file that is then committed has the same one.
+    So the file that is committed then has the same digest.
     """
     stages = re.split(r"^(?=  \S)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:
-    """Nested values as ``a.b.c`` -> text; what is not text is JSON.
+    """Nested values as ``a.b.c`` -> text; values other than text become JSON.
 
     >>> flatten({"train": {"seeds": [0, 1], "augment": {"flip": False}, "model": "small_cnn"}})
     {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
@@ -188,12 +213,12 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _origin_of(result: Result, root: Path) -> dict[str, str]:
-    """What a result came from, beside the commit: the machine, the container image, the locked state of the data."""
+    """The origin of a result beside its commit: the machine, the container image, the locked state of the data."""
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
-    if known:  # the result's, or ``comparisons.wanted`` had refused it
-        tags["environment"] = hash_of(known, "variants")  # what all variants have in common, to be searched for
+    if known:  # it is the result's environment: otherwise ``comparisons.wanted`` had refused the result
+        tags["environment"] = hash_of(known, "variants")  # the digest of what all variants share, to search by
         if known["software"]["image"]:
             tags["image"] = known["software"]["image"]
     if lock.exists():
@@ -202,7 +227,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
 
 
 def _refusals(comparison: Mapping[str, Any], variant: str) -> str:
-    """Which samples of the bench were refused of a variant, a line a round."""
+    """The samples of a variant that the bench refused, one line per round."""
     samples = [
         sample
         for arm in comparison.get("bench", {}).get("arms", ())

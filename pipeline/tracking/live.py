@@ -1,4 +1,4 @@
-"""Show a running training in MLflow, from a process of its own, which yields to the training in everything.
+"""Show a running training in MLflow, from a process of its own that uses only what the training leaves.
 
 The view is provisional: ``publish`` writes each run from its files and takes the live ones away.
 """
@@ -26,16 +26,17 @@ FINISHED = b"finished\n"
 
 
 def follow(config: Config, variant: str, root: Path = Path()) -> int:
-    """Mirror ``variant``'s history and system samples into one live run a seed, until standard input ends or says more.
+    """Mirror ``variant``'s history and system samples into one live run per seed, until a line or the end of standard
+    input.
 
-    The line ``finished`` says that the training is complete: its live runs are marked as finished, else as killed.
-    Returns 0, or 1 if MLflow failed in the end; it never raises for that, and warns once.
+    The line ``finished`` marks the live runs as finished; anything else marks them as killed. Returns 0, or 1 if the
+    last update failed; MLflow's errors are not raised but cost one warning.
     """
     _yield_to_training()
     mirror = _Mirror(config, variant, root)
     ended = Event()
-    # Opening a store takes seconds of a processor that the training leaves us little of. A training that ends first
-    # does not wait for it: it is this thread that hears of the end, and a daemon ends with its process.
+    # Opening a store takes seconds of CPU time, and the training leaves little. A training that ends first does not
+    # wait for the store: this thread reads standard input, and a daemon thread ends with its process.
     worker = Thread(target=mirror.run, args=(ended,), daemon=True)
     worker.start()
     status = "FINISHED" if sys.stdin.buffer.readline() == FINISHED else "KILLED"
@@ -51,7 +52,7 @@ class _Mirror:
 
     def __init__(self, config: Config, variant: str, root: Path) -> None:
         self.store: Store | None = None
-        """Open as soon as there was something to log."""
+        """None until there is something to log."""
         self._config, self._variant, self._root = config, variant, root
         self._history = _Tail(results.history_file(variant, root / results.RESULTS))
         self._system = _Tail(results.system_file(variant, root / results.RESULTS))
@@ -59,7 +60,7 @@ class _Mirror:
         self._warned = False
 
     def run(self, ended: Event) -> None:
-        """Update until the training has ended, ever less often while MLflow fails."""
+        """Update until the training has ended; while MLflow fails, at longer and longer intervals."""
         pause = FIRST_PAUSE_SECONDS
         while not ended.wait(POLL_SECONDS):
             if not self.update():
@@ -67,7 +68,7 @@ class _Mirror:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def update(self, status: str | None = None) -> bool:
-        """Log what the files have gained and, with a ``status``, end the runs with it. Whether MLflow has taken it."""
+        """Log the new rows of the files and, with a ``status``, end the runs with it. True if MLflow took it."""
         try:
             self._read()
             for seed, live in self._live.items():
@@ -75,7 +76,7 @@ class _Mirror:
                     self._log(seed, live)
                 if status and self.store and live.run_id:
                     self.store.client.set_terminated(live.run_id, status, live.ended_ms)
-        except Exception as error:  # whatever MLflow, its database, its server or a broken row raises
+        except Exception as error:  # any error of MLflow, its database, its server, or of a broken row
             if not self._warned:
                 consequence = "Training goes on without a live view; `publish` writes its runs from the files."
                 stores.warn(f"{stores.describe(stores.address(self._root), error)} {consequence}")
@@ -114,23 +115,23 @@ class _Mirror:
 
 
 class _LiveRun:
-    """One seed's run in the making."""
+    """The live run of one seed."""
 
     def __init__(self, started: float) -> None:
         self.started = started
-        """Unix seconds; the zero of the history's clock."""
+        """Unix seconds at which the history's clock is zero."""
         self.ended_ms = 0
-        """When its last point was taken."""
+        """When the last logged point was measured."""
         self.run_id: str | None = None
         self.samples = 0
         self.pending: list[Point] = []
-        """Read from the files, not yet logged."""
+        """Points read from the files and not logged yet."""
 
 
 class _Tail:
-    """The rows that a CSV file gains, whether it is appended to or replaced by a longer one.
+    """New rows of a CSV file that is appended to, or replaced by a longer file.
 
-    One that does not begin with what was read before is read anew from its beginning.
+    A file that does not begin with the content read before is read again from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,7 +140,7 @@ class _Tail:
         self._read = b""
 
     def _written(self) -> tuple[int, int, int] | None:
-        """Stands for the file and when it was written last, by whatever clock; None: there is none."""
+        """Identify the file and its last write by inode, time and size; None: there is no file."""
         try:
             found = self._path.stat()
         except FileNotFoundError:
@@ -147,8 +148,8 @@ class _Tail:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def read(self) -> list[dict[str, str]]:
-        """Complete rows that were not read yet. A file that was not written since this object was made is of an
-        earlier training, and has none."""
+        """Return the complete rows that were not read yet. A file that was not written since this object was made
+        belongs to an earlier training, and gives no rows."""
         if self._written() in (None, self._earlier):
             return []
         content = self._path.read_bytes()
@@ -161,7 +162,7 @@ class _Tail:
 
 
 def _yield_to_training() -> None:
-    """Run only on what the training leaves, on one thread."""
+    """Use one thread, and only CPU time that nothing else wants."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     try:

@@ -1,4 +1,4 @@
-"""The metrics of a run in a store, by the files. No MLflow here."""
+"""The metrics of a run in a store, from the files. This module does not use MLflow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMPARED = {
     "bench/peak_memory_bytes": "peak_memory_bytes",
     "median/train_seconds": "train_seconds",
 }
-"""Metrics of a child -> what comparison.json calls them: medians over the bench's rounds or over the seeds. All
-children of a variant have the same, so that MLflow's average over them is the tables' figure."""
+"""Metrics of a child -> their names in comparison.json: medians over the bench's rounds or over the seeds. All children
+of a variant have the same values, so MLflow's average over the children is the figure in the tables."""
 
 
 class Point(NamedTuple):
@@ -34,14 +34,14 @@ class Point(NamedTuple):
 
 
 def history_points(row: HistoryRow, started: float) -> Iterator[Point]:
-    """Metrics of one row. Their clock is training time after ``started`` (unix seconds): rows carry no other."""
+    """Metrics of one row. Their timestamp is ``started`` (unix seconds) plus training time, the only clock of a row."""
     for name, value in row.model_dump(exclude={"seed", "step"}).items():
         if value is not None:
             yield Point(f"history/{name}", value, round((started + row.train_seconds) * 1000), row.step)
 
 
 def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
-    """Metrics of one sample of the machine, the ``step``-th of its run. MLflow's page shows system/ by itself."""
+    """Metrics of one sample of the machine, the ``step``-th of its run. MLflow shows system/ on a page of its own."""
     timestamp = round(float(row["seconds"]) * 1000)
     for column, text in row.items():
         value = _number(text)
@@ -50,7 +50,7 @@ def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
 
 
 def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
-    """The result's figures; what is unknown is left out."""
+    """The result's figures; unknown ones are left out."""
     for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
         if isinstance(value, int | float):
             yield Point(name, value, timestamp_ms, run.steps)
@@ -73,27 +73,27 @@ def recorded_points(child: Child, started: float) -> list[Point]:
 
 
 def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[str, float]) -> Iterator[Point]:
-    """What the comparison holds of the child's variant: the run's own speed and memory are those
-    of trainings one after the other, which nobody should compare.
+    """The comparison's figures for the child's variant. The run's own speed and memory come from trainings run one
+    after the other, and are not comparable.
 
-    ``known``: the metrics of the run in the store. A value that is refused now becomes not a number.
+    ``known``: the metrics of the run in the store. A value that is refused now is logged as NaN.
     """
-    now = round(time.time() * 1000)  # of several values MLflow shows the youngest
+    now = round(time.time() * 1000)  # MLflow shows a metric's latest value
     [found] = [each for each in comparison["variants"] if each["variant"] == child.variant]
-    for key, field in COMPARED.items():
-        value = math.nan if found[field] is None else float(found[field])
+    for key, field in {**COMPARED, "bench/joules_per_sample": "joules_per_sample"}.items():
+        value = math.nan if found.get(field) is None else float(found[field])
         before = known.get(key, math.nan)
         if value != before and not (math.isnan(value) and math.isnan(before)):
             yield Point(key, value, now, 0)
 
 
 def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
-    """The comparison's figures, as ``<variant>/<figure>``: those that ``dvc metrics show`` prints, the shares of a
-    profiled step, and what inference gave.
+    """The comparison's figures, as ``<variant>/<figure>``: those in ``reports/metrics``, the shares of a profiled
+    step, and the figures of inference.
 
-    ``known``: the metrics that the store holds already. MLflow deletes none, so one that is not known any more becomes
-    not a number. ``timestamp_ms``: when the last run ended; of several values MLflow shows the youngest, so a report
-    that was written later counts from then.
+    ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so one that has no value any
+    more is logged as NaN. ``timestamp_ms``: when the last run ended. MLflow shows a metric's latest value, so the
+    timestamp is that of the newest file if a file was written later.
     """
     files = [
         root / results.REPORTS / "metrics" / f"{variant}.json"
@@ -116,7 +116,7 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
 
 
 def run_times(child: Child) -> tuple[float, float]:
-    """When a run started and ended, in unix seconds: as sampled, else counted back from the result's file."""
+    """Start and end of a run in unix seconds, from the system samples, or else from the time of the result's file."""
     sampled = [float(sample["seconds"]) for sample in _samples(child)]
     durations = {run.seed: run.train_seconds + run.evaluate_seconds for run in child.result.runs}
     if sampled:
@@ -128,12 +128,12 @@ def run_times(child: Child) -> tuple[float, float]:
 
 
 def allowed(text: str) -> str:
-    """``text`` in the characters that MLflow allows."""
+    """``text`` with "_" for each character that MLflow does not allow."""
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", text)
 
 
 def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Metrics of a profile's or an inference's record."""
+    """Metrics from the record of a profile or of inference."""
     for rank, times in enumerate(record.get("ranks", ())):
         for name, value in times.items():
             if name != "step_ms":
@@ -148,13 +148,15 @@ def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, 
                 yield f"{where}/latency_p99_ms", latency["p99_ms"]
             for each in measured["throughput"]:
                 yield f"{where}/batch_{each['batch_size']}_samples_per_second", each["samples_per_second"]
+                if each.get("joules_per_sample"):
+                    yield f"{where}/batch_{each['batch_size']}_joules_per_sample", each["joules_per_sample"]
             yield f"{where}/test_accuracy", agreement["correct_count"] / agreement["test_count"]
             yield f"{where}/equal_fraction", agreement["equal_count"] / agreement["test_count"]
             yield f"{where}/model_bytes", measured["model_bytes"]
 
 
 def _samples(child: Child) -> list[dict[str, str]]:
-    """The rows of system.csv that belong to this seed; none without the file."""
+    """The rows of system.csv that belong to this seed; empty without the file."""
     if not child.system_file.exists():
         return []
     with child.system_file.open(newline="", encoding="utf-8") as file:

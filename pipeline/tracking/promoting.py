@@ -1,4 +1,4 @@
-"""The best variant's model as the registry's champion, once the gate has let its commit pass."""
+"""Make the best variant's model the registry's champion, once its commit has passed the gate."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ GATE = (REPORTS / "gate.json", REPORTS / "gate.md")
 ALIAS = "champion"
 GATE_AGAIN = "Run `python -m pipeline gate --against REVISION`."
 FEWEST_SESSIONS = 3
-"""Fewer say too little of whether a gain is there tomorrow."""
+"""Fewer sessions say too little about whether a gain lasts."""
 TOO_FEW = 3
-"""Exit code: not yet."""
+"""Exit code: nothing was promoted, as more sessions are needed."""
 
 
 class PromotionError(PipelineError):
@@ -36,15 +36,15 @@ class PromotionError(PipelineError):
 def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     """Register the model of the best variant as ``publish.registered_model``, and give it the alias ``champion``.
 
-    It is logged anew, from the weights that are here and that the result names by their digest: whatever lies in the
-    store, somebody else may have put there. The version carries the evidence: the gate's decision and commits, the
-    verdict, the gain (told by other measurements than those that chose it), links to its run and to the comparison,
-    which gets the gate's report. Again, it makes another version.
-    ``commit``: what is checked out, with "+" if files differ from it. Raises PromotionError unless the gate let this
-    very commit pass and MLflow holds the comparison, and ResultError for files that are not what they should be.
+    The model is logged anew, from the local weights whose digest the result names: a model in the store may be somebody
+    else's. The version carries the evidence: the gate's decision and commits, the verdict, the gain (from measurements
+    that did not choose the variant), links to its run and to the comparison. The comparison's run gets the gate's
+    report. Each call makes another version.
+    ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
+    for this very commit and MLflow holds the comparison, and ResultError for files that do not match their record.
 
-    Returns 0; or ``TOO_FEW``, having done and said nothing but that, if the gain rests on too few sessions, or is not
-    decided where the best is chosen by some and measured by others.
+    Returns 0; or ``TOO_FEW``, with a message and no change, if the gain rests on too few sessions, or is not decided
+    when some sessions choose the best variant and others measure it.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)
@@ -71,7 +71,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
             file=sys.stderr,
         )
         return TOO_FEW
-    # The first seed: the one with the highest test accuracy would be chosen by luck, and its accuracy flatter it.
+    # The first seed, not the one with the highest test accuracy: that would be chosen by luck, and look too good.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
     if child is None:
         raise PromotionError(f"the comparison is of {variant!r}, which is not under variants; run `dvc repro`.")
@@ -101,7 +101,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         raise
     except logged_models.NotLoggable as error:
         raise PromotionError(f"the model of {child.name} cannot be made: {error}") from error
-    except Exception as error:  # whatever MLflow, its database or its server raises
+    except Exception as error:  # any error of MLflow, its database or its server
         raise PromotionError(f"{stores.describe(uri, error)} Run `python -m pipeline promote` again.") from error
     name = config.publish.registered_model
     print(f"MLflow: {child.name} is version {version} of {name}, its {ALIAS}: {views.page(uri)}/#/models/{name}")
@@ -109,7 +109,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
 
 
 def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
-    """On how many sessions each of the variant's trusted ratios rests at least, the best one's gain among them."""
+    """The smallest number of sessions behind one of the variant's trusted ratios, the champion's gain included; 0 if no
+    ratio is trusted."""
     return min(
         (
             len(
@@ -126,7 +127,7 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
 
 
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
-    """The gate's decision, if it let ``commit`` pass."""
+    """The gate's decision. Raises PromotionError unless ``commit`` passed the gate."""
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
         outcome, judged, _ = gate["outcome"], gate["head"]["commit"], gate["dataset"]["sha256"]
@@ -146,7 +147,7 @@ def _passed(root: Path, commit: str | None) -> dict[str, Any]:
 
 
 def _stored(store: Store, wanted: Wanted, child: Child) -> tuple[StoredRun, StoredRun]:
-    """The runs of the comparison and of ``child`` in the store."""
+    """The runs of the comparison and of ``child`` in the store. Raises PromotionError if one is missing."""
     stored = [run for run in store.runs(wanted.key) if run.tags.get(COMPARISON) == wanted.key and run.is_complete]
     parents = [run for run in stored if RUN not in run.tags]
     runs = [run for run in stored if run.tags.get(RUN) == child.key]
@@ -180,7 +181,7 @@ def _registered(
     gate: Mapping[str, Any],
     parent: StoredRun,
 ) -> str:
-    """Register ``model``, which is of ``run``, as a version with ``tags``, and name that the champion."""
+    """Register ``model`` of ``run`` as a version with ``tags``, make it the champion, and return its number."""
     from mlflow.exceptions import MlflowException
 
     client = store.client

@@ -1,4 +1,4 @@
-"""Make the store agree with the files: always safe to repeat, near free when nothing is new."""
+"""Make the store agree with the files: always safe to repeat, and nearly free when nothing is new."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pipeline.interpreter import importing
 from pipeline.params import Config
 from pipeline.tracking import comparisons, labels, metrics, stamps, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
-from pipeline.tracking.labels import VERDICT
 from pipeline.tracking.reconciliation import Changes, reconcile
 from pipeline.tracking.stores import Store
 
@@ -24,29 +23,32 @@ NO_HARM = (
 
 @dataclass(frozen=True)
 class Published:
-    """What ``publish`` did; all zero if the store agreed already."""
+    """The changes that ``publish`` made; all zero if the store agreed already."""
 
     children: int = 0
     """Runs that the comparison holds now, one for each variant and seed."""
     written: int = 0
-    """Of these, written now."""
+    """Runs among them that were written now."""
     deleted: int = 0
-    """Half-written, doubled or superseded runs taken away, and live ones that these replace."""
+    """Deleted runs: half-written, duplicate or superseded ones, and live runs that the new runs replace."""
     failed: bool = False
-    """MLflow failed, and a warning said so; the store may lack runs."""
+    """True if MLflow failed, which a warning reported; the store may lack runs."""
 
 
 def publish(config: Config, root: Path = Path()) -> Published:
     """Make the MLflow store hold the comparison of the results under ``root`` exactly once.
 
     One parent run for the comparison, with one complete child run for each variant and seed; other comparisons stay
-    as history. It prints one line. A failure of MLflow is a warning on stderr. Raises ResultError for files that cannot
-    be read, or are not what they should be: a result of another job, or weights of another digest.
+    as history. Prints one line. A failure of MLflow is a warning on stderr. Raises ResultError for files that cannot be
+    read, a result of another job, or weights of another digest.
     """
     wanted = comparisons.wanted(config, root)
     if wanted is None:
         print("MLflow: no results yet, nothing to publish.")
         return Published()
+    if other := labels.stale(wanted, root):
+        names = ", ".join(other)
+        stores.warn(f"the report was made of something else than is here ({names}): no verdict is taken of it.")
     uri, experiment, children = stores.address(root), config.publish.experiment, len(wanted.children)
     experiment_id, changes = stamps.agreeing(uri, experiment, wanted), None
     if experiment_id is None:
@@ -56,18 +58,13 @@ def publish(config: Config, root: Path = Path()) -> Published:
                 experiment_id = store.experiment_id
                 changes = reconcile(wanted, store.runs(wanted.key), stores.checkout(root))
                 if changes:
-                    if other := labels.stale(wanted, root):
-                        names = ", ".join(other)
-                        stores.warn(
-                            f"the report was made of other files than are here ({names}): no verdict is taken of it."
-                        )
                     print(f"MLflow: writing {wanted.name} ...", flush=True)
                     _apply(changes, wanted, store, config)
-                    store.client.set_experiment_tag(experiment_id, views.TAG + wanted.name, views.state(wanted))
+                _show(wanted, store)
                 stamps.write(store, experiment, wanted)
         except PipelineError:
             raise
-        except Exception as error:  # whatever MLflow, its database or its server raises
+        except Exception as error:  # any error of MLflow, its database or its server
             stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
             return Published(failed=True)
     link = _link(uri, experiment_id, wanted)
@@ -81,13 +78,21 @@ def publish(config: Config, root: Path = Path()) -> Published:
 
 
 def _link(uri: str, experiment_id: str, wanted: Wanted) -> str:
-    """Where to compare the runs."""
+    """The address of the page that compares the runs."""
     link = views.link(uri, experiment_id, wanted)
     return link if uri.startswith("http") else f"{link} (after `make ui`)"
 
 
+def _show(wanted: Wanted, store: Store) -> None:
+    """Make the views those of this comparison, also where its runs stood there before."""
+    known = store.client.get_experiment(store.experiment_id).tags
+    for tag, value in views.tags(wanted).items():
+        if value != known.get(tag):
+            store.client.set_experiment_tag(store.experiment_id, tag, value)
+
+
 def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> None:
-    """Do it, in an order in which stopping anywhere leaves something that the next call puts right."""
+    """Make ``changes``, in an order that lets the next call repair whatever an interruption leaves."""
     for run_id in changes.delete:
         store.delete(run_id)
     parent_id = changes.parent.run_id if changes.parent else _create_parent(wanted, store)
@@ -99,7 +104,7 @@ def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> No
 
 
 def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> None:
-    """Write a run as its files have it, and mark it complete as the last act."""
+    """Write a run from its files, and mark it complete as the last step."""
     client, (started, ended) = store.client, metrics.run_times(child)
     ended_ms = round(ended * 1000)
     # Tagged from the start, so that a half-written run is found and deleted.
@@ -153,18 +158,18 @@ def _create_parent(wanted: Wanted, store: Store) -> str:
 
 
 def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
-    """On each child, what the comparison says of its variant and compares of it; it may be something else now.
+    """Set each child's tags and metrics from the comparison of its variant, which may have changed.
 
-    Where there is no comparison of these results, what the last one said stays.
+    Without a comparison of these results, the earlier tags and metrics stay.
     """
     comparison = labels.compared(wanted, store.root)
-    verdicts = labels.verdicts(comparison)
+    columns = labels.columns(comparison)
     for run in store.runs(wanted.key):
         child = wanted.children.get(run.tags.get(RUN, ""))
-        if child is None or child.variant not in verdicts or run.tags.get(COMPARISON) != wanted.key:
+        if child is None or child.variant not in columns or run.tags.get(COMPARISON) != wanted.key:
             continue
-        if run.tags.get(VERDICT) != verdicts[child.variant]:
-            store.set_tags(run.run_id, {VERDICT: verdicts[child.variant]})
+        if not columns[child.variant].items() <= run.tags.items():
+            store.set_tags(run.run_id, columns[child.variant])
         store.log_points(run.run_id, metrics.compared_points(comparison, child, run.metrics))
 
 

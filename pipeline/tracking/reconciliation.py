@@ -1,4 +1,4 @@
-"""What must change in a store so that it holds one comparison exactly once. A pure function."""
+"""Find the changes after which a store holds one comparison exactly once. A pure function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, RE
 
 @dataclass(frozen=True)
 class StoredRun:
-    """What reconciling needs to know of a run in the store; deleted runs are not in the store."""
+    """A run in the store, as far as ``reconcile`` needs it; deleted runs do not count."""
 
     run_id: str
     status: str
@@ -19,7 +19,7 @@ class StoredRun:
     intact: bool = True
     """False where the run's artifacts should be on this machine and are gone."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The latest value of each."""
+    """The latest value of each metric."""
 
     @property
     def is_complete(self) -> bool:
@@ -28,28 +28,28 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Changes:
-    """The way from the store's state to the wanted one; every act can be repeated."""
+    """The changes from the store's state to the wanted one; every change can be repeated."""
 
     parent: StoredRun | None
     """The run to use as parent; None: it must be created."""
     finish_parent: bool
-    """Whether the parent itself is to be written (again): it is new, half-written, or its report is another."""
+    """True if the parent must be written (again): it is new or half-written, or its report has changed."""
     create: list[str] = field(default_factory=list)
     """Keys of children to write from the files."""
     delete: list[str] = field(default_factory=list)
-    """Ids of runs that are half-written, twice there or superseded."""
+    """Ids of runs that are half-written, duplicate or superseded."""
 
     def __bool__(self) -> bool:
         return self.finish_parent or bool(self.create or self.delete)
 
 
 def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
-    """Compare. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
+    """Return the changes. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
 
-    Runs of other comparisons are history and stay. Of the live runs only this checkout's are touched, and only where
-    the seed has a result: they are superseded if they have ended, or started before the result was written. One that
-    still runs, after that, belongs to a training that goes on. A live run whose seed has no result yet stays, as the
-    record of an interrupted training.
+    Runs of other comparisons are history and stay. Only live runs of this checkout whose seed has a result are deleted:
+    they are superseded if they have ended, or started before the result was written. A live run that started later
+    and has not ended belongs to a training that goes on. A live run whose seed has no result yet stays, as the record
+    of an interrupted training.
     """
     ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)
     parents = [run for run in ours if RUN not in run.tags]
@@ -84,5 +84,5 @@ def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Cha
 
 
 def _precedence(run: StoredRun) -> tuple[bool, int, str]:
-    """Complete before half-written, then oldest first: two publishers choose the same run."""
+    """Sort key: complete before half-written, then oldest first, so that two publishers choose the same run."""
     return not run.is_complete, run.start_ms, run.run_id

@@ -1,6 +1,6 @@
-"""A note beside an embedded store of what it was made to hold and how its files were then: nothing new costs nothing.
+"""A record, beside an embedded store, of its content and its files' state: if nothing is new, the store stays closed.
 
-Looking into the store takes MLflow, whose import takes seconds. A server's state shows in no file, so it has no note.
+Opening the store takes MLflow, whose import takes seconds. The state of a server shows in no file, so it has no record.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from pipeline.tracking.stores import SQLITE, Store
 
 
 def agreeing(uri: str, experiment: str, wanted: Wanted) -> str | None:
-    """The experiment's id, if the store still is as it was when it was made to hold ``wanted``.
+    """The experiment's id, if the store has not changed since it was made to hold ``wanted``.
 
-    None: that is not known, and MLflow must be asked.
+    None: this is not known, and MLflow must be asked.
     """
     try:
         found = json.loads(_file(uri).read_text(encoding="utf-8"))
         experiment_id = str(found["experiment_id"])
         now = _content(uri, experiment, experiment_id, found["artifacts"], wanted)
-    except (OSError, KeyError, TypeError, ValueError):  # there is none, or it is broken
+    except (OSError, KeyError, TypeError, ValueError):  # there is no record, or it is broken
         return None
     return experiment_id if found == now else None
 
 
 def write(store: Store, experiment: str, wanted: Wanted) -> None:
-    """Note that ``store`` holds ``wanted``. Call it while holding ``stores.locked``, when nothing is left to write."""
+    """Record that ``store`` holds ``wanted``. Call this while holding ``stores.locked``, when nothing is left to
+    write."""
     if store.uri.startswith(SQLITE):
         content = _content(store.uri, experiment, store.experiment_id, store.artifacts, wanted)
         write_text(_file(store.uri), json.dumps(content, indent=1))
 
 
 def _file(uri: str) -> Path:
-    """Raises ValueError for another store than an embedded one."""
+    """Path of the record. Raises ValueError for a store that is not embedded."""
     if not uri.startswith(SQLITE):
         raise ValueError(uri)
     return Path(uri.removeprefix(SQLITE) + ".published")
@@ -44,7 +45,7 @@ def _file(uri: str) -> Path:
 
 def _content(uri: str, experiment: str, experiment_id: str, artifacts: str, wanted: Wanted) -> dict[str, Any]:
     database, directory = Path(uri.removeprefix(SQLITE)).stat(), Path(artifacts)
-    kept = directory.stat() if directory.is_dir() else None  # an address: nobody here can tell
+    kept = directory.stat() if directory.is_dir() else None  # None for an address, whose state is unknown here
     return {
         "comparison": wanted.key,
         "report": wanted.report,

@@ -1,4 +1,4 @@
-"""Where MLflow keeps its runs: the address, and the store, opened with MLflow's own client."""
+"""The store in which MLflow keeps its runs: its address, and access to it with MLflow's own client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SQLITE = "sqlite:///"
 LOCK_SECONDS = 60.0
 
 DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
-"""Ends the path of a file in a DVC cache, wherever that is."""
+"""The end of a file's path in a DVC cache, wherever the cache is."""
 
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -43,13 +43,14 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-"""A server that is down or hangs costs seconds, not MLflow's minutes; a user's own setting wins. Nothing is reported
-to MLflow's makers, and no address printed for every run, unless the user asks for it."""
+"""With these a server that is down or hangs costs seconds, not MLflow's minutes; a user's own setting wins. MLflow
+sends no telemetry and prints no address for every run, unless the user asks for it."""
 
 
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # else MLflow's page opens as one for language models
     "mlflow.note.content": (
+        "The view *Verdicts* (under *Views*) shows verdict, speed, memory and accuracy of each variant. "
         "Each `comparison-...` run compares all variants of one job; its child runs hold one variant and seed each. "
         "Result files are the truth: `python -m pipeline publish` rebuilds these runs from them."
     ),
@@ -66,7 +67,7 @@ def address(root: Path) -> str:
 
 
 def checkout(root: Path) -> str:
-    """Stands for this directory on this machine: whose live runs are ours."""
+    """Identifies this directory on this machine; it marks the live runs of this checkout."""
     return hashlib.sha256(f"{socket.gethostname()}:{root.resolve()}".encode()).hexdigest()[:16]
 
 
@@ -77,12 +78,12 @@ def set_defaults() -> None:
 
 
 def warn(message: str) -> None:
-    """One line for a person."""
+    """Print one line of warning on stderr, without secrets."""
     print(f"warning: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def describe(uri: str, error: Exception) -> str:
-    """What failed, in one line, without a secret."""
+    """What failed, in one line, without secrets."""
     reason = redacted(" ".join(str(error).split()))
     if not isinstance(error, MisplacedStore):
         reason = f"{type(error).__name__}: {reason}"
@@ -90,14 +91,14 @@ def describe(uri: str, error: Exception) -> str:
 
 
 class Store:
-    """One experiment of a store, opened with MLflow's client: runs are named by id, nothing is global."""
+    """One experiment of a store, opened with MLflow's client: runs are addressed by id, without global state."""
 
     def __init__(self, client: MlflowClient, uri: str, root: Path, experiment: Experiment) -> None:
         self.client, self.uri, self.root = client, uri, root
         self.experiment_id, self.artifacts = str(experiment.experiment_id), str(experiment.artifact_location)
 
     def runs(self, comparison: str) -> list[StoredRun]:
-        """Runs of the comparison with this key, and live runs of this checkout; deleted ones are not among them."""
+        """Runs of the comparison with this key, and live runs of this checkout; without deleted runs."""
         found = {}
         for condition in (f"tags.`{COMPARISON}` = '{comparison}'", f"tags.`{LIVE}` = '{checkout(self.root)}'"):
             token = None
@@ -136,8 +137,8 @@ class Store:
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def log_file(self, run_id: str, file: Path, folder: str | None = None) -> None:
-        """As an artifact. Raises ResultError for a link, unless it is one of DVC's, into its cache: it could bring out
-        any file of this machine."""
+        """Log ``file`` as an artifact. Raises ResultError for a link, unless it leads into DVC's cache: a link could
+        publish any file of this machine."""
         if file.is_symlink() and not DVC_OBJECT.search(file.resolve().as_posix()):
             raise ResultError(
                 f"{file} is a link to {file.resolve()}, which is not in DVC's cache and is not logged: put the file "
@@ -146,7 +147,7 @@ class Store:
         self.client.log_artifact(run_id, str(file), folder)
 
     def delete(self, run_id: str) -> None:
-        """Delete a run and its models: MLflow would keep showing those."""
+        """Delete a run and its models: MLflow would keep showing the models."""
         models = self.client.search_logged_models([self.experiment_id], filter_string=f"source_run_id = '{run_id}'")
         for model in models:
             self.client.delete_logged_model(model.model_id)
@@ -154,24 +155,24 @@ class Store:
 
 
 def client_class() -> type[MlflowClient]:
-    """MLflow's client, imported with our settings, which takes seconds."""
+    """MLflow's client, imported with ``DEFAULTS``; the import takes seconds."""
     set_defaults()
     with importing():
         from mlflow.tracking import MlflowClient
 
-    # It announces each migration of a new database, and prints the traceback of what it also raises.
+    # This logger announces each migration of a new database, and prints the traceback of errors that are raised too.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return MlflowClient
 
 
 def open_store(uri: str, root: Path, experiment: str) -> Store:
-    """Open the store, making database and experiment on first use. Call it while holding ``locked(uri)``.
+    """Open the store; the first use creates the database and the experiment. Call this while holding ``locked(uri)``.
 
-    Raises MisplacedStore, and whatever MLflow raises.
+    Raises MisplacedStore and MLflow's errors.
     """
     open_client = client_class()
     if uri.startswith(SQLITE) and not (database := Path(uri.removeprefix(SQLITE))).exists():
-        # Made beside and moved into place: MLflow cannot go on with migrations that were killed in the middle.
+        # Created under another name, then moved: MLflow cannot continue migrations that were killed halfway.
         unborn = database.with_name(f"{database.name}.new")
         unborn.unlink(missing_ok=True)
         open_client(SQLITE + str(unborn))
@@ -182,10 +183,10 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
 
 @contextmanager
 def locked(uri: str) -> Iterator[None]:
-    """Keep other processes of this project out of an SQLite store; a server needs no such help.
+    """Keep other processes of this project out of an SQLite store; a server needs no lock.
 
-    MLflow's creation of a new SQLite file does not bear a second process, and two publishers would both write. Raises
-    TimeoutError if it is not free for ``LOCK_SECONDS``.
+    MLflow's creation of a new SQLite file fails if a second process does the same, and two publishers would both write.
+    Raises TimeoutError if the lock is not free within ``LOCK_SECONDS``.
     """
     if not uri.startswith(SQLITE):
         yield
@@ -208,7 +209,7 @@ def locked(uri: str) -> Iterator[None]:
 
 
 def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:
-    """The experiment, which is made, or taken out of the bin, if need be."""
+    """The experiment; it is created, or restored if it was deleted."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
@@ -217,7 +218,7 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experi
         try:
             return client.get_experiment(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
         except MlflowException:
-            found = client.get_experiment_by_name(name)  # another process was first
+            found = client.get_experiment_by_name(name)  # another process created it first
             if found is None:
                 raise
     if found.lifecycle_stage == "deleted":
@@ -231,10 +232,10 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experi
 
 
 def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
-    """Whether the checkout's own store was copied or moved: MLflow wrote absolute paths into it."""
+    """True if the checkout's own store was copied or moved: MLflow wrote absolute paths into it."""
     return uri == SQLITE + str(root.resolve() / DATABASE) and artifacts != str(root.resolve() / ARTIFACTS)
 
 
 def is_intact(uri: str, artifacts: str) -> bool:
-    """Whether a run's artifacts are there, as far as this machine can tell."""
+    """False if a run's artifacts should be on this machine and are missing."""
     return not uri.startswith(SQLITE) or "://" in artifacts or Path(artifacts).is_dir()

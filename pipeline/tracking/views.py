@@ -1,4 +1,4 @@
-"""The comparison as a page of MLflow that opens ready: its runs, grouped by variant, in the charts that matter."""
+"""The comparison as ready-made views in MLflow: a table of verdicts, and charts of its runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,41 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.tracking.comparisons import COMPARISON, RUN, Wanted
-from pipeline.tracking.metrics import COMPARED
+from pipeline.tracking.labels import COLUMNS
+from pipeline.tracking.metrics import COMPARED, run_times
 
 TAG = "mlflow.sharedViewState."
-"""Tag of an experiment, ending in a view's key: what MLflow's button "Share" writes."""
+"""Tag of an experiment that MLflow's menu "Views" writes; a view's key follows."""
+VERDICTS = "verdicts"
+"""Key of the view that `make ui` opens: one row per variant of the comparison that was published last."""
 
 LOCAL = "http://127.0.0.1:5000"
-"""Where `make ui` shows the embedded store."""
+"""Address at which `make ui` shows the embedded store."""
 
 BARS = ("test_accuracy", *COMPARED)
 LINES = ("history/train_loss", "history/test_accuracy")
 
 
+def tags(wanted: Wanted) -> dict[str, str]:
+    """The experiment's tags that define the views: the comparison's charts, and the table of verdicts, which the menu
+    lists by name. By default MLflow's table shows only the columns source, models and data set."""
+    widths = dict(zip((f"tags.`{name}`" for name in COLUMNS), (110, 260, 230, 140), strict=True))
+    seed = next(iter(wanted.children.values())).run.seed
+    table = {
+        "searchFilter": f"tags.`{COMPARISON}` = '{wanted.key}' AND tags.`seed` = '{seed}'",
+        "orderByKey": "metrics.`bench/samples_per_second`",  # by start time the runs would be folded under their parent
+        "orderByAsc": False,
+        "selectedColumns": list(widths),
+        "columnOrder": list(widths),
+        "columnWidths": widths,  # pixels; they apply only to columns in columnOrder
+    }
+    ended = round(max(run_times(child)[1] for child in wanted.children.values()) * 1000)
+    named = {"name": "Verdicts", "createdAt": ended, "updatedAt": ended, "state": json.dumps(table)}
+    return {TAG + wanted.name: state(wanted), TAG + VERDICTS: json.dumps(named)}
+
+
 def state(wanted: Wanted) -> str:
-    """The view, in the form of MLflow's page. What it does not understand, the page ignores."""
+    """The view of the charts, in the format of MLflow's page, which ignores keys that it does not know."""
     variants = dict.fromkeys(child.variant for child in wanted.children.values())
     others = (
         "Model metrics",
@@ -29,7 +50,7 @@ def state(wanted: Wanted) -> str:
         "history",
         *variants,
         "System metrics",
-    )  # sections that the page makes, folded up
+    )  # sections that the page creates; folded here
     charts = [_chart("BAR", metric) for metric in BARS] + [_chart("LINE", metric) for metric in LINES]
     return json.dumps(
         {
@@ -51,7 +72,7 @@ def state(wanted: Wanted) -> str:
 
 
 def link(uri: str, experiment_id: str, wanted: Wanted) -> str:
-    """Opens the view, once its tag is set; in the server's page, or in that of `make ui` for an embedded store."""
+    """The address of the view, once its tag is set: on the server, or on that of `make ui` for an embedded store."""
     return f"{page(uri)}/#/experiments/{experiment_id}/runs?compareRunsMode=CHART&viewStateShareKey={wanted.name}"
 
 

@@ -1,4 +1,4 @@
-"""From a plan to a training: what one process of a variant's job puts together before the first step."""
+"""From a plan to a training: what one process of a variant's job sets up before the first step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from pipeline import models
+from pipeline import models, tasks
 from pipeline.data.batches import Placement, TrainBatches, choose_placement, evaluation_batches
-from pipeline.data.prepared import Dataset
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
-from pipeline.environment import cores
+from pipeline.environment import code, cores
 from pipeline.errors import ConfigError
 from pipeline.interpreter import importing
 from pipeline.measurement.detectors import Detector
@@ -29,32 +28,33 @@ from pipeline.models import loss_and_metric
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
+from pipeline.tasks import Task
 from pipeline.techniques import Inputs, of_plan
 from pipeline.techniques.precision import DTYPES
 from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
 from pipeline.training.loop import Training
 
 DETERMINISTIC = "deterministic"
-"""In ``Plan.decided``: that ``train.deterministic`` cannot be had, and why."""
+"""The key of ``Plan.decided`` for why ``train.deterministic`` is not possible."""
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
-    """``plans.plan`` for who starts the processes, with no more of them than can hold the model together.
+    """Return the plan (``plans.plan``), with no more processes than can hold the model together.
 
-    ``prepared``: where the data set lies. Under a launcher the processes are there, and find out themselves. Raises
-    PipelineError.
+    ``prepared``: the data set's folder. Under a launcher the number of processes is given, and each process checks it
+    when it sets up the model. Raises PipelineError.
     """
     launched = launched_size()
     found = plan_of(config, name, machine, launched)
     if found.model_processes == 1 or launched is not None:
         return found
-    dataset = read_dataset(prepared)
-    with redirect_stdout(sys.stderr):  # what a user's model prints is said when it trains
-        model = models.of_job(found.train, dataset.shape, len(dataset.classes))
+    with redirect_stdout(sys.stderr):  # a user's model may print, and does so again when it trains
+        task = tasks.of_job(found.train, read_dataset(prepared))
+        model, inputs = task.model(), task.zeros(2)
         for kind in of_plan(found):
             if kind.name == found.applied.parallelism:
-                return plan_of(config, name, machine, None, kind.why_not_held_by(model, dataset.shape))
-            model = kind(found, ALONE).change_model(model, Inputs(dataset.shape, _no_sample))
+                return plan_of(config, name, machine, None, kind.why_not_held_by(model, inputs))
+            model = kind(found, ALONE).change_model(model, Inputs(tuple(inputs.shape[1:]), _no_sample, inputs.dtype))
     raise AssertionError(f"{found.applied.parallelism} is no technique")
 
 
@@ -64,37 +64,43 @@ def _no_sample() -> NoReturn:
 
 @contextmanager
 def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
-    """This process as a rank of the variant's world, with all set up that comes before a model.
+    """Set up this process as a rank of the variant's world, up to but without the model.
 
-    ``prepared``: where the data set lies. Raises PipelineError.
+    ``prepared``: the data set's folder. Raises PipelineError.
     """
-    train = plan.train
-    with importing():  # none of it counts as memory of the training
+    train, check_imports = plan.train, code.unfollowed(plan)
+    with importing():  # these imports do not count as memory of the training
         import torch._dynamo  # noqa: F401  (as the first optimizer would)
 
         models.load(train.model)
+        if plan.applied.distillation and plan.applied.distillation.model:
+            models.load(plan.applied.distillation.model)
+        tasks.find(train.task)
         loss_and_metric.load(train)
     techniques = of_plan(plan)
     for technique in techniques:
         technique.prepare_process()
     Memory.note_imports()
-    dataset = read_dataset(prepared)
-    loss_and_metric.check(train, len(dataset.classes))
+    task = tasks.of_job(train, read_dataset(prepared))
+    task.check()
     with joined_world(plan.device, cores()) as world:
         _make_exact()
         wanted = next((each.placement for each in techniques if each.placement), train.placement)
-        chosen = choose_placement(dataset, world.device) if wanted == "auto" else wanted
-        yield Assembly(plan, world, dataset, world.broadcast(chosen))
+        chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
+        yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), check_imports)
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What one rank makes a variant's trainings from."""
+    """The parts from which one rank makes a variant's trainings."""
 
     plan: Plan
     world: World
-    dataset: Dataset
+    task: Task
+    """On the world's device."""
     placement: Placement
+    check_imports: Callable[[], None] = lambda: None
+    """See ``code.unfollowed``."""
 
     @contextmanager
     def training(
@@ -103,11 +109,12 @@ class Assembly:
         detectors: Sequence[Detector] = (),
         change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> Iterator[Training]:
-        """The variant's training with one seed, ready to run; its plan says what it decided (``fitted``).
+        """The variant's training with one seed, ready to run; its plan includes the decisions of ``fitted``.
 
-        ``change_model``: of the single-device model, on the CPU, before any technique.
+        ``change_model`` changes the single-device model, on the CPU, before any technique.
         """
-        plan, world, dataset = self.fitted(), self.world, self.dataset
+        plan, world, task = self.fitted(), self.world, self.task
+        dataset = task.dataset
         train = plan.train
         if plan.scale > 1 and train.batch_size > len(dataset.train):
             raise ConfigError(
@@ -116,11 +123,11 @@ class Assembly:
                 f"or a train.batch_size of at most {len(dataset.train) // plan.scale}."
             )
         torch.manual_seed(seed)
-        model = change_model(models.of_job(train, dataset.shape, len(dataset.classes)))
+        model = change_model(task.model())
         with (
             self._repeating(plan, model) as plan,
             TrainBatches(
-                dataset,
+                task,
                 batch_size=train.batch_size,
                 micro_batches=plan.micro_batches,
                 rank=world.rank // plan.model_processes,
@@ -128,17 +135,20 @@ class Assembly:
                 seed=seed,
                 augment=train.augment,
                 placement=self.placement,
-                device=world.device,
                 workers=plan.applied.loader_workers,
             ) as batches,
         ):
-            yield Training(plan, model, dataset, batches, world, seed, detectors)
+            training = Training(plan, model, task, batches, world, seed, detectors)
+            self.check_imports()
+            yield training
+            self.check_imports()  # steps may have imported more
 
     def fitted(self) -> Plan:
-        """The plan with as few micro-batches as every rank has the memory for, where it is asked to find out.
+        """Return the plan; with gradient_accumulation 'auto', with the fewest micro-batches that fit in memory.
 
-        Each try is a training of its own that is thrown away, so that what follows begins as if there had been none.
-        All ranks call it together. Raises OutOfMemory if the fewest samples that the model trains with are too many.
+        Each try is a separate training that is thrown away, so the real training begins as if there had been no try.
+        All ranks call it together. Raises OutOfMemory if even the smallest micro-batch that the model trains with does
+        not fit into every rank's memory.
         """
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
@@ -168,7 +178,7 @@ class Assembly:
             if fits:
                 break
             if plan.applied.compile != "none":
-                torch.compiler.reset()  # or it would compile for batches of any size from the second on
+                torch.compiler.reset()  # or it would compile for any batch size from the second try on
             failed = tried.micro_batch_size
             if failed == 1:
                 raise too_large()
@@ -179,9 +189,10 @@ class Assembly:
 
     @contextmanager
     def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:
-        """While the block runs, a seed repeats exactly; where that cannot be had, the plan says so, on all ranks.
+        """While the block runs, a seed repeats exactly; if that is impossible, the yielded plan says so, on all ranks.
 
-        By PyTorch's strict mode. It is more than an error: attention's backward pass is deterministic only under it.
+        PyTorch's strict mode does more than raise errors: attention's backward pass is deterministic only in this mode.
+        Without ``train.deterministic`` nothing is changed.
         """
         if not plan.train.deterministic:
             yield plan
@@ -197,31 +208,31 @@ class Assembly:
                         print(f"{plan.name}: {DETERMINISTIC}: {decision}", flush=True)
             if DETERMINISTIC in plan.decided:
                 torch.use_deterministic_algorithms(True, warn_only=True)
-                warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")  # it has been said
+                warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")  # printed above
             yield plan
         finally:
             torch.use_deterministic_algorithms(False)
 
     def _without_deterministic_form(self, plan: Plan, model: nn.Module) -> str | None:
-        """The first operation of the job that PyTorch refuses in its strict mode, by a try with two samples.
+        """Try two samples; return the job's first operation that PyTorch refuses in its strict mode, None without one.
 
-        On this rank alone, before any technique: so no rank waits for another that was refused, and what a cold first
-        step takes, such as compilation, stays in the first step. Model and random state stay as they are.
+        The try runs on this rank alone, before any technique. So no rank waits for a rank that was refused, and the
+        cost of a cold first step, such as compilation, stays in the first step. The model's parameters and buffers and
+        the random state stay unchanged.
         """
-        device, data = self.world.device, self.dataset
+        device, task = self.world.device, self.task
         before = [(buffer, buffer.clone()) for buffer in model.to(device).buffers()]
         dtype = DTYPES.get(plan.applied.precision)
         try:
-            objective = loss_and_metric.of_job(plan.train, len(data.classes), device)
-            samples = evaluation_batches(data.train, data, rank=0, world_size=1, batch_size=2, device=device)
+            samples = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=2)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                images, labels = next(samples)
+                inputs, targets = next(samples)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                    logits = model(images)
-                    loss = objective.loss(logits, labels)
+                    outputs = model(inputs)
+                    loss = task.objective.loss(outputs, targets)
                 loss.backward()
-            objective.scores(logits.detach().float(), labels)
-        except Exception as error:  # any other one is the training's to tell
+            task.objective.scores(outputs.detach().float(), targets)
+        except Exception as error:  # any other error is left to the training
             return without_deterministic_form(error)
         finally:
             model.zero_grad()
@@ -231,7 +242,7 @@ class Assembly:
 
 
 def _make_exact() -> None:
-    """float32 means float32: cuDNN's convolutions would use TF32 (10 bits of mantissa) unless told otherwise."""
+    """Make float32 exact: by default cuDNN's convolutions use TF32 (10 bits of mantissa)."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
@@ -239,7 +250,7 @@ def _make_exact() -> None:
 
 
 def forget_last_run(world: World) -> None:
-    """Checkpointed blocks refer to themselves; without this their memory would count for the next seed's run."""
+    """Free the last run's memory, or it counts in the next seed's run: checkpointed blocks form reference cycles."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

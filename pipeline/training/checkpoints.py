@@ -1,34 +1,39 @@
-"""Resume points: written whole or not at all, checked when they are read, and exact."""
+"""Checkpoints to resume from: written whole or not at all, checked when they are read, and exact."""
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline import files, results
+from pipeline.distributed import whole
 from pipeline.errors import first_line
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
-"""Not an output of any stage: DVC deletes outputs before it runs a stage, and a resume point must survive that."""
+"""Not an output of any stage: DVC deletes outputs before it runs a stage, and a checkpoint must survive that."""
 
-UNREADABLE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    EOFError,
-    KeyError,
-    ImportError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
-"""What ``torch.load`` raises for a file that is not what it should be."""
+
+class Unreadable(Exception):
+    """A file is damaged, or holds no tensors; the message is the first line of what torch says."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise Unreadable for whatever the block raises, unless the file is missing: what a damaged file makes torch
+    raise has no common class."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise Unreadable(first_line(error)) from None
 
 
 def checkpoint_file(variant: str, seed: int, root: Path = CHECKPOINTS) -> Path:
@@ -36,55 +41,54 @@ def checkpoint_file(variant: str, seed: int, root: Path = CHECKPOINTS) -> Path:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write ``state`` (tensors and plain values) to ``path``, as ``files.whole`` does."""
+    """Write ``state`` (tensors and plain values) to ``path``, whole or not at all (``files.whole``)."""
     with files.whole(path) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch's writer, of bytes that it lacks
+        except RuntimeError as error:  # from torch's writer, if a write failed
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
 def before(path: Path) -> Path:
-    """Where the checkpoint stands that the one at ``path`` came after."""
+    """Return the path of the checkpoint before the one at ``path``."""
     return path.with_name(f"{path.name}.before")
 
 
 def keep(state: dict[str, Any], path: Path) -> None:
-    """``save`` a checkpoint, and keep the one that is there as the one ``before``."""
+    """``save`` a checkpoint, after moving the existing checkpoint to ``before(path)``."""
     with suppress(FileNotFoundError):
         path.replace(before(path))  # first, so that the disk has to hold no more than two
     save(state, path)
 
 
 def discard(path: Path) -> None:
-    """Delete the checkpoint, and the one before."""
+    """Delete the checkpoint and the one before it."""
     for file in (path, before(path)):
         file.unlink(missing_ok=True)
 
 
 def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
-    """The state at ``path``, on the CPU, and its file, if there is one and it was saved by the very same job; else
-    those of the one ``before``.
+    """Load the checkpoint at ``path`` or, if it cannot be used, the one ``before``; return its state, on the CPU, and
+    its file. None if neither can be used.
 
-    ``identity`` stands for all that the run depends on; a checkpoint of another job, or one that is not as it was
-    written, is no resume point.
+    ``identity`` stands for all that the run depends on. A checkpoint of another job is not used, nor is a damaged one,
+    of which a line is printed.
     """
     for file in (path, before(path)):
         try:
-            with zipfile.ZipFile(
-                file
-            ) as written:  # as torch writes it: with a CRC-32 of each part, which it never checks
-                if part := written.testzip():
-                    raise zipfile.BadZipFile(f"{part} is not as it was written")
-            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            with reading():
+                with zipfile.ZipFile(file) as written:  # torch writes a CRC-32 of each part, but never checks it
+                    if part := written.testzip():
+                        raise zipfile.BadZipFile(f"{part} is not as it was written")
+                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except FileNotFoundError:
             continue
-        except UNREADABLE as error:
+        except Unreadable as error:
             print(
                 f"{file} is damaged and is ignored; the run goes on from the checkpoint before, or starts from the "
-                f"beginning. ({first_line(error)})",
+                f"beginning. ({error})",
                 flush=True,
             )
             continue
@@ -94,19 +98,21 @@ def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
 
 
 def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.Tensor]:
-    """The trained weights of one seed of ``result``, on the CPU: those whose digest it names, and no others.
+    """Load the trained weights of one seed of ``result``, on the CPU, and check their digest.
 
-    Raises ResultError, naming the file, if it is missing, cannot be read or holds something else.
+    Raises ResultError, naming the file, if it is missing, cannot be read or holds other weights.
     """
-    path, retrain = results.model_file(result.variant, seed, root), results.train_again(result.variant)
+    path, stage = results.model_file(result.variant, seed, root), results.stage_of(result.applied)
+    retrain = results.train_again(result.variant, stage)
     expected = next(run.model_sha256 for run in result.runs if run.seed == seed)
     try:
-        state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        found = state_sha256(state)
+        with reading():
+            state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+            found = state_sha256(state)
     except FileNotFoundError:
-        raise ResultError(f"{path} is missing; run `dvc repro train@{result.variant}` first.") from None
-    except (*UNREADABLE, AttributeError, TypeError) as error:
-        raise ResultError(f"{path} cannot be read as weights ({first_line(error)}). Run {retrain}.") from None
+        raise ResultError(f"{path} is missing; run `dvc repro {stage}@{result.variant}` first.") from None
+    except Unreadable as error:
+        raise ResultError(f"{path} cannot be read as weights ({error}). Run {retrain}.") from None
     if found != expected:
         raise ResultError(
             f"{path} does not hold the weights that its result is about: expected model_sha256 {expected}, found "
@@ -116,7 +122,7 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """This process's generators: the CPU's and, where one is in use, the current GPU's."""
+    """Return the state of this process's random generators: the CPU's and, if a GPU is in use, the current GPU's."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -124,17 +130,20 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Undo of ``random_state``."""
+    """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def state_sha256(state: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of a model's state dict, in its order."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes of a model's state dict, in its order.
+
+    Where ranks hold parts of tensors, they call it together.
+    """
     digest = hashlib.sha256()
     for name, tensor in state.items():
-        plain = tensor.detach().cpu().contiguous()
+        plain = whole(tensor).detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
         digest.update(plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
     return digest.hexdigest()

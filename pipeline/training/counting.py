@@ -1,4 +1,4 @@
-"""Work is counted, not assumed: the samples that a step takes through the model and to the loss."""
+"""Count a step's work instead of assuming it: the samples that enter the model and the loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class WorkLeftOut(PipelineError):
 
 
 class Work(NamedTuple):
-    """Of one step, over all replicas of the model."""
+    """The samples of one step, over all replicas of the model."""
 
     credited: int
-    """The global batch."""
+    """Samples of the global batch."""
     model: int
-    """Samples that entered the model, those of passes that only recompute not counted."""
+    """Samples that entered the model, not counting passes that only recompute."""
     loss: int | None
     """Samples that entered the step's criterion; None where a technique calls a loss of its own instead."""
 
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class Counted:
-    """On one rank."""
+    """What one rank counts: the samples of each call of the model and of the loss."""
 
     def __init__(self) -> None:
         self.model: list[int] = []
@@ -46,9 +46,9 @@ class Counted:
 
 @contextmanager
 def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
-    """While the block runs, count the samples of the calls of ``model``, the bare one, and of the step's criterion.
+    """While the block runs, count the samples of each call of ``model``, the bare module, and of the step's criterion.
 
-    Nothing sees into a graph that is compiled: there, what enters it counts. Of a stage, what enters the stage.
+    Hooks cannot see into a compiled graph: there, and at a pipeline stage, the samples that enter it are counted.
     """
     seen = Counted()
     inward = [each for each in step.model.modules() if each is model or isinstance(each, torch._dynamo.OptimizedModule)]
@@ -81,8 +81,8 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
 
 
 def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Work:
-    """``ranks``: of all, of which ``model_processes`` each hold a model together: its inputs enter on the first of
-    them, and its loss is taken on the last."""
+    """Add up the counts of all ``ranks``. Every ``model_processes`` consecutive ranks hold one model: its inputs enter
+    on the first of them, and its loss is computed on the last."""
     losses = [each.loss for each in ranks[model_processes - 1 :: model_processes]]
     model = sum(sum(each.model) for each in ranks[::model_processes])
     return Work(credited, model, sum(map(sum, losses)) if all(losses) else None)

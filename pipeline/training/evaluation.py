@@ -1,30 +1,31 @@
-"""Exact evaluation: every test sample counted once, on whichever rank, and sums instead of means of means."""
+"""Exact evaluation: every test sample counts once, on whichever rank, and ranks add up sums instead of means."""
 
 from __future__ import annotations
 
 import copy
 import math
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.data.batches import evaluation_batches
-from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.models.loss_and_metric import CLASSIFICATION, RESOLUTION, Objective, ObjectiveError
+from pipeline.models.loss_and_metric import RESOLUTION, ObjectiveError
+from pipeline.tasks import Task
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model does on the test set."""
+    """A model's result on the test set."""
 
     correct: int | float
-    """Sum of the samples' scores: of accuracy, how many are right."""
+    """Sum of the samples' scores; for accuracy, the number of correct samples."""
     count: int
     loss: float
-    """Mean of the job's loss; of cross-entropy, without label smoothing."""
+    """Mean of the job's loss over the samples; cross-entropy without label smoothing."""
 
     @property
     def accuracy(self) -> float:
@@ -32,22 +33,14 @@ class Score:
         return self.correct / self.count
 
 
-class UnshardedModel:
-    """A single-device model's form without its weights, from which a model that ranks hold in parts is cast whole."""
-
-    def __init__(self, model: nn.Module) -> None:
-        stored = model.state_dict().keys()
-        self._unstored = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in stored}
-        shadows = {id(tensor): _without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._form = copy.deepcopy(model, shadows)  # or the device would have to hold the weights twice
-
-    def cast(self, state: dict[str, Any], device: torch.device) -> nn.Module:
-        """A model with the weights and buffers of ``state``, a whole state dict, on ``device``."""
-        model = copy.deepcopy(self._form).to_empty(device=device)
-        model.load_state_dict(state)
-        for name, value in self._unstored.items():
-            model.get_buffer(name).copy_(value)
-        return model
+def without_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` on the meta device, but with values in the buffers that its state dict leaves out."""
+    stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    copies = {
+        id(tensor): _without_values(tensor) if id(tensor) in stored else tensor.detach().clone()
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    return copy.deepcopy(model, copies)
 
 
 def _without_values(tensor: torch.Tensor) -> Any:
@@ -55,32 +48,39 @@ def _without_values(tensor: torch.Tensor) -> Any:
     return nn.Parameter(shadow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shadow
 
 
-def evaluate(
-    model: nn.Module, dataset: Dataset, world: World, batch_size: int, objective: Objective = CLASSIFICATION
-) -> Score:
+def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_processes: int = 1) -> Score:
     """Score ``model`` on the test split, in float32 whatever the precision of training, on all ranks together.
 
-    The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy
-    is that of a single device. BatchNorm uses the main rank's running statistics. ``model`` is the bare
-    module: a parallel wrapper would wait for ranks whose share is smaller. Raises ObjectiveError for a score
-    that is not from 0 to 1, and for a loss that is not finite.
+    The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy is that of a
+    single device. Every ``model_processes`` consecutive ranks compute one share together. The forward pass of a sharded
+    model waits for all ranks, so a rank with fewer batches passes a sample through the model that does not count.
+    BatchNorm uses the main rank's running statistics. Raises ObjectiveError for a score that is not from 0 to 1, and
+    for a loss that is not finite.
     """
+    objective, test = task.objective, task.dataset.test
+    (share, member), shares = divmod(world.rank, model_processes), world.size // model_processes
+    batches = evaluation_batches(test, task, rank=share, world_size=shares, batch_size=batch_size)
+    most = math.ceil(math.ceil(len(test) / shares) / batch_size)
     world.broadcast_buffers_(model)
     training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # scores, samples, losses, scores out of bounds
     with torch.no_grad():
-        for images, labels in evaluation_batches(
-            dataset.test, dataset, rank=world.rank, world_size=world.size, batch_size=batch_size, device=world.device
-        ):
-            logits = model(images).float()
-            scores = objective.scores(logits, labels)
+        for _, batch in zip_longest(range(most), batches):
+            if batch is None:
+                model(next(evaluation_batches(test[:1], task, rank=0, world_size=1, batch_size=1))[0])
+                continue
+            inputs, targets = batch
+            outputs = model(inputs).float()
+            if member:  # the first of its ranks counts
+                continue
+            scores = objective.scores(outputs, targets)
             if scores.dtype != torch.bool:
-                sums[3] += (~((scores >= 0) & (scores <= 1))).sum()  # NaN is neither
+                sums[3] += (~((scores >= 0) & (scores <= 1))).sum()  # also counts NaN
                 scores = (scores.double() * RESOLUTION).round() / RESOLUTION
             sums[0] += scores.sum()
-            sums[1] += len(labels)
-            sums[2] += objective.test_losses(logits, labels)
+            sums[1] += len(targets)
+            sums[2] += objective.test_losses(outputs, targets)
     model.train(training)
     correct, count, loss, outside = world.sum_(sums).tolist()
     if outside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from pipeline import environment, results
 from pipeline.distributed import Interruption, World, interruption, launch
 from pipeline.environment import stages
+from pipeline.errors import PipelineError
 from pipeline.interpreter import age_seconds
 from pipeline.measurement.detectors import detectors
 from pipeline.measurement.malloc import keep_freed_memory
@@ -30,28 +32,28 @@ from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.results import HistoryRow, Result, Run, Score, Setup, sha256, summarise
 from pipeline.techniques import of_plan
-from pipeline.training import checkpoints
+from pipeline.training import checkpoints, teachers
 from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
 from pipeline.training.counting import WorkLeftOut
 from pipeline.training.loop import Training
 from pipeline.training.measured import dataset_of, device_name_of, setup_of, window_of
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
-"""How long the end of a job waits for the live mirror; what it has not sent by then, ``publish`` sends."""
+"""How long a finished job waits for the live mirror to catch up; ``publish`` sends the rest."""
 
 INTERRUPTED_PATIENCE_SECONDS = 2.0
-"""The same for a job that is interrupted: `docker stop` gives ten seconds in all."""
+"""How long an interrupted job waits for the live mirror: `docker stop` gives ten seconds in all."""
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """Train ``variants.<name>`` on the data set in ``prepared`` with every seed, and write all its files.
 
-    Starts the processes that the variant needs; where a launcher started this one, it is one of them.
+    Starts the processes that the variant needs, unless a launcher started this one as one of them.
     An interrupted job goes on from its checkpoints. Raises PipelineError.
     """
     plan = planned(config, name, machine, prepared)
-    started = time.monotonic() - age_seconds()  # of all processes; nobody sets it
-    # As the code is now, whatever environment.json says; which knows no launcher, and so the plan without.
+    started = time.monotonic() - age_seconds()  # a clock that all processes share and nobody sets
+    # The code as it is now, whatever environment.json says. The key is of the plan without a launcher.
     depends_on, fingerprint = stages.training(plan), environment.read()
     key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
     launch(_work, (config, plan, prepared, fingerprint, depends_on, key, started), plan.processes)
@@ -66,10 +68,10 @@ def _work(
     key: str,
     started: float,
 ) -> None:
-    """What each process does. ``fingerprint``: the environment's. ``depends_on``: see ``stages.training``. ``key``:
-    the result's."""
+    """Train every seed, in each process; the main one writes the result. ``fingerprint``: the environment's.
+    ``depends_on``: see ``stages.training``. ``key``: the result's."""
     keep_freed_memory()
-    with assembled(plan, prepared) as assembly:
+    with assembled(plan, prepared) as assembly, _alone(plan.name) if assembly.world.is_main else nullcontext():
         world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
         if world.is_main:
             _announce(plan, world, device_name)
@@ -84,9 +86,9 @@ def _work(
             runs = [job.train(seed) for seed in config.train.seeds]
             if world.is_main:
                 job.write_result(runs, key)
-    if heard.signal:  # too late to stop anything, but no next stage should begin
+    if heard.signal:  # too late to stop this stage, but no next stage should begin
         sys.exit(heard.exit_code)
-    if world.is_main:  # the last act: up to here, an interruption finds all of it again
+    if world.is_main:  # last: until here, an interrupted job can go on from them
         for seed in config.train.seeds:
             checkpoints.discard(checkpoints.checkpoint_file(plan.name, seed))
 
@@ -107,25 +109,27 @@ class Job:
     ) -> None:
         self.config, self.assembly, self.world = config, assembly, assembly.world
         self.plan = assembly.plan
-        """With what the first seed's training decided, or an earlier process before this one was interrupted."""
+        """The plan, with the decisions of the first seed's training or of the interrupted job that is resumed."""
         self.environment_hash, self.depends_on = environment_hash, depends_on
         self.device_name, self.started = device_name, started
         self.sampler, self.interruption = sampler, interruption
         self.history: list[HistoryRow] = []
-        """Of all seeds so far; the main rank writes it to ``history_file``."""
+        """The rows of all seeds so far; the main rank writes them to ``history_file``."""
         self.history_file = results.history_file(self.plan.name)
         self.setup: Setup | None = None
         """How the variant runs here; known with the first seed's model."""
 
     def train(self, seed: int) -> Run:
-        """One seed, from the start or from its checkpoint; returns the same record on every rank."""
+        """Train one seed, from the start or from its checkpoint; return the same record on every rank."""
         if self.sampler:
             self.sampler.seed = seed
         forget_last_run(self.world)
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
-        identity = self._identity(seed)
+        taught_by = teachers.weights(self.config, self.plan.name, seed)
+        teacher_sha256 = checkpoints.state_sha256(taught_by) if taught_by else None
+        identity = self._identity(seed, teacher_sha256)
         found = checkpoints.load(checkpoint, identity) if self.world.is_main else None
-        saved, source = self.world.broadcast(found) or (None, checkpoint)
+        saved, source = self.world.announced(found) or (None, checkpoint)
         watching = detectors(
             self.world.devices(self.plan.devices_per_process),
             root_pid=os.getppid() if self.world.backend else os.getpid(),
@@ -135,6 +139,9 @@ class Job:
         with replace(self.assembly, plan=plan).training(seed, watching) as training:
             self.plan = training.plan
             self.setup = setup_of(training, self.device_name)
+            for technique in training.techniques if taught_by else ():
+                technique.learn_from(taught_by)
+            del taught_by
             resumes, earlier = 0, list(self.history)
             if saved:
                 training.restore(saved)
@@ -149,9 +156,11 @@ class Job:
                 if saved:
                     resumes += 1
                     self._say(f"seed {seed}: resuming after step {training.steps} from {source}")
+                training.count_later()
                 startup_seconds = time.monotonic() - self.started
                 for row in self._shown(training, seed):
-                    if training.steps == 1 and (work := training.work()) and work.left_out:
+                    between_windows = training.steps == 1 or (row and row.test_accuracy is not None)
+                    if between_windows and (work := training.work()) and work.left_out:
                         raise WorkLeftOut(
                             f"variants.{self.plan.name}: {work}, so its numbers would be of other work than the "
                             "others'. Take out the technique that leaves them out, or mend it."
@@ -165,11 +174,13 @@ class Job:
                         with training.paused():
                             self._save(training, checkpoint, identity, seed, resumes, None)
                     if leaving:
-                        self._say(f"seed {seed}: interrupted after step {training.steps}; goes on from {checkpoint}")
+                        again = f"the same command goes on from {checkpoint}"
+                        self._say(f"seed {seed}: interrupted after step {training.steps}; {again}")
                         sys.exit(self.interruption.exit_code)
                 run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
+                run = run.model_copy(update={"teacher_sha256": teacher_sha256})
                 self._save(training, checkpoint, identity, seed, resumes, run)
-            trained = training.model_state.read()
+            trained = self.world.wholes_on_main(training.model_state.read())
         if self.world.is_main:
             checkpoints.save(trained, results.model_file(self.plan.name, seed))
         return run
@@ -183,7 +194,7 @@ class Job:
             environment=self.environment_hash,
             config={"train": config.train.model_dump(mode="json"), "variant": plan.requested.model_dump(mode="json")},
             **dict(self.setup),
-            dataset=dataset_of(self.assembly.dataset),
+            dataset=dataset_of(self.assembly.task.dataset),
             key=key,
             history_sha256=sha256(self.history_file),
             score=Score(name=config.train.metric),
@@ -193,9 +204,9 @@ class Job:
         results.write(result, results.result_file(plan.name))
 
     def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
-        """The training's steps, with a progress bar for a person and a line an epoch for a log."""
+        """Run the training's steps, with a progress bar on a terminal and a printed line per epoch."""
         label = f"{self.plan.name} seed {seed}"
-        tqdm.set_lock(RLock())  # its own is a semaphore, which a rank that is killed would leave in the system
+        tqdm.set_lock(RLock())  # tqdm's own is a semaphore, which a killed rank would leave in the system
         bar = tqdm(
             total=training.total_steps,
             initial=training.steps,
@@ -203,14 +214,22 @@ class Job:
             unit="step",
             disable=None if self.world.is_main else True,  # None: shown on a terminal alone
         )
+        samples = training.batches.steps_per_epoch * training.train.batch_size
+        ends = [row.train_seconds for row in self.history if row.seed == seed and row.test_accuracy is not None]
         with bar:
             for row in training.run():
                 bar.update()
                 if row and row.test_accuracy is not None:
+                    speed = samples / (row.train_seconds - (ends[-1] if ends else 0.0))
+                    ends.append(row.train_seconds)
+                    assert row.test_loss is not None
+                    figures = training.task.findings(row.test_loss, speed)
                     text = (
                         f"{label}: epoch {row.epoch:.0f}/{self.config.train.epochs}, loss {row.train_loss:.4f}, "
-                        f"test accuracy {row.test_accuracy:.2%}, {row.samples_per_second:,.0f} samples/s"
+                        f"test accuracy {row.test_accuracy:.2%}, {speed:,.0f} samples/s"
                     )
+                    for name, value in figures.items():
+                        text += f", {name.replace('_', ' ')} {value:,.{0 if value >= 1000 else 2}f}"
                     if self.world.is_main:
                         bar.write(text)
                 yield row
@@ -223,7 +242,8 @@ class Job:
         )
 
     def _save(self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None) -> None:
-        state = training.state()
+        self.assembly.check_imports()  # or the next start would go on from what this one refuses in the end
+        state = self.world.wholes_on_main(training.state())
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
@@ -251,6 +271,7 @@ class Job:
             model_sha256=checkpoints.state_sha256(training.model_state.read()),
             findings=self.world.broadcast(
                 {name: value for technique in training.techniques for name, value in technique.findings().items()}
+                | training.task.findings(score.loss, window.samples_per_second)
             ),
         )
 
@@ -258,16 +279,38 @@ class Job:
         if self.world.is_main:
             print(f"{self.plan.name} {text}", flush=True)
 
-    def _identity(self, seed: int) -> str:
-        """Stands for all that a run depends on: a checkpoint with another identity is not its own."""
+    def _identity(self, seed: int, teacher_sha256: str | None) -> str:
+        """Return a digest of all that a run depends on: a checkpoint with another identity is of another run."""
         content = {
             "seed": seed,
             "history_every_steps": self.config.train.history_every_steps,
             "depends_on": self.depends_on,
-            "dataset": self.assembly.dataset.sha256,
+            "dataset": self.assembly.task.dataset.sha256,
             "environment": self.environment_hash,
+            **({"teacher": teacher_sha256} if teacher_sha256 else {}),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _alone(variant: str) -> Iterator[None]:
+    """Raise PipelineError if another process trains this variant here.
+
+    The system releases a record lock when its process ends, however it ends; a fork (a DataLoader's worker) does not
+    inherit the lock.
+    """
+    path = checkpoints.CHECKPOINTS / f"{variant}.lock"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PipelineError(
+                f"another training of variants.{variant} is running in {Path.cwd()}: wait for its end, or end it."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""The loop. Variants differ by what their techniques made of the step, never by code in here."""
+"""The training loop. Variants differ by how their techniques change the step, never by code in this module."""
 
 from __future__ import annotations
 
+import copy
+import secrets
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -11,19 +13,21 @@ import torch
 from torch import nn
 
 from pipeline.data.batches import TrainBatches
-from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
 from pipeline.measurement.detectors import Detector
+from pipeline.measurement.energy import Energy
 from pipeline.measurement.windows import Clock, Memory
-from pipeline.models import loss_and_metric, optimizers
+from pipeline.models import optimizers
+from pipeline.params import GRAPH_WARMUP_STEPS
 from pipeline.plans import Plan
 from pipeline.results import HistoryRow
 from pipeline.step import Losses, TrainingStep
+from pipeline.tasks import Task
 from pipeline.techniques import Checkpointed, Inputs, Stored, chosen
 from pipeline.training import checkpoints
 from pipeline.training.counting import Counted, Work, counted, work_of
-from pipeline.training.evaluation import Score, UnshardedModel, evaluate
+from pipeline.training.evaluation import Score, evaluate, without_weights
 from pipeline.training.failures import (
     OutOfMemory,
     TooFewSamples,
@@ -38,42 +42,42 @@ class Training:
     """One seed's run of one variant, on one rank.
 
     ``model`` is a single-device module with this seed's initial weights, the same on every rank; it is
-    moved to the rank's device. All ranks do everything in step; what is random after the initialisation
-    (dropout, say) differs by rank, unless a technique says otherwise.
+    moved to the rank's device. All ranks call every method together; random draws after the initialisation
+    (dropout, say) differ by rank, unless a technique says otherwise.
     """
 
     def __init__(
         self,
         plan: Plan,
         model: nn.Module,
-        dataset: Dataset,
+        task: Task,
         batches: TrainBatches,
         world: World,
         seed: int,
         detectors: Sequence[Detector] = (),
     ) -> None:
-        self.plan, self.train, self.dataset, self.batches, self.world, self.seed = (
-            plan, plan.train, dataset, batches, world, seed,
+        self.plan, self.train, self.task, self.batches, self.world, self.seed = (
+            plan, plan.train, task, batches, world, seed,
         )  # fmt: skip
         train = plan.train
-        self.detectors = detectors
+        self.detectors, self.energy = detectors, Energy()
         self.model = model.to(world.device)
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.techniques = chosen(plan, world)
-        sharded = any(technique.shards_model for technique in self.techniques)
-        self._unsharded = UnshardedModel(self.model) if sharded else None
+        casts = any(technique.casts_to_evaluate for technique in self.techniques)
+        self._unsharded = without_weights(self.model) if casts else None
         wrapped, optimizer = self.model, optimizers.of_job(train)
-        inputs = Inputs(dataset.shape, lambda: next(batches.epoch(0)))
+        like = task.zeros(1)
+        inputs = Inputs(tuple(like.shape[1:]), lambda: next(batches.epoch(0)), like.dtype, task)
         for technique in self.techniques:
             wrapped = technique.change_model(wrapped, inputs)
             optimizer = technique.change_optimizer(optimizer)
         self.optimizer = optimizer.make(wrapped.parameters())
-        self.objective = loss_and_metric.of_job(train, len(dataset.classes), world.device)
         losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
-        self.take_step = TrainingStep(wrapped, self.objective.loss, self.optimizer, losses, plan.micro_batches)
+        self.take_step = TrainingStep(wrapped, task.objective.loss, self.optimizer, losses, plan.micro_batches)
         checkpoint = Checkpointed(
-            Stored(self.model.state_dict, self.model.load_state_dict),
-            Stored(self.optimizer.state_dict, self.optimizer.load_state_dict),
+            Stored(self.model.state_dict, lambda state: self.model.load_state_dict(world.sent(state))),
+            Stored(self.optimizer.state_dict, lambda state: self.optimizer.load_state_dict(world.sent(state))),
         )
         for technique in self.techniques:
             technique.change_step(self.take_step)
@@ -89,7 +93,9 @@ class Training:
             technique.begin_after(optimizers.rising_steps(train, self.total_steps))
         self.steps = 0
         """Optimizer steps taken."""
-        self._counted: Counted | None = None
+        self.counted_steps = {0}
+        """The steps, numbered from 0, whose samples are counted."""
+        self._counted: list[Counted] = []
         self.settled = train.warmup_steps
         """The step after which this process is warm and windows are measured."""
         self.score: Score | None = None
@@ -100,24 +106,27 @@ class Training:
 
     @property
     def losses(self) -> Losses:
-        """Of the steps since the last row."""
+        """The losses of the steps since the last row."""
         return self.take_step.losses
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
-        """Train to the end, or on from where ``restore`` left off. Yields once a step: a row where one is due.
+        """Train to the end, from the start or the restored step. Yields once a step: a row if one is due, else None.
 
-        Raises NonFiniteLoss, which says where. On a CPU the rank that saw it does, and the parameters are those of the
-        step before. On GPUs all ranks do when the next row is due, and the parameters are of no use.
+        Raises NonFiniteLoss, which names the step. On a CPU the rank with the bad loss raises it, and the parameters
+        are those of the step before. On GPUs all ranks raise it when the next row is due, and the parameters are of no
+        use.
         """
         per_epoch = self.batches.steps_per_epoch
         settling = {1, self.settled}
+        if self._replays:
+            self.counted_steps.add(self.steps + GRAPH_WARMUP_STEPS)  # it is recorded; later steps replay it
         while self.steps < self.total_steps:
             epoch, start = divmod(self.steps, per_epoch)
             batches = self.clock.watch(self.batches.epoch(epoch, start))
             self._open()
             for _ in range(start, per_epoch):
                 self._set_learning_rate()
-                with self._located(), nullcontext() if self.steps else self._counting():
+                with self._located(), self._counting() if self.steps in self.counted_steps else nullcontext():
                     self.take_step(batches)
                 self.steps += 1
                 self.clock.step()
@@ -132,13 +141,13 @@ class Training:
                     yield None
 
     def fits(self) -> bool:
-        """Whether every rank has the memory for a step: one is tried. The training is of no use afterwards.
+        """Try a step; return True if every rank has the memory for it. The training is of no use afterwards.
 
-        Gradients stay on their ranks, for one that fails would leave the others waiting for its own. The second round
-        finds the state that an optimizer makes in its first step. Raises TooFewSamples, on all ranks.
+        Ranks do not exchange gradients, because a rank that fails would leave the others waiting. Gradients are
+        computed again after the update, which creates the optimizer's state. Raises TooFewSamples, on all ranks.
         """
         step = self.take_step
-        step.syncs = [False] * min(2, len(step.syncs))  # all after the first find gradients to add to
+        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to gradients; more would be alike
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -164,7 +173,7 @@ class Training:
         return True
 
     def advance(self, steps: int) -> None:
-        """Train so many steps, fewer if the end comes first, in a window of their own."""
+        """Train ``steps`` steps, fewer if the end comes first, in a window of their own."""
         per_epoch = self.batches.steps_per_epoch
         if self._advancing is None:
             self._advancing = self.run()
@@ -175,23 +184,44 @@ class Training:
         if self.steps % per_epoch:
             self._close()
 
+    def advance_counted(self) -> None:
+        """Take one step, outside of measured windows, and count its samples."""
+        self.counted_steps.add(self.steps)
+        self.settled = self.steps + 1
+        self.advance(1)
+
+    def count_later(self) -> None:
+        """Choose a later step whose samples are counted, if any follows the first. All ranks call it together.
+
+        The choice does not follow from the seed, so that no code in a step can foresee it.
+        """
+        first = max(1, self.steps)
+        if first < self.total_steps:
+            self.counted_steps.add(first + self.world.broadcast(secrets.randbelow(self.total_steps - first)))
+
+    @property
+    def _replays(self) -> bool:
+        return any(technique.replays for technique in self.techniques)
+
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Around the first step, which no window holds: all others are as if it had not been counted."""
-        with counted(self.take_step, self.model) as self._counted:
+        with counted(self.take_step, self.model) as seen:
             yield
+        if seen.model or not self._replays:  # hooks cannot see into a replay
+            self._counted.append(seen)
 
     def work(self) -> Work | None:
-        """What the first step took, the same on every rank; None where an earlier process has taken it.
+        """Return the work of the counted step that left out most samples, the same on every rank; None if this process
+        has counted no step.
 
         All ranks call it together.
         """
-        if self._counted is None:
-            return None
-        return work_of(self.world.gather(self._counted), self.train.batch_size, self.plan.model_processes)
+        steps = zip(*self.world.gather(self._counted), strict=True)
+        works = [work_of(ranks, self.train.batch_size, self.plan.model_processes) for ranks in steps]
+        return max(works, key=lambda work: work.left_out, default=None)
 
     def settle(self, steps: int) -> None:
-        """Forget what was measured: ``advance`` warms up for so many steps before it measures."""
+        """Forget what was measured; ``advance`` then warms up for ``steps`` steps before it measures."""
         self.batches.close()
         self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
         self.settled = self.steps + steps
@@ -200,7 +230,7 @@ class Training:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside, between two steps, does not count as training."""
+        """For a block between two steps: its time and memory do not count as training."""
         open_window = self.steps % self.batches.steps_per_epoch != 0
         if open_window:
             self._close()
@@ -208,10 +238,22 @@ class Training:
         if open_window:
             self._open()
 
-    def state(self) -> dict[str, Any]:
-        """Everything the rest of the run depends on: tensors and plain values. Call it while paused, on all ranks.
+    def evaluate(self) -> Score:
+        """Score the model as it is now on the test set. All ranks call it together, while paused."""
+        batch_size = self.plan.micro_batch_size
+        if not self._unsharded:
+            return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
+        model = copy.deepcopy(self._unsharded)
+        for technique in self.techniques:
+            model = technique.for_evaluation(model)
+        model.load_state_dict(self.model_state.read(), assign=True)
+        return evaluate(model, self.task, self.world, batch_size)
 
-        Raises NonFiniteLoss, like ``run``: nothing goes on from there.
+    def state(self) -> dict[str, Any]:
+        """Return all that the rest of the run depends on: tensors, as DTensors where each rank holds a part, and plain
+        values. Call it while paused, on all ranks.
+
+        Raises NonFiniteLoss, like ``run``: after a bad loss there is no state to go on from.
         """
         with self._located():
             self.losses.read()
@@ -236,10 +278,11 @@ class Training:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Undo of ``state``, before ``run``."""
+        """Restore what ``state`` returned, with whole tensors. Only the main rank needs their values. Call it before
+        ``run``, on all ranks."""
+        self.optimizer_state.load(state["optimizer"])  # first, as torch creates the state to load into by a step
         self.model_state.load(state["model"])
-        self.optimizer_state.load(state["optimizer"])
-        mine = state["ranks"][self.world.rank]
+        mine = self.world.sent(state["ranks"])[self.world.rank]
         self.losses.total += mine["losses"]
         self.clock.restore(mine["clock"])
         self.memory.restore(mine["memory"])
@@ -255,26 +298,27 @@ class Training:
     def _open(self) -> None:
         for detector in self.detectors:
             detector.open()
-        self.world.barrier()  # or the time that one rank's detectors take would be all ranks' first step's
+        self.world.barrier()  # or all ranks' first step would include the time of one rank's detectors
         self.memory.open()
+        self.energy.open()
         self.clock.open()
 
     def _close(self) -> None:
         """End the window; it counts as measured once the warm-up is over."""
         measured = self.steps > self.settled
         self.clock.close(measured=measured)
+        self.energy.close(measured=measured)
         self.batches.hold()
         self.memory.close(measured=measured)
         for detector in self.detectors:
             detector.close(measured=measured)
 
     def _end_epoch(self) -> HistoryRow:
-        self._close()  # reading the losses is no step's time
+        self._close()  # before the losses are read, which is not part of a step
         row = self._row(self.clock.train_seconds)
         self._between_phases()
         started = self.clock.now()
-        model = self._unsharded.cast(self.model_state.read(), self.world.device) if self._unsharded else self.model
-        self.score = evaluate(model, self.dataset, self.world, self.plan.micro_batch_size, self.objective)
+        self.score = self.evaluate()
         self.evaluate_seconds += self.clock.now() - started
         self._between_phases()
         return row.model_copy(update={"test_loss": self.score.loss, "test_accuracy": self.score.accuracy})

@@ -1,4 +1,4 @@
-"""The losses of a training's steps: added up where they are, read when a row of history is due."""
+"""The losses of a training's steps: added up on their device, read when a row of history is due."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError
 class NonFiniteLoss(PipelineError):
     """The training loss became infinite or NaN.
 
-    ``steps_ago``: how many steps have ended since that one began.
+    ``steps_ago``: how many steps have ended since the first step with a bad loss began.
     """
 
     def __init__(self, message: str, steps_ago: int = 0) -> None:
@@ -22,9 +22,9 @@ class NonFiniteLoss(PipelineError):
 
 
 class HostLosses:
-    """Adds up the losses of steps on a CPU, where reading one waits for nothing, and stops at the first bad one.
+    """Adds up the losses of steps on a CPU, where reading a loss needs no waiting; raises at the first bad loss.
 
-    It stops before the backward pass, so no rank gets this rank's gradients and none takes the step.
+    It raises before the backward pass, so no rank gets this rank's gradients and none takes the step.
     """
 
     def __init__(self, world: World) -> None:
@@ -38,7 +38,7 @@ class HostLosses:
         self.total += value
 
     def end_step(self) -> None:
-        """Nothing to do: a bad loss did not come this far."""
+        """Do nothing: ``add`` has already raised for a bad loss."""
 
     def read(self) -> float:
         """The sum over steps since the last ``take``, averaged over ranks. All ranks call it together."""
@@ -52,10 +52,10 @@ class HostLosses:
 
 
 class DeviceLosses:
-    """Adds up the losses of steps on the device, waiting neither for it nor for another rank.
+    """Adds up the losses of steps on the device, waiting neither for the device nor for another rank.
 
-    NaN and infinity stay in a sum for good, so ``read`` finds a bad loss, and in which step it was, though some steps
-    later. These have been taken: the weights are then those of no step that counts, and must not be kept.
+    NaN and infinity stay in a sum for good, so ``read`` finds a bad loss, and its step, though some steps later. The
+    optimizer has taken these steps, so the weights are of no use and must not be kept.
     """
 
     def __init__(self, world: World) -> None:

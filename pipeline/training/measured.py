@@ -1,4 +1,4 @@
-"""What a training measured, as the records that results, the bench and profiles hold."""
+"""A training's measurements, as the records of results, the bench and profiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.training.loop import Training
 
 
 def dataset_of(dataset: Dataset) -> results.Dataset:
-    """What a result says of its data set."""
+    """Describe the data set for a result."""
     return results.Dataset(
         name=dataset.name,
         sha256=dataset.sha256,
@@ -35,7 +35,7 @@ def device_name_of(world: World, environment: dict[str, Any]) -> str:
 
 
 def setup_of(training: Training, device_name: str) -> Setup:
-    """How the training's variant runs on this machine."""
+    """Describe how the training's variant runs on this machine."""
     plan, world = training.plan, training.world
     return Setup(
         applied=plan.applied.model_dump(mode="json"),
@@ -56,11 +56,11 @@ def setup_of(training: Training, device_name: str) -> Setup:
 def window_of(
     training: Training, *, asked_steps: int, max_input_wait: float | None, seen: Sequence[Refusal] = ()
 ) -> Window:
-    """What all ranks measured in the training's windows so far, as one record, the same on every rank.
+    """Combine what all ranks measured in the training's windows so far into one record, the same on every rank.
 
-    Refused figures are None: fewer measured steps than ``asked_steps``, a share of waiting for input above
-    ``max_input_wait``, samples left out of the step that was counted, what was ``seen`` on this rank, and whatever the
-    training's detectors saw.
+    Refused figures are None. The reasons to refuse are: fewer measured steps than ``asked_steps``, a share of waiting
+    for input above ``max_input_wait``, samples left out of a counted step, the refusals ``seen`` on this rank, and
+    those of the training's detectors.
     """
     clock, memory, world = training.clock, training.memory, training.world
     mine = [*seen, *(refusal for detector in training.detectors for refusal in detector.refusals())]

@@ -18,10 +18,11 @@ from torchvision.transforms import functional as reference
 
 from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
 from pipeline.data.batches import TrainBatches, choose_placement, evaluation_batches
-from pipeline.data.prepared import Dataset, Split
+from pipeline.data.prepared import Dataset
 from pipeline.data.reader import READ_AHEAD, Reader
 from pipeline.errors import ConfigError
 from pipeline.params import Augment
+from tests.nets import labelled, task_of
 
 CPU = torch.device("cpu")
 EVERYTHING = Augment(crop_padding=2, flip=True, cutout=3)
@@ -43,9 +44,9 @@ def make(dataset: Dataset, **changes: Any) -> TrainBatches:
         "seed": 0,
         "augment": Augment(),
         "placement": "resident",
-        "device": CPU,
     }
-    return TrainBatches(dataset, **values | changes)
+    device = changes.pop("device", CPU)
+    return TrainBatches(task_of(dataset, device=device), **values | changes)
 
 
 def whole(made: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -55,15 +56,20 @@ def whole(made: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def tagged(dataset: Dataset) -> Dataset:
     """The label of every training sample is its number."""
-    return replace(dataset, train=Split(dataset.train.images, torch.arange(len(dataset.train))))
+    return replace(dataset, train=labelled(dataset.train.inputs, torch.arange(len(dataset.train))))
+
+
+def known(dataset: Dataset) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation per channel."""
+    return list(dataset.statistics["inputs"].mean), list(dataset.statistics["inputs"].std)
 
 
 def test_pixels_are_bit_for_bit_those_of_torchvision(digits: Dataset) -> None:
     made = make(tagged(digits))
     images, labels = whole(made.epoch(0))
     for image, label in zip(images, labels, strict=True):
-        pixels = reference.to_tensor(digits.train.images[label].numpy().transpose(1, 2, 0))
-        expected = reference.normalize(pixels, list(digits.mean), list(digits.std))
+        pixels = reference.to_tensor(digits.train.inputs[label].numpy().transpose(1, 2, 0))
+        expected = reference.normalize(pixels, *known(digits))
         assert torch.equal(image, expected)
     assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
     assert images.shape == (14 * 96, 1, 8, 8)
@@ -72,7 +78,7 @@ def test_pixels_are_bit_for_bit_those_of_torchvision(digits: Dataset) -> None:
 def test_images_keep_their_labels(digits: Dataset) -> None:
     _, numbers = whole(make(tagged(digits)).epoch(3))
     _, labels = whole(make(digits).epoch(3))
-    assert torch.equal(digits.train.labels[numbers], labels)
+    assert torch.equal(digits.train.targets[numbers], labels)
 
 
 def test_an_epoch_takes_samples_once_and_drops_the_incomplete_batch(digits: Dataset) -> None:
@@ -180,7 +186,9 @@ def test_each_augmentation_does_its_own_part_in_a_batch(digits: Dataset) -> None
     """Undone by hand from the epoch's draws, an augmented batch is the plain one."""
     (plain, _), (found, _) = (next(make(digits, augment=augment).epoch(2)) for augment in (Augment(), EVERYTHING))
     draws = draw_epoch(0, 2, len(digits.train), (8, 8), padding=2)
-    black = ((0 - torch.tensor(digits.mean)) / torch.tensor(digits.std)).item()
+    black = (
+        (0 - torch.tensor(digits.statistics["inputs"].mean)) / torch.tensor(digits.statistics["inputs"].std)
+    ).item()
     for index in range(96):
         padded = reference.pad(plain[index], [2], fill=black)
         image = reference.crop(padded, int(draws.top[index]), int(draws.left[index]), 8, 8)
@@ -252,8 +260,8 @@ def test_auto_is_resident_only_where_the_images_take_a_small_share_of_memory(
     digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for available, placement in (
-        (4 * digits.train.images.nbytes, "resident"),
-        (4 * digits.train.images.nbytes - 4, "streamed"),
+        (4 * digits.train.inputs.nbytes, "resident"),
+        (4 * digits.train.inputs.nbytes - 4, "streamed"),
     ):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=available: SimpleNamespace(available=free))
         assert choose_placement(digits, CPU) == placement
@@ -338,9 +346,9 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 359])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_evaluation_sees_every_sample_once_in_order(count: int, world_size: int, digits: Dataset) -> None:
-    split = Split(digits.test.images[:count], digits.test.labels[:count])
+    split = digits.test[:count]
     shares = [
-        list(evaluation_batches(split, digits, rank=rank, world_size=world_size, batch_size=10, device=CPU))
+        list(evaluation_batches(split, task_of(digits), rank=rank, world_size=world_size, batch_size=10))
         for rank in range(world_size)
     ]
     sizes = [sum(len(labels) for _, labels in share) for share in shares]
@@ -348,9 +356,9 @@ def test_evaluation_sees_every_sample_once_in_order(count: int, world_size: int,
     assert max(sizes) - min(sizes) <= 1
     assert all(len(labels) == 10 for share in shares for _, labels in share[:-1])
     images, labels = whole(batch for share in shares for batch in share)
-    expected = reference.normalize(split.images.float().div(255), list(digits.mean), list(digits.std))
+    expected = reference.normalize(split.inputs.float().div(255), *known(digits))
     assert torch.equal(images, expected)
-    assert torch.equal(labels, split.labels)
+    assert torch.equal(labels, split.targets)
 
 
 @pytest.mark.gpu
@@ -390,7 +398,8 @@ def test_streaming_survives_a_busy_device(digits: Dataset) -> None:
 @pytest.mark.gpu
 def test_evaluation_on_the_gpu_is_bit_identical(digits: Dataset) -> None:
     def everything(device: torch.device) -> tuple[Tensor, Tensor]:
-        return whole(evaluation_batches(digits.test, digits, rank=0, world_size=1, batch_size=100, device=device))
+        task = task_of(digits, device=device)
+        return whole(evaluation_batches(digits.test, task, rank=0, world_size=1, batch_size=100))
 
     for one, other in zip(everything(CPU), everything(torch.device("cuda")), strict=True):
         assert torch.equal(one, other.cpu())

@@ -17,13 +17,13 @@ from PIL import Image
 
 from pipeline.data import DataError, packing
 from pipeline.data.datasets import decode
-from pipeline.data.packing import pixel_statistics, prepare
+from pipeline.data.packing import pixel_statistics, prepare, statistics
 from pipeline.data.prepared import read, verify
 from pipeline.data.sources import fetch
-from pipeline.params import Config, parse
+from pipeline.params import Config, Train, parse
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ["dataset.json", "test_images.npy", "test_labels.npy", "train_images.npy", "train_labels.npy"]
+NAMES = ["dataset.json", "test_inputs.npy", "test_targets.npy", "train_inputs.npy", "train_targets.npy"]
 
 
 def config(**prepare: Any) -> Config:
@@ -49,24 +49,25 @@ def test_the_packed_arrays_are_the_decoded_ones(raw: Path, digits: Path) -> None
     decoded = decode(config(), raw)
     for split, chunks in ((dataset.train, decoded.train), (dataset.test, decoded.test)):
         ((images, labels),) = chunks
-        np.testing.assert_array_equal(split.images, images)
-        np.testing.assert_array_equal(split.labels, labels)
+        np.testing.assert_array_equal(split.inputs, images)
+        np.testing.assert_array_equal(split.targets, labels)
         assert len(split) == len(images)
-        assert split.images.dtype == torch.uint8
-        assert split.images.is_contiguous()
-        assert split.labels.dtype == torch.int64
+        assert split.inputs.dtype == torch.uint8
+        assert split.inputs.is_contiguous()
+        assert split.targets.dtype == torch.int64
     assert (dataset.name, dataset.shape, dataset.classes) == ("digits", (1, 8, 8), tuple("0123456789"))
 
 
 def test_the_description_agrees_with_the_arrays(digits: Path) -> None:
     description = json.loads((digits / "dataset.json").read_text())
-    images, labels = np.load(digits / "train_images.npy"), np.load(digits / "train_labels.npy")
+    images, labels = np.load(digits / "train_inputs.npy"), np.load(digits / "train_targets.npy")
     assert description["train_count"] == len(images)
     assert description["train_class_counts"] == np.bincount(labels).tolist()
     assert description["test_count"] == sum(description["test_class_counts"]) == 1797 - len(images)
-    np.testing.assert_allclose(description["mean"], [(images / 255).mean()], rtol=1e-12)
-    np.testing.assert_allclose(description["std"], [(images / 255).std()], rtol=1e-12)
-    assert (description["channels"], description["height"], description["width"]) == (1, 8, 8)
+    known = description["statistics"]["inputs"]
+    np.testing.assert_allclose(known["mean"], [(images / 255).mean()], rtol=1e-12)
+    np.testing.assert_allclose(known["std"], [(images / 255).std()], rtol=1e-12)
+    assert description["arrays"]["inputs"] == {"dtype": "uint8", "shape": [1, 8, 8]}
     assert len(description["files"]) == 4
 
 
@@ -90,8 +91,8 @@ def test_statistics_are_exact() -> None:
 def test_a_constant_channel_is_refused() -> None:
     images = np.random.default_rng(0).integers(0, 256, (4, 3, 2, 2), dtype=np.uint8)
     images[:, 2] = 7
-    with pytest.raises(DataError, match="channel 2 of the training images is 7 everywhere"):
-        pixel_statistics(images)
+    with pytest.raises(DataError, match="channel 2 of the training inputs is the same everywhere"):
+        statistics("inputs", images)
 
 
 def test_preparing_twice_gives_the_same_bytes_and_limits_other_ones(raw: Path, digits: Path, tmp_path: Path) -> None:
@@ -102,13 +103,25 @@ def test_preparing_twice_gives_the_same_bytes_and_limits_other_ones(raw: Path, d
     limited = read(tmp_path / "limited")
     assert (len(limited.train), len(limited.test)) == (100, 30)
     assert limited.sha256 != read(digits).sha256
-    np.testing.assert_array_equal(limited.train.images, read(digits).train.images[:100])
+    np.testing.assert_array_equal(limited.train.inputs, read(digits).train.inputs[:100])
+
+
+def test_a_batch_that_the_data_set_cannot_fill_is_said_at_once(
+    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = config(train_limit=100).model_copy(update={"train": Train(batch_size=101)})
+    prepare(large, raw, tmp_path / "limited")
+    warned = capsys.readouterr().err
+    assert "warning: train.batch_size: found 101, but digits has 100 training samples; allowed: at most 100." in warned
+    assert len(read(tmp_path / "limited").train) == 100
+    prepare(large.model_copy(update={"train": Train(batch_size=100)}), raw, tmp_path / "limited")
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_any_difference_changes_the_overall_checksum(raw: Path, tmp_path: Path, digits: Path) -> None:
     (tmp_path / "raw" / "digits").mkdir(parents=True)
     labels = np.load(raw / "digits" / "labels.npy")
-    first_of_the_training_set = int(np.flatnonzero(labels == read(digits).train.labels[0].item())[0])
+    first_of_the_training_set = int(np.flatnonzero(labels == read(digits).train.targets[0].item())[0])
     labels[first_of_the_training_set] = (labels[first_of_the_training_set] + 1) % 10
     np.save(tmp_path / "raw" / "digits" / "labels.npy", labels)
     (tmp_path / "raw" / "digits" / "images.npy").symlink_to(raw / "digits" / "images.npy")
@@ -175,7 +188,7 @@ def test_an_image_folder_is_packed_in_chunks_and_without_its_broken_images(tmp_p
     prepare(made, tmp_path / "raw", tmp_path / "prepared")
     dataset = read(tmp_path / "prepared")
     assert (len(dataset.train) + len(dataset.test), dataset.shape, dataset.classes) == (139, (3, 6, 6), ("a", "b"))
-    found = {image.numpy().transpose(1, 2, 0).tobytes() for image in (*dataset.train.images, *dataset.test.images)}
+    found = {image.numpy().transpose(1, 2, 0).tobytes() for image in (*dataset.train.inputs, *dataset.test.inputs)}
     whole = [path for path in (tmp_path / "pictures" / "train").rglob("*.png") if path.read_bytes() != b"broken"]
     assert found == {np.asarray(Image.open(path)).tobytes() for path in whole}
     verify(tmp_path / "prepared")
@@ -196,26 +209,26 @@ def test_labels_outside_the_classes_and_empty_splits_are_refused(raw: Path, tmp_
 
 
 def test_reading_does_not_load_and_writing_does_not_reach_the_file(digits: Path) -> None:
-    before = (digits / "train_images.npy").read_bytes()
+    before = (digits / "train_inputs.npy").read_bytes()
     dataset = read(digits)
-    dataset.train.images.fill_(255)
-    assert (digits / "train_images.npy").read_bytes() == before
-    assert read(digits).train.images.float().mean() < 255
+    dataset.train.inputs.fill_(255)
+    assert (digits / "train_inputs.npy").read_bytes() == before
+    assert read(digits).train.inputs.float().mean() < 255
 
 
 def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> None:
-    images = np.load(digits / "train_images.npy")
+    images = np.load(digits / "train_inputs.npy")
     for wrong in (images[:-1], images.astype(np.int16), images[:, :, :4], np.asfortranarray(images)):
-        np.save(digits / "train_images.npy", wrong)
+        np.save(digits / "train_inputs.npy", wrong)
         with pytest.raises(
-            DataError, match=r"train_images\.npy holds .* but dataset\.json says uint8 \(1438, 1, 8, 8\)"
+            DataError, match=r"train_inputs\.npy holds .* but dataset\.json says uint8 \(1438, 1, 8, 8\)"
         ):
             read(digits)
-    (digits / "train_images.npy").write_bytes(b"junk")
-    with pytest.raises(DataError, match=r"train_images\.npy cannot be read"):
+    (digits / "train_inputs.npy").write_bytes(b"junk")
+    with pytest.raises(DataError, match=r"train_inputs\.npy cannot be read"):
         read(digits)
-    (digits / "train_images.npy").unlink()
-    with pytest.raises(DataError, match=r"train_images\.npy cannot be read .* run `dvc repro --force prepare`"):
+    (digits / "train_inputs.npy").unlink()
+    with pytest.raises(DataError, match=r"train_inputs\.npy cannot be read .* run `dvc repro --force prepare`"):
         read(digits)
 
 
@@ -223,7 +236,7 @@ def test_a_description_that_is_missing_or_foreign_is_refused(digits: Path, tmp_p
     with pytest.raises(DataError, match=r"nowhere/dataset\.json is missing: run `dvc repro prepare` first"):
         read(tmp_path / "nowhere")
     values = json.loads((digits / "dataset.json").read_text())
-    (digits / "dataset.json").write_text(json.dumps(values | {"schema_version": 2}))
+    (digits / "dataset.json").write_text(json.dumps(values | {"schema_version": 1}))
     with pytest.raises(DataError, match=r"dataset\.json is not a description this version can read"):
         read(digits)
 
@@ -232,7 +245,7 @@ def test_a_description_that_is_missing_or_foreign_is_refused(digits: Path, tmp_p
 def test_verification_finds_a_single_changed_byte(name: str, digits: Path) -> None:
     verify(digits)
     content = bytearray((digits / name).read_bytes())
-    position = content.index(b'"mean": [\n    0.') + 20 if name == "dataset.json" else len(content) - 5
+    position = content.index(b'"mean": [\n        0.') + 24 if name == "dataset.json" else len(content) - 5
     content[position] ^= 1
     (digits / name).write_bytes(content)
     with pytest.raises(DataError, match=re.escape(name)):

@@ -23,6 +23,7 @@ from pipeline.data.sources import fetch, listings, local, places, store
 from pipeline.data.sources.listings import Listing
 from pipeline.data.sources.places import Archive, DebianPackage, GzippedFiles, Source, WebArchive
 from pipeline.data.sources.store import RawFile
+from pipeline.errors import printable
 from pipeline.params import Fetch
 from tests.conftest import Terminal
 
@@ -108,7 +109,7 @@ Use = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def use(monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Lets ``mnist`` stand for two small files that the sources may have, and nobody pause."""
+    """Let ``mnist`` stand for two small files that the sources may have, without pauses between attempts."""
     monkeypatch.setattr(store, "PAUSE_SECONDS", 0.0)
 
     def used(*sources: Source, archive: Archive | None = None) -> None:
@@ -119,7 +120,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, use: Use) -> Iterator[Server]:
-    """The only source, unless a test says otherwise."""
+    """The server that is the only source, unless a test says otherwise."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server = Server()
     use(GzippedFiles(server.url))
@@ -143,7 +144,7 @@ def config(**values: object) -> Fetch:
 
 
 def assert_complete(raw: Path) -> None:
-    """Both files are right, and nothing is left of the way they came."""
+    """Assert that both files are right, and that the download left nothing else behind."""
     assert not (raw.parent / "raw.partial").exists()
     found = {path.relative_to(raw.parent).as_posix(): path for path in raw.parent.rglob("*") if path.is_file()}
     assert {name: path.read_bytes() for name, path in found.items()} == {
@@ -174,6 +175,18 @@ def test_a_transfer_shows_its_progress_on_a_terminal(
 def test_elsewhere_a_transfer_is_a_line(server: Server, raw: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fetch(config(), raw)
     assert capsys.readouterr().err == f"fetching 2 file(s) of mnist from {server.url}\n"
+
+
+def test_sources_that_failed_before_one_delivered_are_a_line(
+    server: Server, raw: Path, use: Use, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = "http://127.0.0.1:9"
+    use(GzippedFiles(closed), GzippedFiles(f"{server.url}/absent"), GzippedFiles(server.url))
+    fetch(config(), raw)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"fetching 2 file(s) of mnist from {closed}"
+    assert second.startswith(f"fetched from {server.url}, as before it failed: {closed}: ")
+    assert second.endswith(f"; {server.url}/absent: HTTP status 404 Not Found")
 
 
 def test_a_file_that_was_changed_is_fetched_again_alone(server: Server, raw: Path) -> None:
@@ -300,9 +313,9 @@ def test_a_server_that_means_harm_is_passed_over(
     raw_answer: bytes, reason: str, server: Server, raw: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.raw = raw_answer
-    with pytest.raises(DataError):
+    with pytest.raises(DataError) as caught:
         fetch(config(attempts=1, timeout_seconds=0.5), raw)
-    said = capsys.readouterr().err
+    said = printable(str(caught.value)) + capsys.readouterr().err
     assert reason in said
     assert "\x1b" not in said
     assert [path for path in raw.parent.rglob("*") if path.is_file() and "partial" not in path.name] == []
@@ -569,6 +582,8 @@ def test_an_image_folder_without_images_says_what_is_expected(raw: Path, tmp_pat
     with pytest.raises(DataError, match=r"fetch\.image_folder: found '.*', which has no directory 'train'; expected"):
         fetch(named("image_folder", tmp_path), raw)
     (tmp_path / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(DataError, match=f"expected train/CLASS/.* Did you mean '{tmp_path}'"):
+        fetch(named("image_folder", tmp_path / "train"), raw)
     with pytest.raises(DataError, match="holds no image; expected train/CLASS/NAME"):
         fetch(named("image_folder", tmp_path), raw)
 

@@ -1,4 +1,4 @@
-"""Images that are made up: the same everywhere, in any parts, and something can be learnt of them."""
+"""Synthetic images: the same on every machine and for any split into parts, and learnable."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_they_are_the_same_on_every_machine_and_fetch_leaves_their_description_a
     assert [path.name for path in RAW.rglob("*") if path.is_file()] == [SYNTHETIC_DESCRIPTION]
     prepared.verify(PREPARED)
     dataset = prepared.read(PREPARED)
-    assert dataset.sha256 == "75dcfa55029629c879f9d8b2cd4024d7fa221964b17ede37ec581e702d4fac23"
+    assert dataset.sha256 == "c0b254ae3c627a7f2f0ffc66e70a73089b8a0c2ea26b48bb9a9aef6b85e817f1"
     assert (dataset.shape, dataset.classes) == ((3, 9, 11), ("0", "1", "2", "3"))
-    assert dataset.train.labels.bincount().tolist() == [5] * 4
+    assert dataset.train.targets.bincount().tolist() == [5] * 4
 
 
 def test_an_image_is_the_same_in_parts_of_any_size_and_in_a_part_of_the_set(monkeypatch: pytest.MonkeyPatch) -> None:

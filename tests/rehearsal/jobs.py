@@ -1,4 +1,4 @@
-"""Small jobs for GPUs that a CPU plays: the ready-made variants, and what their steps wait for and send."""
+"""Small jobs for simulated GPUs: the ready-made variants, and what their steps wait for and send."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ READY_MADE = [(each, name) for each, variants in SETS.items() for name in varian
 
 @dataclass
 class Step:
-    """Of a training, on one rank."""
+    """A training step on one rank."""
 
     waits: list[str] = field(default_factory=list)
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def offered(name: str, variant: str, machine: Machine) -> Config | None:
 
 @contextmanager
 def watched(steps: list[Step]) -> Iterator[None]:
-    """While the block runs, each training step is noted: what it waits for, if GPUs are played, and what it sends."""
+    """While the block runs, record for each training step its waits (on simulated GPUs) and its communication."""
     take = TrainingStep.__call__
     waits = played().waits if torch.cuda.is_available() else []
 
@@ -131,7 +131,7 @@ def result_of(config: Config, name: str) -> Result:
 
 
 def on_rank(config: Config, name: str, machine: Machine, folder: Path) -> Generator[list[Step], None, None]:
-    """``train`` on a forked rank."""
+    """Run ``train`` on a forked rank."""
     os.chdir(folder)
     torch.set_num_threads(1)
     yield train(config, name, machine)

@@ -1,4 +1,4 @@
-"""The commands beside ``train``, on GPUs that a CPU plays; ``doctor`` and ``verify`` are steps of gpu-check."""
+"""The commands other than ``train`` on simulated GPUs; ``doctor`` and ``verify`` are steps of gpu-check."""
 
 from __future__ import annotations
 

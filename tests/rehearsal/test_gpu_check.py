@@ -1,4 +1,4 @@
-"""``make gpu-check`` on two GPUs that a CPU plays, from its doctor to its verify."""
+"""``make gpu-check`` on two simulated GPUs, from its doctor step to its verify step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every ready-made variant on one GPU that a CPU plays: it trains what the baseline trains, and no step waits."""
+"""Every ready-made variant on one simulated GPU: it trains what the baseline trains, and no step waits."""
 
 from __future__ import annotations
 
@@ -69,6 +69,17 @@ def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
         assert result.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.01)
     waiting = [each.name for each in techniques if each.name in WAITS]
     assert all(bool(step.waits) is bool(waiting) for step in steps), {line for step in steps for line in step.waits}
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_each_kernel_of_attention_trains_and_waits_for_nothing(folder: Path, kernel: str) -> None:
+    variant = {"attention": kernel, "precision": "bf16"}
+    config = furnished(folder, {kernel: variant}, model="tests.nets:attending_net", deterministic=kernel != "cudnn")
+    steps = train(config, kernel, environment.machine())
+    assert result_of(config, kernel).applied["attention"] == kernel
+    assert len(steps) == STEPS
+    assert not [line for step in steps for line in step.waits]
 
 
 def test_what_waits_says_so() -> None:

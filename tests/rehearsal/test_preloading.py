@@ -1,4 +1,4 @@
-"""What the processes of a measurement are forked from has imported torch, and asked no driver anything."""
+"""The server that a measurement's processes are forked from has imported torch and queried no driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every ready-made parallel variant on several GPUs that a CPU plays: what its steps send, and that none waits."""
+"""Every ready-made parallel variant on several simulated GPUs: the traffic of its steps, none of which waits."""
 
 from __future__ import annotations
 

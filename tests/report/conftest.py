@@ -14,7 +14,7 @@ HOSTILE = "$\\x_1$<img src=x onerror=alert(1)>|`*\"'&"
 
 
 def plain(text: str) -> str:
-    """``text`` with the signs of a keyboard."""
+    """Return ``text`` with typographic characters replaced by ASCII."""
     return text.translate({0xA0: " ", ord("\N{MINUS SIGN}"): "-", ord("\N{MULTIPLICATION SIGN}"): "x"})
 
 

@@ -1,4 +1,4 @@
-"""An HTML page as a program, and as one who hears it, reads it."""
+"""An HTML page as a program reads it, and as a screen reader reads it aloud."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Page(HTMLParser):
 
     @property
     def heard(self) -> str:
-        """Texts and labels, a line a block, a row or a label."""
+        """Return texts and labels, one line per block, row or label."""
         lines = (re.sub(r"\s+", " ", line).strip(" |") for line in self._heard.split("\0"))
         return "".join(f"{line}\n" for line in lines if line)
 

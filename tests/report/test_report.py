@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pipeline import report
@@ -24,6 +25,9 @@ def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -
         "metrics/ddp.json",
         "metrics/memory.json",
         "ratios.csv",
+        "verdicts/baseline.json",
+        "verdicts/ddp.json",
+        "verdicts/memory.json",
     ]
     assert contents[0]["comparison.json"].decode() == usual.comparison.to_json()
 
@@ -33,7 +37,16 @@ def test_what_cannot_be_told_is_still_a_report(silent: Made, tmp_path: Path) -> 
     assert (tmp_path / "comparison.html").exists()
 
 
+def test_what_dvc_shows_are_the_verdict_and_a_few_figures(usual: Made, tmp_path: Path) -> None:
+    report.write(*usual, tmp_path)
+    shown, known = (json.loads((tmp_path / name / "memory.json").read_text()) for name in ("verdicts", "metrics"))
+    assert list(shown)[:3] == ["verdict", "throughput_ratio", "peak_memory_ratio"]
+    assert len(shown) <= 6 < len(known)
+    assert shown.items() <= known.items()
+
+
 def test_metrics_of_a_variant_that_is_gone_are_removed(usual: Made, tmp_path: Path) -> None:
     report.write(*usual, tmp_path)
     report.write(*alone(), tmp_path)
-    assert [path.name for path in (tmp_path / "metrics").iterdir()] == ["baseline.json"]
+    for name in ("metrics", "verdicts"):
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["baseline.json"]

@@ -39,4 +39,4 @@ def test_test_images_that_are_no_new_ones_are() -> None:
         seen = dict(zip(("test_in_train_count", "test_repeated_count"), counts, strict=True))
         about = result.dataset.model_copy(update=seen)
         basis = "\n".join(sentences.basis(make_comparison([make_result(dataset=about)])))
-        assert ("12 are training images too and 3 repeat another" in basis) is told
+        assert ("12 are training samples too and 3 repeat another" in basis) is told

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import boto3
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -80,13 +81,23 @@ class Services:
         self._start_postgres()
         self._spawn("s3", [os.environ[S3_SERVER], "--host", "127.0.0.1", "--port", str(self.ports["s3"])], {})
         self._wait("s3", lambda: _answers(self.ports["s3"]))
-        for _ in range(2):  # again with the bucket there, as with every later `docker compose up`
-            subprocess.run(self.command("bucket"), env=os.environ | self.environment("bucket"), check=True)
+        self.object_store().create_bucket(Bucket="mlflow")  # as compose.yaml's service bucket does with its own tool
         self.start_mlflow()
 
     def start_mlflow(self) -> None:
         self._spawn("mlflow", self.command("mlflow"), self.environment("mlflow"))
         self._wait("mlflow", lambda: self.is_healthy("mlflow"))
+
+    def object_store(self) -> Any:
+        """The object store, as MLflow's server may use it."""
+        storage = self.environment("mlflow")
+        return boto3.client(
+            "s3",
+            endpoint_url=storage["MLFLOW_S3_ENDPOINT_URL"],
+            region_name=storage["AWS_DEFAULT_REGION"],
+            aws_access_key_id=storage["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=storage["AWS_SECRET_ACCESS_KEY"],
+        )
 
     def kill(self, name: str) -> None:
         """End it and its children as a power cut would, with no last act."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import yaml
 
 from tests.services import compose
 
-SECRETS = ("POSTGRES_PASSWORD", "S3_ACCESS_KEY", "S3_SECRET_KEY", "MLFLOW_PASSWORD", "MLFLOW_SECRET_KEY")
+SECRETS = ("POSTGRES_PASSWORD", "S3_ROOT_KEY", "S3_SECRET_KEY", "MLFLOW_PASSWORD", "MLFLOW_SECRET_KEY")
 SERVICES: dict[str, Any] = compose.read({name: f"the {name}" for name in SECRETS})["services"]
 
 
@@ -33,17 +36,41 @@ def test_every_published_port_is_on_loopback() -> None:
 
 
 def test_who_knows_which_secret() -> None:
-    """What is trained knows its password alone."""
-    knowing = {name: {secret for secret in SECRETS if secret in str(service)} for name, service in SERVICES.items()}
-    storage = {"S3_ACCESS_KEY", "S3_SECRET_KEY"}
+    """What is trained knows its password alone, and the server not the one that may all in the object store."""
+    knowing = {name: {secret for secret in SECRETS if f"the {secret}" in str(each)} for name, each in SERVICES.items()}
     assert knowing == {
-        "bucket": storage,
-        "mlflow": set(SECRETS),
+        "bucket": {"S3_ROOT_KEY", "S3_SECRET_KEY"},
+        "mlflow": set(SECRETS) - {"S3_ROOT_KEY"},
         "pipeline": {"MLFLOW_PASSWORD"},
         "pipeline-cpu": {"MLFLOW_PASSWORD"},
         "postgres": {"POSTGRES_PASSWORD"},
-        "s3": storage,
+        "s3": {"S3_ROOT_KEY"},
     }
+
+
+STORE = """#!/bin/sh
+echo "$ADMIN_ACCESS_KEY $ADMIN_SECRET_KEY" "$@" >>asked
+case " $* " in *" create-"*) exit "$TAKEN";; esac
+"""
+"""In place of the object store's own tool. TAKEN: 1 where the user and the bucket are there, else 0."""
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_the_server_has_a_user_of_the_object_store_who_owns_one_bucket(taken: int, tmp_path: Path) -> None:
+    (tmp_path / "versitygw").write_text(STORE, encoding="utf-8")
+    (tmp_path / "versitygw").chmod(0o755)
+    service, user = SERVICES["bucket"], SERVICES["mlflow"]["environment"]
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TAKEN": str(taken), **service["environment"]}
+    subprocess.run([*service["entrypoint"], *service["command"]], cwd=tmp_path, env=variables, check=True)
+    who = f"--access {user['AWS_ACCESS_KEY_ID']} --secret {user['AWS_SECRET_ACCESS_KEY']} --role user"
+    whose = f"--bucket mlflow --owner {user['AWS_ACCESS_KEY_ID']}"
+    wanted = [f"create-user {who}", f"update-user {who}", f"create-bucket {whose}", f"change-bucket-owner {whose}"]
+    root = SERVICES["s3"]["environment"]
+    start = f"{root['ROOT_ACCESS_KEY']} {root['ROOT_SECRET_KEY']} admin --endpoint-url http://s3:7070"
+    asked = (tmp_path / "asked").read_text(encoding="utf-8").splitlines()
+    assert asked == [f"{start} {each}" for each in (wanted if taken else wanted[::2])]
+    assert "--artifacts-destination=s3://mlflow" in SERVICES["mlflow"]["command"]
+    assert root["ROOT_ACCESS_KEY"] != user["AWS_ACCESS_KEY_ID"]
 
 
 def test_clients_reach_the_server_alone() -> None:
@@ -79,13 +106,15 @@ def test_state_is_in_named_volumes() -> None:
     named = yaml.safe_load(compose.FILE.read_text(encoding="utf-8"))["volumes"]
     mounted = {name: service["volumes"] for name, service in SERVICES.items() if not name.startswith("pipeline")
                if "volumes" in service}  # fmt: skip
-    assert {volumes[0].partition(":")[0] for volumes in mounted.values()} == set(named) == set(mounted)
+    volumes = {volume.partition(":")[0]: name for name, each in mounted.items() for volume in each}
+    assert volumes == {"postgres": "postgres", "s3": "s3", "s3-users": "s3"}
+    assert volumes.keys() == named.keys()
 
 
 def test_one_service_builds_the_image_that_several_use() -> None:
     """Built side by side under one name, one of them can fail: the name is taken."""
     using = {name for name, service in SERVICES.items() if service["image"] == SERVICES["mlflow"]["image"]}
-    assert using == {"bucket", "mlflow", "pipeline", "pipeline-cpu"}
+    assert using == {"mlflow", "pipeline", "pipeline-cpu"}
     assert {name for name, service in SERVICES.items() if "build" in service} == {"mlflow"}
 
 
@@ -108,7 +137,7 @@ def test_the_page_works_under_the_name_that_a_proxy_gives_it(name: str | None, m
 
 
 def test_images_are_pinned_to_a_version() -> None:
-    for name in ("postgres", "s3"):
+    for name in ("bucket", "postgres", "s3"):
         version = SERVICES[name]["image"].rpartition(":")[2]
         assert version.removeprefix("v").replace(".", "").isdigit(), version
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import mlflow
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ pytestmark = [
 
 SECRETS = {
     "POSTGRES_PASSWORD": "p@ss/word:1",
-    "S3_ACCESS_KEY": "an-access-key",
+    "S3_ROOT_KEY": "a-root-key",
     "S3_SECRET_KEY": "a-secret-key",
     "MLFLOW_PASSWORD": "another-p@ss/word:2",
     "MLFLOW_SECRET_KEY": "another-secret-key",
@@ -153,15 +152,7 @@ def check_complete(client: MlflowClient, services: Services, checkout: Clone) ->
     assert len(weights) == len(children)
 
     # The artifacts are in the object store, which the clients were never told of.
-    storage = services.environment("mlflow")
-    bucket = boto3.client(
-        "s3",
-        endpoint_url=storage["MLFLOW_S3_ENDPOINT_URL"],
-        region_name=storage["AWS_DEFAULT_REGION"],
-        aws_access_key_id=storage["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=storage["AWS_SECRET_ACCESS_KEY"],
-    )
-    pages = bucket.get_paginator("list_objects_v2").paginate(Bucket="mlflow")
+    pages = services.object_store().get_paginator("list_objects_v2").paginate(Bucket="mlflow")
     objects = {item["Key"] for page in pages for item in page.get("Contents", ())}
     for run in children:
         model = run.data.tags["model"].removeprefix("models:/")
@@ -170,8 +161,8 @@ def check_complete(client: MlflowClient, services: Services, checkout: Clone) ->
     assert any(f"{parent.info.run_id}/artifacts/comparison.html" in name for name in objects)
     assert not {"AWS_ACCESS_KEY_ID", "MLFLOW_S3_ENDPOINT_URL"} & os.environ.keys()
 
-    images = np.load(checkout.path / "data/prepared/test_images.npy")
-    labels = np.load(checkout.path / "data/prepared/test_labels.npy")
+    images = np.load(checkout.path / "data/prepared/test_inputs.npy")
+    labels = np.load(checkout.path / "data/prepared/test_targets.npy")
     [run] = [run for run in children if run.info.run_name == "baseline-seed0"]
     for logits in (
         mlflow.pytorch.load_model(run.data.tags["model"])(torch.from_numpy(images)).detach().numpy(),
@@ -232,7 +223,7 @@ def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
     assert f"its champion: {services.uri}/#/models/{EXPERIMENT}" in promoted
     champion = client.get_model_version_by_alias(EXPERIMENT, "champion")
     assert champion.tags["commit"] == head["commit"]
-    images = np.load(checkout.path / "data/prepared/test_images.npy")
+    images = np.load(checkout.path / "data/prepared/test_inputs.npy")
     assert len(mlflow.pyfunc.load_model(f"models:/{EXPERIMENT}@champion").predict(images)) == len(images)
 
 

@@ -26,6 +26,7 @@ from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.failures import is_out_of_memory
 from pipeline.training.loop import Training
 from tests.conftest import ROOT
+from tests.nets import task_of
 from tests.ranks import run_ranks
 from tests.test_job import CPU_ONLY, PARAMS, workspace  # noqa: F401
 from tests.test_training import make_training, weights
@@ -71,7 +72,7 @@ def net(
     calls: int = -1,
     compares: bool = False,
 ) -> nn.Module:
-    """``compares``: it cannot train with a single sample."""
+    """``compares``: the model cannot train with a single sample."""
     return Greedy(channels, height * width, classes, most, where, calls, compares)
 
 
@@ -93,7 +94,7 @@ def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
         config = configure(model, variant, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
         made = plan(config, "tried", CPU_ONLY)
         try:
-            with Assembly(made, joined, dataset, "resident").training(0) as training:
+            with Assembly(made, joined, task_of(dataset, made.train), "resident").training(0) as training:
                 list(training.run())
                 outcomes.append((weights(training), training.plan.micro_batches, training.plan.decided))
         except PipelineError as error:
@@ -171,7 +172,7 @@ _OF_NCCL = (
 def test_what_libraries_say_when_memory_is_out_is_understood(
     said: str, free: float, fits: bool | None, digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``fits`` None: it is another error, which comes through."""
+    """``fits`` None: the error has another cause and is passed on."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 2**30))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
@@ -204,7 +205,7 @@ def _without_memory_for_the_update(joined: World, dataset: Dataset) -> str:
     variant = {"parallelism": "zero1", "gradient_accumulation": "auto"}
     config = configure({"most": 64}, variant, optimizer="adamw", batch_size=8)
     try:
-        with Assembly(plan(config, "tried", CPU_ONLY), joined, dataset, "resident").training(0):
+        with Assembly(plan(config, "tried", CPU_ONLY), joined, task_of(dataset, config.train), "resident").training(0):
             return "there was memory"
     except PipelineError as error:
         return str(error)

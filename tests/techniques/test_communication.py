@@ -20,7 +20,7 @@ from pipeline.techniques.communication import LOCAL_STEPS, RANK
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
-from tests.nets import ALONE, conv_net, first, make_plan, stopped
+from tests.nets import ALONE, conv_net, make_plan, stopped, task_of
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights
 
@@ -51,7 +51,7 @@ def _overheard(sent: Sent) -> Iterator[None]:
 
 
 def _communicate(joined: World, dataset: Dataset, hook: str, steps: int) -> list[dict[str, Any]]:
-    """What each of the first steps sent, and left: gradients, and every rank's weights. Losses are kept as on a GPU."""
+    """Return what each of the first steps sent, its gradients, and all ranks' weights. Losses are kept as on a GPU."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook=hook)
     training.take_step.losses = DeviceLosses(joined)
     found = []
@@ -116,7 +116,7 @@ def _average(
     list(training.run())
     own = {name: value.clone() for name, value in training.model.state_dict().items()}
     read = training.model_state.read()
-    return joined.gather(own), read, training.score, evaluate(training.model, dataset, joined, 32)
+    return joined.gather(own), read, training.score, evaluate(training.model, task_of(dataset), joined, 32)
 
 
 def test_post_local_sgd_evaluates_and_saves_the_average_of_the_ranks_weights(digits: Dataset) -> None:
@@ -128,14 +128,14 @@ def test_post_local_sgd_evaluates_and_saves_the_average_of_the_ranks_weights(dig
             torch.testing.assert_close(read[name], (ranks[0][name] + ranks[1][name]) / 2, rtol=1e-6, atol=0.0)
         judged = conv_net(norm=True)
         judged.load_state_dict({name: (read if name in names else ranks[0])[name] for name in read})
-        assert evaluate(judged, digits, ALONE, 32).correct == score.correct
+        assert evaluate(judged, task_of(digits), ALONE, 32).correct == score.correct
         assert score.accuracy > 0.8
         assert own_score.loss != score.loss
 
 
 def _resume(joined: World, dataset: Dataset, hook: str, stops: list[int], applied: dict[str, Any]) -> list[list[str]]:
     """Every rank's weights at the end of a run in one go, and of runs that were interrupted after so many steps."""
-    dataset = replace(dataset, train=first(dataset.train, 16 * HOOKED.batch_size))
+    dataset = replace(dataset, train=dataset.train[: 16 * HOOKED.batch_size])
     train = HOOKED.model_copy(update={"warmup_fraction": WARMUP / 16})
     options: dict[str, Any] = {"train": train, "communication_hook": hook} | applied
     whole = make_training(dataset, joined, **options)
@@ -160,7 +160,7 @@ def test_a_resumed_run_ends_with_the_same_weights_on_every_rank(digits: Dataset,
 
 
 def _buckets(joined: World, dataset: Dataset) -> tuple[int, int, int]:
-    """How many buckets PowerSGD remembers with small ones; bytes it keeps; bytes that it should."""
+    """Return PowerSGD's number of buckets when these are small, the bytes of its state, and the expected bytes."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook="powersgd", bucket_mb=0.002)
     training.advance(10)
     [technique] = [each for each in training.techniques if each.name == "powersgd"]
@@ -184,7 +184,7 @@ def test_powersgd_trains_on_the_cpu_of_a_machine_with_a_gpu(digits: Dataset) -> 
 
 
 def _leftovers(joined: World, dataset: Dataset) -> list[str]:
-    """Hooks whose model is still there after its training was forgotten."""
+    """Return the hooks whose model is still in memory after its training was deleted."""
     left = []
     for hook in ("none", "fp16", "powersgd", "post_local_sgd"):
         training: Training | None = make_training(dataset, joined, train=HOOKED, communication_hook=hook)

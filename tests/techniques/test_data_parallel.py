@@ -1,4 +1,4 @@
-"""nn.DataParallel: a GPU's own. Without several of them only its plans can be tried."""
+"""nn.DataParallel, which needs GPUs: without several of them only its plans can be tested."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_two_ranks_have_the_gradients_of_one_device_and_reduce_once_a_step(micro
 
 
 def _options(joined: World) -> dict[str, Any]:
-    """What DDP made of its options, after three steps each; and the gradients of the third."""
+    """Return DDP's effective options after three steps each, and the gradients of the third step."""
     found: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -92,7 +92,7 @@ def test_options_are_in_effect_and_change_no_gradient_of_two_ranks() -> None:
 
 
 class _Spare(nn.Module):
-    """A net with a parameter that no step uses."""
+    """A model with a parameter that no step uses."""
 
     def __init__(self) -> None:
         super().__init__()

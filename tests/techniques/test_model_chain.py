@@ -74,7 +74,8 @@ class _TwoBranches(nn.Module):
 
 def built(name: str, side: int = 8, **options: Any) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model = models.build(name, options, channels=1, height=side, width=side, classes=10)
+    sizes = {"channels": 1, "height": side, "width": side, "classes": 10}
+    model = models.build(name, options, sizes, inputs=torch.zeros(2, 1, side, side), outputs=(10,))
     return model, torch.randn(4, 1, side, side)
 
 

@@ -25,7 +25,7 @@ class _Counts(TorchDispatchMode):
 
 
 def _update(dataset: Dataset, kernel: str) -> tuple[Counter[str], int]:
-    """What one update calls, and of how many parameters."""
+    """Return the operations of one update and the number of parameters."""
     training = make_training(dataset, train=ADAMW, optimizer_kernel=kernel)
     training.advance(2)
     for parameter in training.model.parameters():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -56,3 +58,11 @@ def test_a_loss_that_is_not_finite_changes_no_parameter(digits: Dataset, state: 
 def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(digits: Dataset, train: Any) -> None:
     nets = (conv_net(norm=True, seed=seed) for seed in (0, 0, 5))
     assert resumes_exactly(*(make_training(digits, model=net, train=train, optimizer_in_backward=True) for net in nets))
+
+
+def test_a_seed_s_parameters_do_not_outlive_its_training(digits: Dataset) -> None:
+    training = _after(digits, 2, train=ADAMW, optimizer_in_backward=True)
+    parameters = [weakref.ref(each) for each in training.model.parameters()]
+    del training
+    gc.collect()
+    assert not any(each() is not None for each in parameters)

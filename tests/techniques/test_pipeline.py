@@ -22,7 +22,7 @@ from pipeline.techniques.cutting import Cut, bubble_fraction
 from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
-from tests.nets import ALONE, conv_net, first, make_plan
+from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[int, dict[str, bool], dict[str, Any]]] = {
 
 
 class Seen(NamedTuple):
-    """What one rank has after some steps."""
+    """One rank's results after some steps."""
 
     losses: list[float]
     test_loss: float
@@ -118,7 +118,7 @@ def alone(digits: Dataset) -> dict[str, Seen]:
 
 @pytest.fixture(scope="module")
 def staged(digits: Dataset) -> list[dict[str, Seen]]:
-    """Of two ranks."""
+    """The results of two ranks."""
     return run_ranks(_run_all, digits, list(CASES), {})
 
 
@@ -256,7 +256,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(digits: Dataset) -> None:
 def _resumed(joined: World, dataset: Dataset, stop_after: int) -> tuple[bool, list[str], tuple[Any, Any]]:
     """A run with dropout, and one that takes up its checkpoint in a process that would cut elsewhere."""
 
-    few = replace(dataset, train=first(dataset.train, 20 * TRAIN.batch_size))
+    few = replace(dataset, train=dataset.train[: 20 * TRAIN.batch_size])
 
     def made(seed: int) -> Training:
         model = conv_net(norm=True, dropout=True, seed=seed)

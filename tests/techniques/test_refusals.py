@@ -15,7 +15,7 @@ from pipeline.params import GRAPH_WARMUP_STEPS, Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
 from pipeline.techniques import chosen
-from tests.nets import INPUTS, LooksAtValues, conv_net, make_plan
+from tests.nets import INPUTS, LooksAtValues, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -51,6 +51,8 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
     [
         # Of the machine
         case("activation_offload", "has them already", activation_offload=True),
+        case("attention", A_GPU, attention="cudnn"),
+        case("attention", A_GPU, GPUS, ON_CPU, attention="efficient"),
         case("cpu_offload", A_GPU, parallelism="fsdp", cpu_offload=True),
         case("cuda_graph", A_GPU, cuda_graph=True),
         case("cudnn_benchmark", A_GPU, cudnn_benchmark=True),
@@ -119,6 +121,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("", APART, GPUS, parallelism="data_parallel", precision="bf16"),
         case("", APART, GPUS, parallelism="data_parallel", activation_checkpointing=True),
         # Of each other: one process
+        *(case("attention", "set precision to bf16 or", GPUS, attention=each) for each in ("flash", "cudnn")),
         case("loader_workers", "it needs data_loading 'dataloader'", loader_workers=4),
         case("", APART, GPUS, cuda_graph=True, parallelism="ddp"),
         case("", APART, GPUS, cuda_graph=True, compile="default"),
@@ -146,6 +149,10 @@ def test_what_cannot_be_is_refused(
     ("machine", "train", "tried"),
     [
         (GPUS, {}, {"activation_offload": True}),
+        (CPU, {}, {"attention": "flash"}),
+        (GPUS, {}, {"attention": "efficient"}),
+        (GPUS, {}, {"attention": "flash", "precision": "fp16"}),
+        (GPUS, {}, {"attention": "cudnn", "parallelism": "fsdp", "parameter_precision": "bf16"}),
         (GPUS, {}, {"precision": "tf32"}),
         (OLD_GPUS, {}, {"precision": "fp16"}),
         (GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS + 1}, {"cuda_graph": True}),
@@ -181,7 +188,7 @@ def test_a_launcher_s_processes_are_for_what_takes_several(parallelism: str) -> 
 def test_what_it_takes_is_not_foreseen(name: str, tried: dict[str, Any], digits: Dataset) -> None:
     machine = GPUS.model_copy(update={"installed": WITH_8BIT.installed})
     with pytest.raises(ledger.PredictionError, match=f"variants.tried: what {name} takes cannot be foreseen"):
-        ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), digits)
+        ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), task_of(digits))
 
 
 def scaled() -> nn.Module:
@@ -203,6 +210,7 @@ MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"activation_checkpointing": True}, FLAT, "none of its parts has parts of its own"),
     ({"activation_checkpointing": 0.5}, LooksAtValues(), "without values"),
     ({"activation_checkpointing": 0.5}, nn.Sequential(FLAT), "keeps no activations; allowed: false"),
+    ({"attention": "math"}, conv_net(), "Sequential calls no scaled_dot_product_attention; allowed: 'auto'"),
     ({"sync_batchnorm": True, "parallelism": "ddp"}, conv_net(), "has no Batch"),
     ({"optimizer_state": "8bit"}, conv_net(), "no parameter of 4096 values or more"),
     (POWERSGD, scaled(), "module.scale"),

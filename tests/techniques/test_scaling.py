@@ -11,7 +11,7 @@ from pipeline.params import Machine, parse
 from pipeline.plans import plan
 from pipeline.training.assembly import Assembly
 from pipeline.training.loop import Training
-from tests.nets import ALONE, batches_of, conv_net
+from tests.nets import ALONE, batches_of, conv_net, task_of
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN
 
@@ -46,7 +46,7 @@ def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], li
         "variants": {"baseline": WEAK if weak else {}},
     })  # fmt: skip
     found = plan(config, "baseline", CPU)
-    training = Training(found, conv_net(), dataset, batches_of(dataset, found, joined), joined, 0)
+    training = Training(found, conv_net(), task_of(dataset, found.train), batches_of(dataset, found, joined), joined, 0)
     rows = [row for row in training.run() if row]
     return [row.train_loss for row in rows], [row.learning_rate for row in rows], training.steps
 
@@ -63,7 +63,10 @@ def test_two_ranks_train_as_one_device_with_twice_the_batch_and_rate(digits: Dat
 def _beyond_the_data(joined: World, dataset: Dataset) -> str:
     config = parse({"train": {"batch_size": 1000}, "variants": {"baseline": WEAK}})
     made = plan(config, "baseline", CPU)
-    with pytest.raises(ConfigError) as caught, Assembly(made, joined, dataset, "resident").training(0):
+    with (
+        pytest.raises(ConfigError) as caught,
+        Assembly(made, joined, task_of(dataset, made.train), "resident").training(0),
+    ):
         pass
     return str(caught.value)
 

@@ -32,7 +32,7 @@ def train(name: str) -> Result:
 
 @functools.cache
 def baseline() -> Result:
-    """The same for all."""
+    """The single-device result that all tests share."""
     return train("baseline")
 
 
@@ -56,6 +56,6 @@ def test_a_job_of_each_ready_made_variant_trains_what_the_baseline_trains(name: 
     assert run.train_loss == pytest.approx(plain.train_loss, rel=0.05 if "bf16" in name else 0.02)
     assert abs(run.test_correct - plain.test_correct) <= (8 if "bf16" in name else 3)
     assert len(run.peak_memory_rank_bytes) == result.world_size
-    model = models.build("small_cnn", {}, channels=1, height=8, width=8, classes=10)
+    model = models.small_cnn(channels=1, height=8, width=8, classes=10)
     model.load_state_dict(torch.load(results.model_file(name, 3), weights_only=True))
     assert state_sha256(model.state_dict()) == run.model_sha256

@@ -9,11 +9,13 @@ from torchvision.models import VisionTransformer, convnext_tiny, resnet18, vgg11
 
 from pipeline import models
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import World
+from pipeline.distributed import ALONE, World
+from pipeline.models.gpt import GPT
 from pipeline.techniques.tensor import pairs
 from tests.nets import conv_net
 from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
 from tests.ranks import run_ranks
+from tests.test_tasks import training_of as language_training
 
 TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 
@@ -123,3 +125,23 @@ def test_ranks_of_one_model_draw_alike_and_their_parts_of_a_mask_differ(digits: 
     assert first == second != third == fourth
     assert not torch.equal(one, other)
     assert {round(value, 4) for mask in (one, other) for value in mask.flatten().tolist()} == {0.0, round(1 / 0.7, 4)}
+
+
+def _of_language(joined: World, parallelism: str) -> tuple[list[float], float, int]:
+    training = language_training("language_model", joined, parallelism=parallelism)
+    losses = [row.train_loss for row in training.run() if row]
+    assert training.score is not None
+    return losses, training.score.loss, sum(each.numel() for each in training.model.parameters())
+
+
+def test_a_language_model_s_attention_is_cut_by_heads() -> None:
+    losses, test_loss, size = _of_language(ALONE, "none")
+    width, depth = 16, 2
+    shared_out = depth * (3 * width * width + 3 * width + width * width)  # the query, key and value of a head; out
+    shared_out += depth * (4 * width * width + 4 * width + 4 * width * width)
+    for rank in run_ranks(_of_language, "tensor"):
+        assert rank[0] == pytest.approx(losses, rel=1e-3)
+        assert rank[1] == pytest.approx(test_loss, rel=1e-3)
+        assert rank[2] == size - shared_out // 2
+    model = GPT(vocabulary=8, length=4, width=24, depth=1, heads=3)
+    assert [pair.parts for pair in pairs(model)] == [3, 96]

@@ -1,7 +1,7 @@
 """Stage ``fetch``: bring the raw files, and keep only those whose content is right.
 
-A file reaches its final name only after the SHA-256 of its uncompressed content was found right, so it does not
-matter which source it came from.
+A file gets its final name only after the SHA-256 of its uncompressed content was checked, so it does not matter which
+source it came from.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pipeline.data import DataError
+from pipeline.data import DataError, arrays, text
 from pipeline.data.sources.listings import LISTINGS, Listing
-from pipeline.data.sources.local import describe_synthetic, export_digits, list_images
+from pipeline.data.sources.local import describe_synthetic, export_digits, list_files, list_images
 from pipeline.data.sources.places import Mirror
 from pipeline.data.sources.store import SourceError, Store, say
 from pipeline.params import Fetch
@@ -21,12 +21,12 @@ from pipeline.params import Fetch
 def fetch(config: Fetch, directory: Path) -> None:
     """Fill ``directory/<dataset>/`` with verified raw files.
 
-    Interrupted transfers wait beside it, in ``<directory>.partial``, until the next run continues them; afterwards
-    nothing is left there. For ``image_folder`` no image is copied: the listing of paths, sizes and SHA-256 stands for
-    them, and ``prepare`` refuses images that no longer agree with it. DVC does not look into the user's directory, so
-    after a change of the images ``dvc repro --force fetch`` has to be asked for.
+    Interrupted transfers stay in ``<directory>.partial`` until the next run continues them; afterwards it is deleted.
+    No file of the user's (``image_folder``, ``text_folder``, ``arrays``) is copied: ``fetch`` writes a listing of
+    paths, sizes and SHA-256, and ``prepare`` refuses files that differ from it. DVC does not look into the user's
+    directory, so run ``dvc repro --force fetch`` after a change of the files.
 
-    Raises DataError, naming every source and why it failed, if a file cannot be had.
+    Raises DataError, naming every source and why it failed, if no source has a file.
     """
     target = directory / config.dataset
     target.mkdir(parents=True, exist_ok=True)
@@ -34,6 +34,12 @@ def fetch(config: Fetch, directory: Path) -> None:
         export_digits(target)
     elif config.dataset == "image_folder":
         list_images(config, target)
+    elif config.dataset == "arrays":
+        if config.own_module:
+            arrays.export(config, target)
+        list_files(arrays.KEY, arrays.root(config, target), arrays.files(config, target), target)
+    elif config.dataset in text.FOLDERS:
+        list_files("fetch.text_folder", text.root(config), text.files(config), target)
     elif config.dataset == "synthetic":
         describe_synthetic(config.synthetic, target)
     else:
@@ -46,16 +52,19 @@ def _collect(config: Fetch, listing: Listing, target: Path, partials: Path) -> N
     if config.mirror is not None:
         sources = (Mirror(_mirror_path(config.mirror), listing.archive), *sources)
     missing = store.missing(listing.files)
-    failures = []
+    failures: list[str] = []
     for source in sources:
         if not missing:
             break
-        say(f"fetching {len(missing)} file(s) of {config.dataset} from {source.label}")
+        if not failures:
+            say(f"fetching {len(missing)} file(s) of {config.dataset} from {source.label}")
         try:
             source.deliver(missing, store)
         except SourceError as error:
             failures.append(f"{source.label}: {error}")
-            say(failures[-1])
+        else:
+            if failures:
+                say(f"fetched from {source.label}, as before it failed: {'; '.join(failures)}")
         missing = store.missing(missing)
     if missing:
         reasons = "\n".join(f"  {number}. {failure}" for number, failure in enumerate(failures, 1))
@@ -69,7 +78,7 @@ def _collect(config: Fetch, listing: Listing, target: Path, partials: Path) -> N
 
 
 def _mirror_path(mirror: str) -> Path:
-    """The directory that ``fetch.mirror`` names. Raises DataError for an address that is not a local file's."""
+    """Return the directory that ``fetch.mirror`` names. Raises DataError for a URL other than a local ``file://``."""
     if "://" not in mirror:
         return Path(mirror).expanduser()
     address = urlsplit(mirror)

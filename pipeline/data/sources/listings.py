@@ -1,4 +1,4 @@
-"""The data sets by name: their files, and where they can be had."""
+"""The data sets by name: their files and their sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.data.sources.store import RawFile
 
 @dataclass(frozen=True)
 class Listing:
-    """A data set's files and where they can be had, best first."""
+    """A data set's files, and its sources, best first."""
 
     files: tuple[RawFile, ...]
     sources: tuple[Source, ...]

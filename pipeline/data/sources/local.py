@@ -1,4 +1,4 @@
-"""What needs no network: scikit-learn's digits, the user's images, and images that are made up."""
+"""Data sets that need no network: scikit-learn's digits, synthetic images, and files that lie here already."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import csv
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.data import IMAGE_LISTING, LIMIT_BYTES, SYNTHETIC_DESCRIPTION, DataError, file_sha256
+from pipeline.data import LIMIT_BYTES, LISTING, SYNTHETIC_DESCRIPTION, DataError, file_sha256
 from pipeline.data.sources.store import progress, say
 from pipeline.errors import printable
 from pipeline.files import write_array
@@ -21,7 +22,7 @@ IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".p
 
 
 def export_digits(target: Path) -> None:
-    """scikit-learn's bundled digits as uint8 images [1797, 8, 8] with values 0 to 16, and their labels."""
+    """Write scikit-learn's bundled digits as uint8 images [1797, 8, 8] with values 0 to 16, and their labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -30,7 +31,7 @@ def export_digits(target: Path) -> None:
 
 
 def describe_synthetic(asked: Synthetic, target: Path) -> None:
-    """Write what ``prepare`` is to make up. Raises DataError where the disk has no room for it."""
+    """Write the settings by which ``prepare`` generates images. Raises DataError if the disk has no room for them."""
     needed, free = (asked.train + asked.test) * math.prod(asked.shape), shutil.disk_usage(target).free
     if needed > free:
         raise DataError(
@@ -43,14 +44,23 @@ def describe_synthetic(asked: Synthetic, target: Path) -> None:
 def list_images(config: Fetch, target: Path) -> None:
     """Write the listing of the user's images: SPLIT/CLASS/... path, size and SHA-256, in sorted order.
 
-    Raises DataError for a folder without images, for an image that cannot be read or is larger than ``LIMIT_BYTES``,
-    and for a class whose name is not UTF-8 or no line of text: reports and MLflow show it.
+    Raises DataError, see ``images_of``, and for an image that cannot be read.
+    """
+    root, paths = images_of(config)
+    list_files("fetch.image_folder", root, paths, target)
+
+
+def images_of(config: Fetch) -> tuple[Path, list[str]]:
+    """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
+
+    Raises DataError for a folder without images, for an image that is larger than ``LIMIT_BYTES``, and for a class name
+    that is not one line of printable UTF-8, as reports and MLflow show it.
     """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
         raise DataError(
             f"fetch.image_folder: found {config.image_folder!r}, which has no directory 'train'; expected "
-            "train/CLASS/* and, if there is a test split, test/CLASS/*."
+            f"train/CLASS/* and, if there is a test split, test/CLASS/*.{parent_instead(root)}"
         )
     paths = [
         path.relative_to(root).as_posix()
@@ -67,25 +77,37 @@ def list_images(config: Fetch, target: Path) -> None:
     for name in {path.split("/")[1] for path in paths}:
         if printable(name) != name or "\n" in name:
             raise DataError(f"fetch.image_folder: class {name!r} of {root} is no line of UTF-8 text; rename it.")
-    sizes = {path: (root / path).stat().st_size for path in paths}
     for path in paths:
-        if sizes[path] > LIMIT_BYTES:
-            raise DataError(f"fetch.image_folder: {root / path} has {sizes[path]:,} bytes; allowed: {LIMIT_BYTES:,}.")
-    partial = target / f"{IMAGE_LISTING}.partial"
+        if (size := (root / path).stat().st_size) > LIMIT_BYTES:
+            raise DataError(f"fetch.image_folder: {root / path} has {size:,} bytes; allowed: {LIMIT_BYTES:,}.")
+    return root, paths
+
+
+def parent_instead(root: Path) -> str:
+    """A hint if ``root`` is one of the splits; empty if not."""
+    return f" Did you mean {str(root.parent)!r}?" if (root.parent / "train").is_dir() else ""
+
+
+def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None:
+    """Write path, size and SHA-256 of each of ``paths``, which are relative to ``root`` and stay there, as a listing.
+
+    Raises DataError, naming ``key``, if one cannot be read.
+    """
+    partial = target / f"{LISTING}.partial"
     try:
         with (
             partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
-            ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the interpreter's lock
-            progress("checksums", len(paths), " images") as bar,
+            ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the GIL
+            progress("checksums", len(paths), " files") as bar,
         ):
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["path", "size_bytes", "sha256"])
             for path, digest in zip(paths, pool.map(file_sha256, map(root.joinpath, paths)), strict=True):
-                rows.writerow([path, sizes[path], digest])
+                rows.writerow([path, (root / path).stat().st_size, digest])
                 bar.update()
-        partial.replace(target / IMAGE_LISTING)
+        partial.replace(target / LISTING)
     except OSError as error:
-        raise DataError(f"fetch.image_folder: {error.filename or partial}: {error.strerror}.") from None
+        raise DataError(f"{key}: {error.filename or partial}: {error.strerror}.") from None
     finally:
         partial.unlink(missing_ok=True)
-    say(f"listed {len(paths)} images of {root}")
+    say(f"listed {len(paths)} files of {root}")

@@ -28,12 +28,12 @@ class Source(Protocol):
     def label(self) -> str: ...
 
     def deliver(self, files: Sequence[RawFile], store: Store) -> None:
-        """Place all of ``files``, or raise SourceError; files placed before that stay."""
+        """Place all of ``files``, or raise SourceError; files placed before the error stay."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar archive; of its members only the wanted regular files are ever read."""
+    """A tar archive, of which only the wanted regular files are ever read."""
 
     name: str
     folder: str
@@ -98,7 +98,7 @@ class GzippedFiles:
 
 @dataclass(frozen=True)
 class WebArchive:
-    """One archive with all files."""
+    """One archive on the web with all files."""
 
     url: str
     archive: Archive
@@ -120,7 +120,7 @@ class DebianPackage:
     """A package of Debian and Ubuntu, taken through apt without root; nothing is installed.
 
     apt checks the package's signature chain. Package lists that are missing or out of date are fetched into a private
-    directory, so the system's own are neither needed nor touched.
+    directory, so the system's lists are neither needed nor touched.
     """
 
     package: str
@@ -169,12 +169,12 @@ class DebianPackage:
 
 
 def open_plain_or_gzip(path: Path) -> gzip.GzipFile | BufferedReader:
-    """Open for reading the uncompressed content."""
+    """Open ``path`` for reading its uncompressed content."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store: Store) -> None:
-    """Place ``files`` from the archive at ``path``; it is not even opened unless its SHA-256 is right."""
+    """Place ``files`` from the archive at ``path``. Raises SourceError, without opening it, if its SHA-256 is wrong."""
     found = file_sha256(path)
     if found != archive.sha256:
         raise SourceError(f"{archive.name}: wrong content (SHA-256 {found}, not {archive.sha256})")
@@ -205,7 +205,7 @@ def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFil
 
 
 def _apt_get(command: list[str], options: list[str], directory: Path) -> str:
-    """Run apt-get in ``directory``, and show its progress. Returns why it failed, or nothing."""
+    """Run apt-get in ``directory``, and show its progress. Returns why it failed, else an empty string."""
     log = directory / "apt-get.log"
     reports, apt_reports = os.pipe()
     options = [*options, f"APT::Status-Fd={apt_reports}"]

@@ -1,4 +1,4 @@
-"""Where raw files arrive: nothing reaches its final name before its content was found right."""
+"""Downloads and stores raw files: a file gets its final name only after its content was checked."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ PAUSE_SECONDS = 1.0
 """Before the second attempt; doubled before each further one."""
 
 CONNECT_SECONDS = 5.0
-"""A server that can be reached answers a connection sooner; a network without a way out should not cost minutes."""
+"""Longest wait for a connection: a reachable server accepts sooner, and a missing network should not cost minutes."""
 
 
 LEAST_BYTES_PER_SECOND = 1000
-"""After ``timeout_seconds``, the mean of a transfer: a byte now and then is an answer each time, and never the file."""
+"""Lowest mean rate of a transfer after ``timeout_seconds``, for a server that sends a byte now and then."""
 
 
 class SourceError(Exception):
-    """Why one source did not deliver; the next source is tried."""
+    """One source failed to deliver, and why; the next source is tried."""
 
 
 class InterruptedTransfer(Exception):
-    """A transfer that may well succeed when it is tried again."""
+    """A transfer failed that may succeed on another attempt."""
 
 
 @dataclass(frozen=True)
 class RawFile:
     name: str
     limit_bytes: int
-    """Never unpack more than this."""
+    """The file is never unpacked beyond this size."""
     sha256: str
-    """Of the uncompressed content."""
+    """SHA-256 of the uncompressed content."""
 
 
 class Readable(Protocol):
@@ -58,7 +58,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Store:
-    """Where the files go, and how patiently they are asked for."""
+    """The directories of the files, and the timeout and attempts of downloads."""
 
     directory: Path
     partials: Path
@@ -67,7 +67,7 @@ class Store:
     attempts: int
 
     def missing(self, files: Sequence[RawFile]) -> list[RawFile]:
-        """Those of ``files`` that are not here yet; a file whose content is wrong is removed."""
+        """Return those of ``files`` that are not in ``directory`` yet; deletes a file whose content is wrong."""
         absent = []
         for file in files:
             path = self.directory / file.name
@@ -102,8 +102,8 @@ class Store:
     def download(self, url: str, limit_bytes: int, use: Callable[[Path], None]) -> None:
         """Download ``url`` and hand the finished file to ``use``, which raises SourceError if the content is wrong.
 
-        Continues an earlier, interrupted transfer. If what was put together so turns out wrong, the file on the
-        server may have changed in between, so it is downloaded once more from the start.
+        Continues an earlier, interrupted transfer. If the joined parts turn out wrong, the file on the server may have
+        changed in between, so it is downloaded once more from the start.
         """
         name = url.rsplit("/", 1)[-1]
         path = self.partials / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{name}.partial"
@@ -120,7 +120,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def _transfer_patiently(self, url: str, path: Path, limit_bytes: int) -> bool:
-        """Returns whether the file was put together from more than one transfer."""
+        """Transfer with several attempts. Returns whether the file was joined from more than one transfer."""
         continued = False
         for attempt in range(1, self.attempts + 1):
             continued |= path.exists()
@@ -131,13 +131,14 @@ class Store:
                 if attempt == self.attempts:
                     raise SourceError(f"{error} (after {attempt} attempt{'s' if attempt > 1 else ''})") from None
                 pause = PAUSE_SECONDS * 2 ** (attempt - 1)
-                say(f"{url}: {error}; attempt {attempt + 1} of {self.attempts} in {pause:g} s")
+                if path.exists():  # else nothing arrived yet: no message, the next source may work
+                    say(f"{url}: {error}; attempt {attempt + 1} of {self.attempts} in {pause:g} s")
                 time.sleep(pause)
         raise AssertionError("unreachable: attempts is at least 1")
 
     def _transfer(self, url: str, path: Path, limit_bytes: int) -> None:
         have = path.stat().st_size if path.exists() else 0
-        # Without "identity" a server may compress on the way, and a byte range would not fit what is on disk.
+        # Without "identity" a server may compress the content, and a byte range would not match the file on disk.
         headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
         patience = (min(CONNECT_SECONDS, self.timeout_seconds), self.timeout_seconds)
         try:
@@ -165,14 +166,14 @@ class Store:
                         bar.update(len(chunk))
                 if total is not None and have < total:
                     raise InterruptedTransfer(f"the connection ended after {have:,} bytes")
-        except urllib3.exceptions.ProtocolError:  # newer versions notice by themselves
+        except urllib3.exceptions.ProtocolError:  # newer versions of urllib3 check the length themselves
             raise InterruptedTransfer(f"the connection ended after {have:,} bytes") from None
-        # A redirect's address can raise ValueErrors.
+        # A redirect to a malformed URL can raise ValueError.
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             raise InterruptedTransfer(_reason(error, self.timeout_seconds)) from None
 
     def _expected_bytes(self, response: requests.Response, path: Path, have: int) -> int | None:
-        """Size of the whole file, if the server says. Raises unless the answer continues or starts the file."""
+        """Return the whole file's size, None if unknown. Raises unless the response starts or continues the file."""
         status = response.status_code
         content_range = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", ""))
         if status == 416 and content_range and content_range[2] == str(have):
@@ -189,7 +190,7 @@ class Store:
 
 
 def say(line: str) -> None:
-    """One plain line for a person or a log."""
+    """Print one plain line to stderr, for a person or a log."""
     tqdm.write(printable(line), file=sys.stderr)
 
 
@@ -203,7 +204,7 @@ def path_name(url: str) -> str:
 
 
 def _reason(error: Exception, timeout_seconds: float) -> str:
-    """What a person needs to know of a failed connection."""
+    """Return the reason of a failed connection, for a person."""
     if isinstance(error, requests.ConnectTimeout):
         return f"no connection within {min(CONNECT_SECONDS, timeout_seconds):g} s"
     if isinstance(error, requests.ReadTimeout | urllib3.exceptions.ReadTimeoutError):

@@ -1,7 +1,7 @@
-"""Why measured numbers are refused: what disturbed the measured windows, and what the measurements say themselves.
+"""Reasons to refuse measured numbers: disturbances of the measured windows, and contradictions in the measurements.
 
-A detector lives through a run's windows beside the clock: opened before the clock's window, closed after it. It reads
-counters at both ends, never waits for the device and does nothing to a step.
+A detector accompanies the clock through a run's windows: it is opened before the clock's window and closed after it. It
+reads counters at both ends, never waits for the device and does not touch the steps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = [
 
 
 def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
-    """What this machine offers to watch ``devices``, a process's own, and this host's CPU with: always the same in the
-    same order.
+    """Return the detectors that this machine supports for ``devices`` (a process's own) and for the host's CPU.
+    Repeated calls return the same detectors in the same order.
 
-    ``root_pid``: the process that stands for the job; it and all its descendants are the job's own. None for
-    ``max_foreign_load``: nobody watches the CPU's load (of several processes of a job on one host, one does).
+    ``root_pid``: the job's root process; it and all its descendants are the job's own processes. If
+    ``max_foreign_load`` is None, the CPU's load is not watched: one process per host and job does that.
     """
     of_gpus = gpu_detectors(devices, root_pid) if devices[0].type == "cuda" else []
     return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_gpus]

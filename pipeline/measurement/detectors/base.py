@@ -1,4 +1,4 @@
-"""What a detector is, and what it says."""
+"""The base class of detectors, and the refusals that they return."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 MAX_THROTTLED_FRACTION = 0.05
-"""Of the measured windows: a CPU's time, a GPU's looks."""
+"""Largest share of the measured windows that may be throttled: of a CPU's time, or of the looks at a GPU."""
 
 
 class Refusal(NamedTuple):
     """Why numbers of the measured windows are not to be trusted. Every refusal voids the speeds and step times."""
 
     reason: str
-    """What happened, how much of it, and what to do."""
+    """What happened, to what extent, and what to do."""
     voids_memory: bool = False
-    """The peak memory is not to be trusted either."""
+    """True if the peak memory is not to be trusted either."""
 
 
 class Detector(ABC):
@@ -27,16 +27,16 @@ class Detector(ABC):
 
     @abstractmethod
     def close(self, *, measured: bool) -> None:
-        """The window ends. Measured ones add up, others are forgotten."""
+        """The window ends. Measured windows add up; other windows are ignored."""
 
     @abstractmethod
     def refusals(self) -> list[Refusal]:
-        """Why the measured windows so far are not to be trusted; empty if nothing was seen."""
+        """Return why the measured windows so far are not to be trusted; empty if no disturbance was seen."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on counting."""
+        """Return the counts that a resumed run needs to go on counting."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Undo of ``state``."""
+        """Take over the counts that ``state`` returned."""
         vars(self).update(state)

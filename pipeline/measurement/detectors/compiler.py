@@ -1,4 +1,4 @@
-"""torch.compile at work while it is measured."""
+"""Compilation by torch.compile during measured windows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pipeline.measurement.detectors.base import Detector, Refusal
 
 
 class Recompilation(Detector):
-    """torch.compile at work after the warm-up."""
+    """torch.compile compiles after the warm-up."""
 
     def __init__(self) -> None:
         self._before = 0.0
         self.seconds = 0.0
-        """Spent compiling in the measured windows."""
+        """Compile time in the measured windows."""
 
     def open(self) -> None:
         self._before = _compile_seconds()
@@ -35,6 +35,6 @@ class Recompilation(Detector):
 
 
 def _compile_seconds() -> float:
-    """What this process has spent compiling so far, forward and backward. Does not load the compiler."""
+    """Return this process's compile time so far, forward and backward. Does not load the compiler."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def cpu_detectors(root_pid: int, max_foreign_load: float | None) -> list[Detector]:
-    """Those that this system has the counters for; see ``detectors``."""
+    """Return the CPU detectors for which this system has the counters; see ``detectors``."""
     found: list[Detector] = []
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if max_foreign_load is not None and cores and (processes.PROC / "stat").exists():
@@ -31,29 +32,29 @@ class _Usage(NamedTuple):
 
     moment: float
     busy: float
-    """The allowed cores at work, whoever's."""
+    """Busy time of the allowed cores, for any process."""
     idle: float
-    """The allowed cores with nothing to do."""
+    """Idle time of the allowed cores."""
     stolen: float
-    """The allowed cores wanted to work and the hypervisor gave their time to others."""
+    """Time in which the allowed cores had work, but the hypervisor gave them to other virtual machines."""
     own: float
-    """The job's processes at work, with those of their children that have ended."""
+    """CPU time of the job's processes, including their children that have ended."""
     waits: dict[str, float]
-    """The job's threads -> ready to work but without a core. Empty where the kernel does not tell."""
+    """Thread of the job -> time it was ready to run but had no core. Empty where the kernel does not tell."""
 
 
 class ForeignLoad(Detector):
-    """Other processes, or other virtual machines, on the CPU while the job needs it.
+    """Other processes, or other virtual machines, use the CPU while the job needs it.
 
-    Load on cores that the job leaves idle takes nothing from it. So of what others worked on the allowed cores, only as
-    much counts as the job's own threads stood ready and had to wait for a core; where the kernel does not tell
-    (/proc/<pid>/task/<tid>/schedstat is missing), as much as cannot have fallen into the cores' idle time. To it comes
-    what the hypervisor took from these cores, by the job's share in their work. The sum is held against the CPU time
-    that the job would have had without all that, and at least one core's: a job that waits for its GPU does not suffer
-    from losing half of very little.
+    Load on cores that the job leaves idle takes nothing from the job. So foreign CPU time on the allowed cores counts
+    only up to the time that the job's threads were ready and waited for a core; where the kernel does not report that
+    time (/proc/<pid>/task/<tid>/schedstat is missing), only the foreign time that exceeds the cores' idle time counts.
+    The time that the hypervisor took from these cores is added, in proportion to the job's share of their work. The sum
+    is compared with the CPU time that the job would have had without all this, or with one core's time if that is more:
+    a job that waits for its GPU uses little CPU, and losing half of that does it no harm.
 
-    It does not see what neighbours do to shared caches, memory and clocks while they leave the job its cores; the
-    baseline measured against itself tells how noisy the machine is.
+    Neighbours that leave the job its cores can still disturb shared caches, memory and clocks. This detector does not
+    see that; the baseline measured against itself shows how noisy the machine is.
     """
 
     def __init__(self, cores: set[int], root_pid: int, limit: float) -> None:
@@ -61,14 +62,14 @@ class ForeignLoad(Detector):
         self._root_pid, self._limit = root_pid, limit
         self._before: _Usage | None = None
         self.window_seconds = 0.0
-        """The measured windows' length."""
+        """Total length of the measured windows."""
         self.own_seconds = 0.0
-        """CPU time of the job in them, as the next three are of the allowed cores."""
+        """CPU time of the job in the measured windows. The next three are times of the allowed cores in them."""
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
         self.stolen_seconds = 0.0
         self.waited_seconds: float | None = None
-        """The job's threads stood ready without a core; None where the kernel does not tell."""
+        """Time in which the job's threads were ready but had no core; None where the kernel does not tell."""
 
     def open(self) -> None:
         self._before = self._usage()
@@ -89,10 +90,10 @@ class ForeignLoad(Detector):
 
     @property
     def taken_seconds(self) -> float:
-        """CPU time that others took from the job.
+        """CPU time that others took from the job, over all windows together.
 
-        Of all windows together: the counters tick in hundredths of a second, more than a short window lasts, and what
-        ticks too early in one ticks too late in another.
+        The counters tick in hundredths of a second, longer than a short window. A tick that comes too early in one
+        window comes too late in another, so the errors cancel in the sum.
         """
         own, foreign = self.own_seconds, max(0.0, self.busy_seconds - self.own_seconds)
         harm = self.waited_seconds
@@ -103,13 +104,14 @@ class ForeignLoad(Detector):
 
     def refusals(self) -> list[Refusal]:
         due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
-        if not due or self.taken_seconds / due <= self._limit:
+        if not due or (share := self.taken_seconds / due) <= self._limit:
             return []
+        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # with room, as the next round has another load
         return [
             Refusal(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
-                f"had ({self.taken_seconds / due:.0%}; at most {self._limit:.0%} is allowed); stop what else runs on "
-                "this machine and measure again"
+                f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop what else runs on this machine and "
+                f"measure again, or accept such load: bench.max_foreign_load: {accepting:.1f}"
             )
         ]
 
@@ -129,9 +131,9 @@ class ForeignLoad(Detector):
 
 
 class CpuThrottling(Detector):
-    """The CPU got too hot and slowed down. ``totals``: files that each hold the milliseconds of that so far.
+    """The CPU got too hot and slowed down. ``totals``: files with the milliseconds of throttling so far.
 
-    A core at full load often touches its limit for a moment; that belongs to its speed, as a GPU's power cap does.
+    A core at full load often reaches its thermal limit for a moment; that is part of its speed, like a GPU's power cap.
     """
 
     def __init__(self, totals: Sequence[Path]) -> None:
@@ -140,7 +142,7 @@ class CpuThrottling(Detector):
         self._opened = 0.0
         self.window_seconds = 0.0
         self.throttled_seconds = 0.0
-        """The core or package that was throttled longest."""
+        """Time for which the core or package that was throttled longest was throttled."""
 
     def open(self) -> None:
         self._before, self._opened = self._read(), time.monotonic()

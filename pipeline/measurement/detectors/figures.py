@@ -1,4 +1,4 @@
-"""What the measured figures say against themselves."""
+"""Checks of the measured figures against each other."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pipeline.measurement.detectors.base import Refusal
 from pipeline.measurement.windows import Clock, Memory
 
 MAX_ASIDE_FRACTION = 0.05
-"""Of an arm's measured seconds: so much faster, at most, can it seem by what it does between its turns."""
+"""Largest CPU time between an arm's turns, as a share of its measured seconds: the arm seems faster by at most this."""
 MAX_IDLE_FRACTION = 0.01
-"""Of the seconds between them, beside that: the threads of gloo look after themselves in up to 0.3%."""
+"""Allowed in addition, as a share of the seconds between the turns: gloo's threads take up to 0.3% when idle."""
 
 
 def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Refusal]:
-    """What the step times of one rank say against themselves. None for ``max_input_wait``: any wait for input goes.
+    """Return refusals for the step times of one rank. With ``max_input_wait`` None, any wait for input is allowed.
 
-    ``resident``: the data set lies on the device, so that the input is made there.
+    ``resident``: the data set is on the device, so the input is made there.
     """
     found = []
     disagreement = clock.disagreement()
@@ -35,7 +35,7 @@ def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> l
 
 
 def of_memory(memory: Memory) -> list[Refusal]:
-    """What the memory of one rank says against speeds and peak."""
+    """Return a refusal of the rank's speeds and peak memory if its allocator had to retry; empty otherwise."""
     if not memory.retries:
         return []
     return [
@@ -48,8 +48,9 @@ def of_memory(memory: Memory) -> list[Refusal]:
 
 
 def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[Refusal]:
-    """``aside_seconds``: CPU time that an arm used while it waited from each of its turns to the next, for
-    ``waited_seconds`` in all, and others were measured."""
+    """Return a refusal if an arm used too much CPU time between its turns, while other arms were measured.
+
+    ``aside_seconds``: that CPU time; ``waited_seconds``: the total time between the arm's turns."""
     if aside_seconds <= MAX_ASIDE_FRACTION * clock.measured_seconds + MAX_IDLE_FRACTION * waited_seconds:
         return []
     return [
@@ -63,7 +64,9 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
 
 
 def of_steps(measured: Sequence[int], *, asked: int, warmup: int) -> list[Refusal]:
-    """``measured``: steps in the measured windows, one figure a rank; ``asked``: how many there should be at least."""
+    """Return refusals if ranks measured too few steps, or different numbers of steps.
+
+    ``measured``: steps in the measured windows of each rank; ``asked``: the fewest that each rank should measure."""
     fewest = min(measured)
     if not fewest:
         return [
@@ -81,7 +84,7 @@ def of_steps(measured: Sequence[int], *, asked: int, warmup: int) -> list[Refusa
 
 
 def of_ranks(ranks: Sequence[Sequence[Refusal]]) -> list[Refusal]:
-    """The refusals of all ranks in one list; where there are several ranks, each reason names its own."""
+    """Return the refusals of all ranks in one list; with several ranks, each reason names its rank."""
     if len(ranks) == 1:
         return list(ranks[0])
     return [

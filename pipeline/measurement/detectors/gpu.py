@@ -1,4 +1,4 @@
-"""Disturbances of a GPU: heat, a short power supply, other processes."""
+"""Disturbances of a GPU: heat, too little power, other processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 from pipeline.measurement.detectors import processes
 from pipeline.measurement.detectors.base import MAX_THROTTLED_FRACTION, Detector, Refusal
+from pipeline.measurement.nvml import handle_of
 
 GPU_SAMPLE_SECONDS = 0.1
 MPS_SERVER = "nvidia-cuda-mps"
-"""What the kernel keeps of nvidia-cuda-mps-server, 15 characters."""
+"""The kernel keeps 15 characters of the process name nvidia-cuda-mps-server."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
@@ -23,21 +24,20 @@ SLOWDOWNS = {
     "nvmlClocksEventReasonSwThermalSlowdown": "software thermal slowdown",
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
 }
-"""Of the reasons that hold a GPU's clocks down, those that a cooler or better fed GPU of the same kind would not have.
+"""The reasons for reduced GPU clocks that a better cooled or better powered GPU of the same model would not have.
 
-The software power cap is not among them: it is how a GPU at full load finds its clocks, and belongs to its speed.
+The software power cap is not among them: it sets the clocks of a GPU at full load, and so is part of its speed.
 """
 
 
 def gpu_detectors(devices: Sequence[torch.device], root_pid: int) -> list[Detector]:
-    """Those that the driver answers for each of these GPUs; a virtual GPU's, say, answers few questions."""
+    """Return the detectors that the driver supports for each of these GPUs; a virtual GPU's driver supports few."""
     import pynvml
 
     found: list[Detector] = []
     for device in devices:
         try:
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            handle = handle_of(device)
         except pynvml.NVMLError:
             continue
         name = "the GPU" if len(devices) == 1 else f"GPU {device.index}"
@@ -53,10 +53,10 @@ def gpu_detectors(devices: Sequence[torch.device], root_pid: int) -> list[Detect
 class GpuThrottling(Detector):
     """The GPU was too hot or short of power and slowed down.
 
-    Asks the driver what holds the clocks down ten times a second and at a window's end, in a thread of its own; not at
-    its beginning, as a GPU that was idle names a slowdown for a moment when work comes. The driver's counters of
-    throttled time would miss nothing, but they do not tell these reasons apart, or have numbers and units that changed
-    between drivers. As on a CPU, a moment at the limit belongs to the GPU's speed.
+    A separate thread asks the driver for the reasons of reduced clocks ten times a second and at a window's end. It
+    does not ask at a window's beginning, because an idle GPU reports a slowdown for a moment when work arrives. The
+    driver also counts throttled time without gaps, but these counters do not tell the reasons apart, or their numbers
+    and units changed between drivers. As on a CPU, a moment at the limit is part of the GPU's speed.
     """
 
     def __init__(self, nvml: Any, handle: Any, name: str = "the GPU") -> None:
@@ -68,12 +68,12 @@ class GpuThrottling(Detector):
         self.looks = 0
         """How often the driver was asked in measured windows."""
         self.slow_looks = 0
-        """How often it named a slowdown."""
+        """How often the driver reported a slowdown."""
         self.reasons: dict[str, int] = {}
-        """Slowdown -> how often it was named."""
+        """Slowdown -> how often the driver reported it."""
 
     def look(self) -> int:
-        """The bits of what holds the clocks down now. Raises NVMLError where the driver does not tell."""
+        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver does not tell."""
         return int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
 
     def open(self) -> None:
@@ -110,27 +110,27 @@ class GpuThrottling(Detector):
         ended = False
         while not ended:
             ended = self._stop.wait(GPU_SAMPLE_SECONDS)
-            with suppress(self._nvml.NVMLError):  # what the driver does not tell now, it may tell later
+            with suppress(self._nvml.NVMLError):  # the driver may answer the next time
                 self._looks.append(self.look())
 
 
 class SharedGpu(Detector):
     """Another process computes on this GPU, at the start or at the end of a window.
 
-    The driver lists the host's process ids, whoever asks. In a container with ids of its own no process finds itself
-    there; then all beyond one are taken for others', as a job has one process a GPU. Under MPS the list holds its
-    server beside its clients: it works for them alone and is nobody else. Where its name cannot be read, one server is
-    taken to serve all clients.
+    The driver always lists the host's process ids. In a container with its own ids no process finds itself in the list;
+    then all listed processes but one count as foreign, as a job has one process per GPU. Under MPS the list holds the
+    MPS server beside its clients; the server works only for them, so it is not foreign. Where its name cannot be read,
+    one server is assumed for all clients.
     """
 
     def __init__(self, nvml: Any, handle: Any, root_pid: int, name: str = "the GPU") -> None:
         self._nvml, self._handle, self._root_pid, self._name = nvml, handle, root_pid, name
         self._seen = 0
         self.others = 0
-        """The most that were seen at once."""
+        """The most foreign processes that were seen at once."""
 
     def look(self) -> int:
-        """How many others compute on the GPU now. Raises NVMLError where the driver does not tell."""
+        """Return how many foreign processes compute on the GPU now. Raises NVMLError if the driver does not tell."""
         pids = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
         if len(pids) < 2:
             return 0
@@ -163,7 +163,7 @@ class SharedGpu(Detector):
             self._seen = max(self._seen, self.look())
 
     def _serves_clients(self) -> bool:
-        """Whether processes reach this GPU through an MPS server."""
-        with suppress(self._nvml.NVMLError):  # an old driver does not know the question
+        """True if processes use this GPU through an MPS server."""
+        with suppress(self._nvml.NVMLError):  # an old driver does not have this query
             return bool(self._nvml.nvmlDeviceGetMPSComputeRunningProcesses(self._handle))
         return False

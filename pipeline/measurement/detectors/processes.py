@@ -1,4 +1,4 @@
-"""What /proc tells of processes: who belongs to a job, how long they worked and how long they waited for a core."""
+"""Facts about processes from /proc: which belong to a job, their CPU time, and how long they waited for a core."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PROC = Path("/proc")
 
 
 def job_ticks(root_pid: int) -> dict[int, int]:
-    """The processes of a job, ``root_pid`` and all its descendants -> clock ticks of CPU time each.
+    """Return the processes of a job (``root_pid`` and all its descendants) -> clock ticks of CPU time of each.
 
-    Those of children that have ended count for their parents.
+    The ticks of children that have ended count for their parents.
     """
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
@@ -22,9 +22,9 @@ def job_ticks(root_pid: int) -> dict[int, int]:
         if directory.name.isdigit():
             try:
                 status = (directory / "stat").read_bytes()
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
-            fields = status.rpartition(b")")[2].split()  # after the name, which may hold anything
+            fields = status.rpartition(b")")[2].split()  # after the name, which may hold any character
             pid = int(directory.name)
             children[int(fields[1])].append(pid)
             ticks[pid] = sum(int(field) for field in fields[11:15])  # utime stime cutime cstime
@@ -37,7 +37,7 @@ def job_ticks(root_pid: int) -> dict[int, int]:
 
 
 def children_seconds(root_pid: int) -> float:
-    """CPU time so far of all descendants of a process that live; 0 where there is no /proc."""
+    """Return the CPU time so far of all living descendants of a process; 0 where there is no /proc."""
     if not (PROC / "stat").exists():
         return 0.0
     ticks = job_ticks(root_pid)
@@ -45,7 +45,7 @@ def children_seconds(root_pid: int) -> float:
 
 
 def name_of(pid: int) -> str:
-    """Empty where there is no such process, in this namespace of process ids."""
+    """Return a process's name; empty if this namespace of process ids has no such process."""
     try:
         return psutil.Process(pid).name()
     except psutil.Error:
@@ -53,13 +53,15 @@ def name_of(pid: int) -> str:
 
 
 def thread_waits(pid: int) -> list[tuple[str, float]]:
-    """Each thread of a process, and the seconds it was ready to work but waited for a core."""
+    """Return each thread of a process, and the seconds it was ready to run but waited for a core.
+
+    Empty if the process has ended or the kernel does not tell; threads that have not run yet are left out."""
     waits = []
     try:
         for thread in (PROC / str(pid) / "task").iterdir():
             _, wait, turns = (thread / "schedstat").read_bytes().split()
-            if turns != b"0":  # a kernel that does not count says so of a thread that has run, too
+            if turns != b"0":  # 0 also if the kernel does not count
                 waits.append((thread.name, int(wait) / 1e9))
-    except OSError:  # it has just ended, or the kernel does not tell
+    except OSError:  # the process has just ended, or the kernel does not tell
         pass
     return waits

@@ -1,8 +1,8 @@
-"""What is known of every technique before any runs: how it is asked for, what it changes, what it cannot run with.
+"""What every technique declares before it runs: the key that asks for it, what it changes, what it cannot run with.
 
-Each group's file declares a variant's settings and, for each technique, an ``Entry``, which names the class that acts,
-under ``pipeline/techniques``. Other packages can bring more (``outside``). This half imports no torch, so that a
-combination that cannot be is refused in the first second.
+Each group's file declares a variant's settings and, for each technique, an ``Entry``, which names the class under
+``pipeline/techniques`` that implements it. Other packages can add techniques (``outside``). The catalogue imports no
+torch, so that an impossible combination is refused in the first second.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pipeline.params.catalogue.base import Changes, Entry, Layer
 from pipeline.params.catalogue.communication import COMMUNICATION, CommunicationSettings
 from pipeline.params.catalogue.data_loading import DATA_LOADING, DataLoadingSettings
 from pipeline.params.catalogue.memory import MEMORY, MemorySettings
+from pipeline.params.catalogue.models import MODELS, ModelSettings
 from pipeline.params.catalogue.parallelism import PARALLELISM, ParallelismSettings
 from pipeline.params.catalogue.precision import PRECISION, PrecisionSettings
 from pipeline.params.catalogue.speed import SPEED, SpeedSettings
 
 GROUPS = {
+    "Models": MODELS,
     "Parallelism": PARALLELISM,
     "Communication": COMMUNICATION,
     "Precision": PRECISION,
@@ -33,12 +35,18 @@ GROUPS = {
     "Data loading": DATA_LOADING,
 }
 CATALOGUE = tuple(replace(each, group=group) for group, members in GROUPS.items() for each in members)
-"""Every technique that the package knows, in the order in which people read of them."""
+"""Every technique of this package, in the order in which lists show them."""
 
 
 class Variant(
-    DataLoadingSettings, MemorySettings, SpeedSettings, CommunicationSettings, PrecisionSettings, ParallelismSettings
-):  # the fields of the last one are the first
+    DataLoadingSettings,
+    MemorySettings,
+    SpeedSettings,
+    CommunicationSettings,
+    PrecisionSettings,
+    ParallelismSettings,
+    ModelSettings,
+):  # the last base's fields come first
     """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
 
     extra: dict[str, dict[str, Any]] = Field(
@@ -47,37 +55,37 @@ class Variant(
 
 
 def entries() -> tuple[Entry, ...]:
-    """All that can be asked for here: the package's own, and those that other packages bring. Raises ConfigError."""
+    """Return all available techniques: this package's, then those of other packages. Raises ConfigError."""
     return (*CATALOGUE, *(_from_outside(name) for name in outside.names()))
 
 
 def entry(name: str) -> Entry:
-    """The entry of that name. Raises ConfigError if there is none, or the package that brings it is broken."""
+    """Return the entry of that name. Raises ConfigError if there is none, or its package is broken."""
     return _BY_NAME.get(name) or _from_outside(name)
 
 
 def asked(variant: Variant) -> tuple[Entry, ...]:
-    """What the variant applies, in the catalogue's order. Raises ConfigError for an extra that is not installed."""
+    """Return the variant's techniques, in the catalogue's order. Raises ConfigError if an extra is not installed."""
     own = (each for each in CATALOGUE if each.asked_by(variant))
     return (*own, *(_from_outside(name) for name in variant.extra))
 
 
 def in_order(variant: Variant) -> list[Entry]:
-    """What the variant applies, in the order in which it does: by layer, and within one in the catalogue's."""
+    """Return the variant's techniques in the order in which they apply: by layer, then in the catalogue's order."""
     return sorted(asked(variant), key=lambda each: get_args(Layer).index(each.layer))
 
 
 def keys(technique: Entry) -> tuple[str, ...]:
-    """The key that asks for the technique, and those that say how what it asks for works."""
+    """Return the key that asks for the technique, and the keys that configure it."""
     details = (key for each in CATALOGUE if each.key == technique.key for key in each.details)
     return (technique.key, *dict.fromkeys(details))
 
 
 def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
-    """What is applied beyond single-device fp32, by the name people use -> the keys that ask for it.
+    """Return what the variant applies beyond single-device fp32: a technique's label -> the keys that ask for it.
 
-    In the order of the variant's fields. What needs a parallelism goes with it. Packages that bring an extra are not
-    asked: the variant may be one that a result names.
+    In the order of the variant's fields. The keys of a parallelism include those of techniques that need it. An extra's
+    package is not loaded, as the variant may come from a result.
 
     >>> techniques(Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4))
     {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
@@ -87,18 +95,18 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
     applied = sorted((each for each in CATALOGUE if each.asked_by(variant)), key=lambda each: order.index(each.key))
     options = {"parallelism": tuple(each.key for each in applied if each.needs)}
     found = {each.label(variant): (*keys(each), *options.get(each.key, ())) for each in applied}
-    return found | ({"+".join(variant.extra): ("extra",)} if variant.extra else {})  # they come and go together
+    return found | ({"+".join(variant.extra): ("extra",)} if variant.extra else {})  # extras count as one
 
 
 def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str, str]:
-    """Names of the techniques that ``technique`` cannot run with -> why, whichever of the two says it."""
+    """Return the names of techniques that ``technique`` cannot run with -> why, whichever of the two declares it."""
     apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in among}
     others = {other.name: other.excludes[technique.name] for other in among if technique.name in other.excludes}
     return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
 
 
 def _why_apart(technique: Entry, other: Entry) -> str | None:
-    """Why the two cannot share a parallelism, of which the technique needs one; None if they can, or it needs none."""
+    """Return why ``other`` runs in no parallelism that ``technique`` needs; None if it does, or none is needed."""
     if not technique.needs or any(_runs_in(other, entry(name)) for name in technique.needs):
         return None
     needed = f"{technique.name} needs parallelism: {' or '.join(technique.needs)}"
@@ -114,7 +122,7 @@ def _runs_in(technique: Entry, parallelism: Entry) -> bool:
 
 
 def misplaced(variant: Variant) -> dict[str, str]:
-    """Key -> what is wrong with it, for what goes with another technique or parallelism than the variant's."""
+    """Return key -> what is wrong, for keys that need a technique or parallelism that the variant does not have."""
     applied, plain = asked(variant), Variant()
     needed = {
         each.key: ("parallelism", list(each.needs))
@@ -134,7 +142,7 @@ def misplaced(variant: Variant) -> dict[str, str]:
 
 
 def unasked(variant: Variant, technique: Entry) -> dict[str, Any]:
-    """The key that asks for the technique, and those that say how it works, with which the variant does not."""
+    """Return the keys of the technique with the values that no longer ask for it."""
     if technique.name in variant.extra:
         return {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
     plain = Variant()
@@ -142,14 +150,14 @@ def unasked(variant: Variant, technique: Entry) -> dict[str, Any]:
 
 
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
-    """The variant with these techniques not applied. The rest need not be able to run alone."""
+    """Return the variant without these techniques. The rest may be unable to run alone."""
     for technique in techniques:
         variant = variant.model_copy(update=unasked(variant, technique))
     return variant
 
 
 def contradiction(variant: Variant) -> str | None:
-    """Why the variant's techniques cannot run together; None if they can."""
+    """Return why the variant's techniques cannot run together; None if they can."""
     together = asked(variant)
     for one in together:
         for other in together:
@@ -162,7 +170,7 @@ def contradiction(variant: Variant) -> str | None:
 
 
 def extra_problems(variant: Variant) -> list[str]:
-    """What is wrong with the variant's techniques of other packages, by key: not installed, or with other options."""
+    """Return the problems of the variant's techniques of other packages: not installed, or invalid options."""
     return [problem for name, options in variant.extra.items() for problem in _problems_of(name, options)]
 
 

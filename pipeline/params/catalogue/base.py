@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 Changes = Literal["nothing", "rounding", "statistics"]
 """nothing: the trained weights are the same, bit for bit; rounding: the same sums in another order or precision, equal
-within a tolerance that the technique's test states; statistics: another random process, equal over many runs."""
+within a tolerance that the technique's test states; statistics: another random process, equal on average over runs."""
 
 Layer = Literal["model", "blocks", "parallelism", "compiler", "forward", "step"]
-"""Where a technique acts. They apply in this order, and those of one layer in the catalogue's.
+"""Where a technique acts. Layers apply in this order; techniques of one layer apply in the catalogue's order.
 
-model: on the bare model, its process, or what makes its optimizer; blocks: on parts of that model; parallelism: on all
-of it, which is wrapped or cut, and on what is exchanged; compiler: on what is inside of that; forward, step: around the
-forward pass, around the whole step. Of two that wrap the same, the later one is the outer one.
+model: the bare model, its process, or the choice of optimizer; blocks: parts of the model; parallelism: the whole
+model, which is wrapped or split, and the communication; compiler: the model inside the parallel wrapper; forward, step:
+around the forward pass, around the whole step. Of two techniques that wrap the same part, the later one is outermost.
 """
 
 COMPILER = "compiler"
@@ -34,7 +34,7 @@ WhyNot = Callable[[Machine, bool], str | None]
 
 
 def _nothing(*_: object) -> None:
-    """No reason why not."""
+    """Return None: there is no reason against the technique."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Entry:
     name: str
     """As results and reports call it."""
     setting: str
-    """The line of a variant in params.yaml."""
+    """The line of a variant in params.yaml that asks for the technique."""
     searched_for: tuple[str, ...]
     """Names under which people look for it."""
     does: str
@@ -54,48 +54,52 @@ class Entry:
     source: str
     changes: Changes
     hooks: str = ""
-    """Module under ``pipeline/techniques``, and class: a job imports what it applies, for some bring much of torch.
-    Empty: it is a part of what it ``needs``; or from outside, where an entry point names the class."""
+    """Module under ``pipeline/techniques``, and class: a job imports what it applies, as some import much of torch.
+    Empty: the technique is part of the one it ``needs``, or of the plan, or another package's, whose entry point names
+    the class."""
     layer: Layer = "step"
     asked: Callable[[Variant], bool] | None = None
-    """Whether a variant applies it; None: where it says what ``setting`` says, or has the name under ``extra``."""
+    """Whether a variant applies the technique. None: if the variant has ``setting``, or the name under ``extra``."""
     details: tuple[str, ...] = ()
-    """Further keys of a variant, which only say how it works."""
+    """Further keys of a variant, which only configure the technique."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Name of another technique -> why the two cannot run together. Said by one of the two."""
+    """Name of another technique -> why the two cannot run together. One of the two declares it."""
     needs: tuple[str, ...] = ()
-    """Values of ``parallelism``, of which it needs one; empty: it needs none."""
+    """Values of ``parallelism``, one of which the technique needs; empty: it needs none."""
     why_not: WhyNot = _nothing
-    """Why the machine cannot do it; it is refused there."""
+    """Why the machine cannot run the technique, which is then refused."""
     emulated: WhyNot = _nothing
-    """Why the machine can do it only slower than without; train.without_native says what is done then."""
+    """Why the machine only emulates the technique, slower than without it; train.without_native says what follows."""
     why_not_with: Callable[[Train], str | None] = _nothing
     """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
     """Like ``why_not``, for single values of the key."""
     why_not_beside: Callable[[Variant, bool], str | None] = _nothing
-    """The whole variant, and whether the job runs on GPUs -> why the technique cannot run beside what else is asked for
-    there, where that hangs on more than names."""
+    """The whole variant, and whether the job runs on GPUs -> why the technique cannot run with the variant's other
+    settings, for conditions that ``excludes`` cannot express; None if it can."""
     roundoff: float = 2.0**-24
-    """Of what changes rounding: the unit roundoff (half the distance from 1 to the next number) of the coarsest format
-    in which it computes or sends; float32's, unless it says otherwise. ``verify`` derives its bounds from it."""
+    """If ``changes`` is rounding: the unit roundoff (half the distance from 1 to the next number) of the coarsest
+    format in which the technique computes or sends; by default float32's. ``verify`` derives its bounds from it."""
     repeats: bool = True
     """Whether the same seed gives the same weights again, bit for bit."""
+    without_effect: Callable[[Variant], dict[str, Any]] | None = None
+    """The variant -> changes of its settings with which the technique is applied but has no effect on the weights, for
+    ``verify`` to try. None: there are none."""
     relies_on: tuple[str, ...] = ()
-    """On whose versions its numbers depend, beside torch's: distributions of the extras, and ``COMPILER``."""
+    """Software besides torch on whose versions the numbers depend: distributions of the extras, and ``COMPILER``."""
     options: type[BaseModel] | None = None
-    """Of a technique from outside: what ``extra: {name: options}`` may hold. None: nothing."""
+    """For another package's technique: the options that ``extra: {name: options}`` may hold. None: no options."""
 
     group: str = "Other packages"
-    """The heading under which people read of it."""
+    """The heading under which lists show the technique."""
 
     @property
     def key(self) -> str:
-        """The key of a variant that asks for it."""
+        """The key of a variant that asks for the technique."""
         return "extra" if self.setting.startswith("extra:") else self.setting.partition(":")[0]
 
     def asked_by(self, variant: Variant) -> bool:
-        """Whether the variant applies it."""
+        """Return whether the variant applies the technique."""
         if self.asked:
             return self.asked(variant)
         if self.key == "extra":
@@ -103,17 +107,17 @@ class Entry:
         return self.setting == f"{self.key}: {str(self.value(variant)).lower()}"
 
     def value(self, variant: Variant) -> object:
-        """What the variant says there."""
+        """Return the variant's value of ``key``."""
         return getattr(variant, self.key)
 
     def refusal(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
-        """Why what the variant says there cannot run on the machine; None if it can."""
+        """Return why the variant's setting cannot run on the machine; None if it can."""
         of_value = self.why_not_value.get(self.value(variant)) if self.why_not_value else None
         here = self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
         return here or self.why_not_beside(variant, on_gpu)
 
     def label(self, variant: Variant) -> str:
-        """The name, and what the variant says there where the name does not tell it.
+        """Return the name, with the variant's value where the name does not imply it.
 
         >>> from pipeline.params import Variant, asked
         >>> variant = Variant(precision="bf16", gradient_accumulation=4)
@@ -121,12 +125,12 @@ class Entry:
         ['bf16', 'gradient_accumulation=4']
         """
         value = self.value(variant)
-        told = isinstance(value, bool) or (isinstance(value, str) and self.setting == f"{self.key}: {value}")
+        told = isinstance(value, bool) or value == "default" or (isinstance(value, str) and self.asked is None)
         return self.name if told else f"{self.name}={value:g}" if isinstance(value, float) else f"{self.name}={value}"
 
 
 def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
-    """``why_not`` of what is CUDA's own."""
+    """``why_not`` of techniques that only CUDA has."""
     return None if on_gpu else "it needs a GPU, and this run is on the CPU"
 
 

@@ -1,4 +1,4 @@
-"""What processes send each other under DistributedDataParallel, and how."""
+"""Techniques of communication: what processes exchange under DistributedDataParallel, and how."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OVER_DDP = ("ddp", "zero1")
 
 
 class CommunicationSettings(Section):
-    """Of a variant: what processes send each other, and how."""
+    """A variant's settings of what processes exchange, and how."""
 
     bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = Field(
         None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."

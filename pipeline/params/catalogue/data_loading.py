@@ -1,4 +1,4 @@
-"""Where batches come from."""
+"""Techniques of data loading: where batches come from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.params.sections import Section
 
 
 class DataLoadingSettings(Section):
-    """Of a variant: where batches come from."""
+    """A variant's settings of data loading."""
 
     data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""What needs less memory."""
+"""Techniques that save memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import Field
 
 from pipeline.params.catalogue.base import Entry, needs_gpu
 from pipeline.params.machine import Machine
-from pipeline.params.sections import PositiveInt, ProperFraction, Section, Train
+from pipeline.params.sections import Count, PositiveInt, ProperFraction, Section, Train
 
 
 def needs_adamw(train: Train) -> str | None:
-    """``why_not_with`` of what stands in for AdamW."""
+    """``why_not_with`` of techniques that replace AdamW."""
     return None if train.optimizer == "adamw" else f"it stands in for adamw, and train.optimizer is {train.optimizer}"
 
 
@@ -37,7 +37,7 @@ _OWN_KERNEL = "it has a kernel of its own"
 
 
 class MemorySettings(Section):
-    """Of a variant: what needs less memory."""
+    """A variant's settings of techniques that save memory."""
 
     activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
         False,
@@ -52,6 +52,11 @@ class MemorySettings(Section):
         1,
         description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 "
         "means up to four a stage.",
+    )
+    loss_chunks: Count = Field(
+        1,
+        description="Parts of a micro-batch, of which the last layer and the loss take one at a time: of its tokens, "
+        "where the loss is a language model's own, else of its samples.",
     )
     optimizer_in_backward: bool = Field(
         False, description="Update each parameter as soon as its gradient is there, and free the gradient."
@@ -153,6 +158,34 @@ MEMORY: tuple[Entry, ...] = (
             ("fsdp", "tensor", "pipeline"),
             "a process that runs out of memory would leave the others waiting in the midst of their forward pass",
         ),
+    ),
+    Entry(
+        name="chunked_loss",
+        setting="loss_chunks: 8",
+        searched_for=(
+            "chunked cross-entropy",
+            "fused linear cross-entropy",
+            "cut cross-entropy",
+            "Liger Kernel",
+            "large vocabulary",
+            "logits memory",
+        ),
+        does="The last linear layer and the loss take a chunk of the tokens (of the samples, where the loss is not a "
+        "language model's own) at a time, so all logits together never are",
+        pays="for language models whose vocabulary is several times as large as their width, and for very many classes",
+        costs="smaller products, one chunk after the other; the last layer is outside of what compile fuses",
+        source="Hsu et al., Liger Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, "
+        "ICLR 2025",
+        changes="rounding",
+        layer="model",
+        hooks="chunked_loss.ChunkedLoss",
+        asked=lambda variant: variant.loss_chunks > 1,
+        excludes={
+            "fp16": "the gradients of the logits are there before the scaler has scaled the loss, and would vanish",
+            "pipeline": "stages are cut by the time of the model's layers, of which the last would be a part of the "
+            "loss",
+            "parameter_precision": "what the model returns is float32 again, and its last layer's parameters are not",
+        },
     ),
     Entry(
         name="optimizer_in_backward",

@@ -14,7 +14,7 @@ _ONE_FORWARD = "its copies of a block would all run the first GPU's, whose forwa
 
 
 class ParallelismSettings(Section):
-    """Of a variant: how processes or devices share the work."""
+    """A variant's settings of how processes or devices share the work."""
 
     parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
         "none",
@@ -123,7 +123,7 @@ PARALLELISM: tuple[Entry, ...] = (
         does="Every process holds a share of parameters, gradients and optimizer state, gathers a block's parameters "
         "when it runs, and scatters their gradients; `replicas: N` does so in N groups, which average as by ddp",
         pays="where parameters, gradients and optimizer state together do not fit on one GPU; the parameters alone "
-        "must, at the start and for evaluation",
+        "must, at the start",
         costs="about half as much communication again as ddp, in smaller pieces; BatchNorm sees its own share of the "
         "batch",
         source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
@@ -208,9 +208,10 @@ PARALLELISM: tuple[Entry, ...] = (
         name="tensor",
         setting="parallelism: tensor",
         searched_for=("tensor parallelism", "TP", "Megatron", "parallelize_module", "DTensor", "model parallelism"),
-        does="Pairs of linear layers are cut along the width between them: every process computes its columns of the "
-        "first and its rows of the second; `replicas: N` does so in N groups, which share the batch as by ddp",
-        pays="for transformers with wide MLPs on GPUs of one host, joined by NVLink",
+        does="Pairs of linear layers are cut along the width between them, and gpt's attention by its heads: every "
+        "process computes its columns of the first and its rows of the second; `replicas: N` does so in N groups, "
+        "which share the batch as by ddp",
+        pays="for wide transformers on GPUs of one host, joined by NVLink",
         costs="an all-reduce of activations a pair in each direction, which nothing hides; all else of the model is "
         "held and computed by every process",
         source="Shoeybi et al., Megatron-LM, 2019",

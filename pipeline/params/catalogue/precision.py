@@ -1,4 +1,4 @@
-"""In how many bits it computes."""
+"""Techniques of precision: in how many bits a model computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
 
 
 class PrecisionSettings(Section):
-    """Of a variant: in how many bits it computes."""
+    """A variant's settings of precision."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
         "fp32",

@@ -1,4 +1,4 @@
-"""What needs less time."""
+"""Techniques that save time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.params.catalogue import Variant
 
 GRAPH_WARMUP_STEPS = 3
-"""Steps taken before one is recorded as a CUDA graph, as PyTorch's documentation does; its tests take as many."""
+"""Steps before one is captured as a CUDA graph, as many as in PyTorch's documentation and tests."""
 
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
@@ -49,9 +49,22 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     )
 
 
-class SpeedSettings(Section):
-    """Of a variant: what needs less time."""
+def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
+    if not on_gpu or variant.attention not in ("flash", "cudnn"):
+        return None
+    if variant.precision in ("bf16", "fp16") or variant.parameter_precision == "bf16":
+        return None
+    return "on GPUs this kernel computes in 16 bits alone; set precision to bf16 or fp16"
 
+
+class SpeedSettings(Section):
+    """A variant's settings of techniques that save time."""
+
+    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
+        "auto",
+        description="The kernel of a step's scaled_dot_product_attention; auto: PyTorch's choice. efficient and cudnn: "
+        "on GPUs only.",
+    )
     channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
         "none",
@@ -71,13 +84,40 @@ class SpeedSettings(Section):
 
 SPEED: tuple[Entry, ...] = (
     Entry(
+        name="attention",
+        setting="attention: math",
+        searched_for=(
+            "scaled_dot_product_attention",
+            "SDPA",
+            "sdpa_kernel",
+            "FlashAttention",
+            "memory-efficient attention",
+            "cuDNN attention",
+        ),
+        does="One kernel computes the attention of a step, whichever PyTorch would choose: `flash`, `efficient` or "
+        "`cudnn`, each of which fuses products and softmax, or `math`, which computes them one by one",
+        pays="for transformers with long sequences, whose fastest kernel depends on device and shapes; math shows what "
+        "the fused kernels save",
+        costs="math keeps, for each head, a value for each pair of tokens. On GPUs flash and cudnn need bf16 or fp16, "
+        "and cudnn needs train.deterministic: false",
+        source="Dao et al., FlashAttention, NeurIPS 2022; Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, "
+        "2021; PyTorch documentation: torch.nn.attention.sdpa_kernel",
+        changes="rounding",
+        layer="model",
+        hooks="attention.Attention",
+        asked=lambda variant: variant.attention != "auto",
+        why_not_value={"efficient": needs_gpu, "cudnn": needs_gpu},
+        why_not_beside=_needs_16_bits,
+    ),
+    Entry(
         name="channels_last",
         setting="channels_last: true",
         searched_for=("NHWC", "memory format", "torch.channels_last"),
         does="Images and weights with the channels innermost, as convolution kernels for Tensor Cores read them",
         pays="for convolutional nets in 16 bits on GPUs, and on CPUs with oneDNN",
-        costs="a copy where an operation has no kernel for it; with fsdp, which shares out contiguous weights alone, a "
-        "copy of a convolution's weights whenever it runs",
+        costs="a copy where an operation has no kernel for it; every 4-D parameter is rearranged, so code that relies "
+        "on the strides of one, as view and view_as_complex do, fails; with fsdp, which shares out contiguous weights "
+        "alone, a copy of a convolution's weights whenever it runs",
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         layer="model",

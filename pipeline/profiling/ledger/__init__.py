@@ -1,8 +1,8 @@
 """The memory ledger: where the bytes of a training step's peak are, measured on the device and predicted without it.
 
-Both watch one step of the same ``Training``: on the device, through what torch's allocators report (``tracker``); in
-the prediction, on fake tensors (``estimate``). What is there throughout, parameters and optimizer state, is counted;
-what comes and goes is written in an ``allocation_trace``, and the ledger is what that shows where it is at its highest.
+Both watch one step of the same ``Training``: the measurement through the reports of torch's allocators (``tracker``),
+the prediction on fake tensors (``estimate``). Memory that is allocated throughout the step, parameters and optimizer
+state, is counted; allocations during the step are recorded in an ``allocation_trace``, and enter with their peak.
 """
 
 from __future__ import annotations

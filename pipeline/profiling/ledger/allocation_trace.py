@@ -1,4 +1,4 @@
-"""What an allocator hands out and gets back while a step runs, and where that is at its highest."""
+"""Allocations and frees while a step runs, and the peak of the allocated bytes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Kind = Literal["data", "gradients", "activations", "communication"]
 
 @dataclass
 class Block:
-    """Memory that was handed out while the tape ran."""
+    """Memory that was allocated while the tape ran."""
 
     size: int
     kind: Kind
     taken: int
-    """How many blocks were handed out before."""
+    """How many blocks were allocated before this one."""
     given_back: int | None = None
-    """How many blocks had been handed out when this one came back; None: it is still out."""
+    """How many blocks had been allocated when this one was freed; None: it is not freed."""
 
 
 class Tape:
-    """Blocks in the order in which they were handed out. A key stands for one block at a time, as an address does."""
+    """Blocks in the order of their allocation. A key stands for one block at a time, as an address does."""
 
     def __init__(self) -> None:
         self.held: dict[int, Block] = {}
@@ -38,28 +38,28 @@ class Tape:
             self._peak, self._peak_at = self._total, block.taken
 
     def give_back(self, key: int) -> None:
-        """Nothing happens for a block that was out before the tape ran."""
+        """Free a block; does nothing for a block that was allocated before the tape ran."""
         block = self.held.pop(key, None)
         if block is not None:
             block.given_back = len(self._blocks)
             self._total -= block.size
 
     def input(self, arriving: bool) -> None:
-        """Whether what is handed out from now on belongs to the input."""
+        """Begin or end a section in which allocated blocks belong to the input."""
         self._between(arriving, "data")
 
     def communication(self, begins: bool) -> None:
-        """Whether what is handed out from now on is for exchange between ranks; begin and end may be nested."""
+        """Begin or end a section in which allocated blocks serve communication between ranks; sections may nest."""
         self._between(begins, "communication")
 
     def gradients(self, keys: Iterable[int]) -> None:
-        """These blocks are gradients of parameters now."""
+        """Mark these blocks as gradients of parameters."""
         for key in keys:
             if key in self.held:
                 self.held[key].kind = "gradients"
 
     def at_peak(self, kind: Kind) -> int:
-        """Bytes of this kind that were out when all together were most."""
+        """Return the bytes of this kind that were allocated when the total was at its peak."""
         return sum(
             block.size
             for block in self._blocks[: self._peak_at + 1]

@@ -1,4 +1,4 @@
-"""A training rehearsed on tensors that have shapes and no memory, so that its memory is known before it runs."""
+"""A training rehearsed on fake tensors, so that its memory is known before it runs."""
 
 from __future__ import annotations
 
@@ -13,77 +13,77 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline import models
 from pipeline.data.batches import Placement, TrainBatches
-from pipeline.data.prepared import Dataset, Split
 from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.errors import PipelineError, first_line
 from pipeline.plans import Plan
-from pipeline.profiling.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_dataset
+from pipeline.profiling.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_task
 from pipeline.profiling.ledger.tracker import Call, KernelWatch, Standing, resident_bytes, watched_step
 from pipeline.results import Ledger
+from pipeline.tasks import Task
 from pipeline.techniques import of_plan
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
-"""Of a device's memory, kept free for what no prediction sees. CUDA: its context, libraries' workspaces, fragmentation.
-CPU: the free blocks between a process's tensors, which took up to two thirds of what the tensors did
+"""Share of a device's memory that is kept free for memory that no prediction includes. CUDA: its context, libraries'
+workspaces, fragmentation. CPU: the free blocks between a process's tensors, up to two thirds of the tensor memory
 (``benchmarks/ledgers.py``, a measured ledger's rest)."""
 TRIED_SAMPLES = (16, 32)
-"""Micro-batches with which the CPU's kernels are tried. Below 16 torch takes other convolutions (``use_mkldnn`` in
-aten/src/ATen/native/Convolution.cpp), so that a smaller micro-batch is tried as it is."""
+"""Sizes of the micro-batches on which the CPU's kernels are tried. Below 16 torch uses other convolutions
+(``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp), so a smaller micro-batch is tried at its own size."""
 CUDA_BLOCK_BYTES = 512
 """torch's allocator for CUDA hands out multiples of this: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp."""
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
-"""By CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed.world`` sets. torch takes it from its own allocator
-(aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+"""cuBLAS's workspace under CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed.world`` sets. torch allocates it with
+its own allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 _MATRIX_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _WORKSPACES_LAST = not hasattr(torch.backends.cuda, "cublas_workspace_size")
-"""Older releases of torch keep cuBLAS's workspaces, one for the thread of the forward and one for that of the backward
-pass; newer ones take one for the time of each product (TORCH_CUBLAS_WORKSPACE_CACHE)."""
+"""Older releases of torch keep two cuBLAS workspaces, one for the forward thread and one for the backward thread; newer
+releases allocate a workspace for the duration of each matrix product (TORCH_CUBLAS_WORKSPACE_CACHE)."""
 
 
 class PredictionError(PipelineError):
-    """A variant's memory cannot be foreseen. The message says why."""
+    """A variant's memory cannot be predicted. The message says why."""
 
 
-def predicted(plan: Plan, dataset: Dataset, placement: Placement | None = None) -> Ledger:
-    """One rank's ledger without the device, by a ``Rehearsal``. Raises PredictionError and ModelError."""
-    return Rehearsal(plan, dataset, placement).ledger(plan.micro_batch_size)
+def predicted(plan: Plan, task: Task, placement: Placement | None = None) -> Ledger:
+    """Predict one rank's ledger without the device, by a ``Rehearsal``. Raises PredictionError and ModelError."""
+    return Rehearsal(plan, task, placement).ledger(plan.micro_batch_size)
 
 
 class Rehearsal:
     """A variant's training on fake CPU tensors: its own model, techniques, step and batches, without the arithmetic.
 
-    It foresees tensors exactly. Beyond them:
+    The tensors are predicted exactly. Limits of the prediction:
 
-    - What a kernel takes inside an operation, oneDNN's reordered copies say, does not show on fake tensors. For a plan
-      on the CPU, steps with ``TRIED_SAMPLES`` real samples are taken here, and what each operation takes inside is
-      drawn out along a line to the batch. For a plan on CUDA, cuBLAS's workspaces are known, and cuDNN's are not.
-    - On CUDA some operations keep other small tensors than on the CPU (BatchNorm, attention), and autocast leaves other
-      operations in float32; of these, normalisations and softmax, which matter, are rehearsed as on CUDA.
-    - One rank is rehearsed, alone. DistributedDataParallel's buckets are there, and take up the gradients as it does.
-    - The data set of a plan on the CPU does not count: its pages are the file's, and the system takes them back when
-      memory is short.
+    - Fake tensors do not show the temporary memory of a kernel, such as oneDNN's reordered copies. For a plan on the
+      CPU, real steps with ``TRIED_SAMPLES`` samples measure each operation's temporary memory, which is extrapolated
+      linearly to the micro-batch. For a plan on CUDA, cuBLAS's workspaces are known, and cuDNN's are not.
+    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU, and autocast leaves other
+      operations in float32; of the latter, the ones that matter (normalisations and softmax) are rehearsed as on CUDA.
+    - Only one rank is rehearsed. DistributedDataParallel's buckets are included, and take over gradients as DDP's do.
+    - The data set of a plan on the CPU does not count: its pages belong to the mapped file, and the system drops them
+      when memory is short.
 
-    ``placement`` None: what params.yaml says, with ``auto`` taken for resident. Raises ModelError.
+    ``placement`` None: the placement in params.yaml, where ``auto`` counts as resident. Raises ModelError.
     """
 
-    def __init__(self, plan: Plan, dataset: Dataset, placement: Placement | None = None) -> None:
-        self.plan, self.dataset = plan, dataset
+    def __init__(self, plan: Plan, task: Task, placement: Placement | None = None) -> None:
+        self.plan, self.task = plan, task.on(ALONE.device)
         self.placement = placement or ("streamed" if plan.train.placement == "streamed" else "resident")
         with torch.random.fork_rng(devices=[]):
-            self._model = models.of_job(plan.train, dataset.shape, len(dataset.classes))
+            self._model = self.task.model()
         self._tries: dict[int, dict[Call, int]] = {}
 
     def ledger(self, micro_batch_size: int) -> Ledger:
-        """The ledger with ``micro_batch_size`` samples a micro-step. Its peak is to be held against measured tensors.
+        """Return the ledger for ``micro_batch_size`` samples per micro-step. Its peak predicts a measured ledger's
+        ``tensors_bytes``.
 
-        Raises PredictionError if the model cannot run on fake tensors, because it looks at a value, say.
+        Raises PredictionError if the model cannot run on fake tensors, because it reads a value, say.
         """
         unforeseen = [each.name for each in of_plan(self.plan) if not each.estimable]
         if unforeseen:
@@ -103,17 +103,17 @@ class Rehearsal:
             ) from error
 
     def largest_batch(self, memory_bytes: int, reserve_bytes: int | None = None) -> int | None:
-        """The largest global batch whose predicted peak leaves ``reserve_bytes`` of a device's ``memory_bytes`` free.
+        """Return the largest global batch whose predicted peak leaves ``reserve_bytes`` of ``memory_bytes`` free.
 
-        None: not even one sample a micro-step fits. Never more than the training set. ``reserve_bytes`` None:
-        ``RESERVE_FRACTION`` of the memory. The answer is verified: it fits, and the next larger batch does not. The
-        peak is nearly affine in the batch, so a line through two predictions all but finds it.
+        Return None if not even one sample per micro-step fits. The batch is never larger than the training set.
+        ``reserve_bytes`` None: ``RESERVE_FRACTION`` of the memory. The answer is verified: it fits, and the next larger
+        batch does not. The peak is nearly affine in the batch, so a line through two predictions comes close to it.
         """
         if reserve_bytes is None:
             reserve_bytes = round(RESERVE_FRACTION[self.plan.device] * memory_bytes)
         limit = memory_bytes - reserve_bytes
         shares = self.plan.processes * self.plan.micro_batches
-        fits, fails = 0, len(self.dataset.train) // shares + 1  # the answer is at least the one, and below the other
+        fits, fails = 0, len(self.task.dataset.train) // shares + 1  # fits <= answer < fails
         peaks: dict[int, int] = {}
         while fails - fits > 1:
             guess = _aim(peaks, limit) if peaks else self.plan.micro_batch_size
@@ -133,11 +133,9 @@ class Rehearsal:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = faked(self._model, fake)
         with fake, watch, CudaAutocast() if on_gpu else nullcontext():
-            # All micro-batches after the first are alike: they find gradients to add to.
+            # All micro-batches after the first are alike: they add to existing gradients.
             micro_batches = min(2, plan.micro_batches)
-            training = self._training(
-                model, faked_dataset(self.dataset), micro_batch_size, micro_batches, plan.processes
-            )
+            training = self._training(model, faked_task(self.task), micro_batch_size, micro_batches, plan.processes)
             if on_gpu:
                 training.take_step.losses = DeviceLosses(ALONE)
             if plan.applied.parallelism == "ddp":
@@ -148,16 +146,18 @@ class Rehearsal:
         parts, rest = standing.parts(tape), 0
         if on_gpu:
             rest = standing.rounding_bytes(CUDA_BLOCK_BYTES) + 2 * CUBLAS_WORKSPACE_BYTES * _WORKSPACES_LAST
-            parts["data_bytes"] += resident_bytes(self.dataset, self.placement)
+            parts["data_bytes"] += resident_bytes(self.task, self.placement)
             if self.placement == "streamed":
-                parts["data_bytes"] += READ_AHEAD * micro_batch_size * self.dataset.train.images[0].nbytes
+                parts["data_bytes"] += (
+                    READ_AHEAD * micro_batch_size * self.task.dataset.train.arrays[self.task.arrays[0]][0].nbytes
+                )
         peak = sum(parts.values()) + rest
         return Ledger(**parts, rest_bytes=rest, peak_bytes=peak, tensors_bytes=peak)
 
     def _training(
-        self, model: nn.Module, dataset: Dataset, micro_batch_size: int, micro_batches: int, processes: int
+        self, model: nn.Module, task: Task, micro_batch_size: int, micro_batches: int, processes: int
     ) -> Training:
-        """One rank's training, with no other rank to talk to."""
+        """Return one rank's training, which communicates with no other rank."""
         plan = self.plan.model_copy(
             update={
                 "applied": self.plan.applied.model_copy(update={"parallelism": "none"}),
@@ -166,7 +166,7 @@ class Rehearsal:
             }
         )
         batches = TrainBatches(
-            dataset,
+            task,
             batch_size=micro_batch_size * micro_batches * processes,
             micro_batches=micro_batches,
             rank=0,
@@ -174,14 +174,13 @@ class Rehearsal:
             seed=0,
             augment=self.plan.train.augment,
             placement="resident",
-            device=ALONE.device,
         )
-        training = Training(plan, model, dataset, batches, ALONE, seed=0)
+        training = Training(plan, model, task, batches, ALONE, seed=0)
         training.take_step.losses = UnreadLosses(ALONE)
         return training
 
     def _inside(self, samples: int) -> Callable[[Call], int]:
-        """Bytes that an operation of a micro-step takes inside, beyond its results."""
+        """Return a function: operation of a micro-step -> bytes of its temporary memory, beyond its results."""
         if self.plan.device == "cuda":
             return _cublas_bytes
         inside = self._inside_on_cpu(samples)
@@ -198,28 +197,28 @@ class Rehearsal:
         }
 
     def _tried(self, samples: int) -> dict[Call, int]:
-        """What each operation of a micro-step with this many real samples takes inside, on this machine's CPU."""
+        """Measure the temporary memory of each operation of a micro-step with real samples on this machine's CPU."""
         if samples not in self._tries:
-            dataset = self.dataset
-            if samples > len(dataset.train):  # samples are as good as others here
-                rows = torch.arange(samples) % len(dataset.train)
-                dataset = replace(dataset, train=Split(dataset.train.images[rows], dataset.train.labels[rows]))
+            task, train = self.task, self.task.dataset.train
+            if samples > len(train):  # repeat samples: their content does not matter here
+                repeated = train[torch.arange(samples) % len(train)]
+                task = replace(task, dataset=replace(task.dataset, train=repeated))
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
-                training = self._training(copy.deepcopy(self._model), dataset, samples, 1, 1)
+                training = self._training(copy.deepcopy(self._model), task, samples, 1, 1)
                 watch = KernelWatch()
-                with training.take_step.instrument(update=lambda _: _nothing):  # its state can be large
+                with training.take_step.instrument(update=lambda _: _nothing):  # the optimizer's state can be large
                     watched_step(training, watch)
             self._tries[samples] = watch.inside
         return self._tries[samples]
 
 
 def _nothing() -> None:
-    """An update that nobody needs."""
+    """An update that does nothing."""
 
 
 @contextmanager
 def _threads(processes: int) -> Iterator[None]:
-    """As many threads as each process of the job will have: some kernels take memory for each."""
+    """Use as many threads as each process of the job will have: some kernels allocate memory per thread."""
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int(cores() / processes)))
@@ -230,7 +229,7 @@ def _threads(processes: int) -> Iterator[None]:
 
 
 def _make_optimizer_state(training: Training) -> None:
-    """What an optimizer makes in its first step."""
+    """Take one optimizer step on empty gradients, so that the optimizer allocates its state; then clear them."""
     for parameter in training.model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     training.optimizer.step()
@@ -238,15 +237,15 @@ def _make_optimizer_state(training: Training) -> None:
 
 
 def _cublas_bytes(call: Call) -> int:
-    """What an operation on CUDA is known to take inside: a matrix product its workspace."""
+    """Return the known temporary memory of an operation on CUDA: the workspace of a matrix product, else 0."""
     return CUBLAS_WORKSPACE_BYTES if call[0] in _MATRIX_PRODUCTS and not _WORKSPACES_LAST else 0
 
 
 def _use_buckets(training: Training) -> None:
-    """Let gradients move into lasting buckets when they are complete, as DistributedDataParallel's reducer does it.
+    """Move complete gradients into persistent buckets, as DistributedDataParallel's reducer does.
 
-    With ``gradient_as_bucket_view`` each gradient is first a tensor of its own, is copied into its place in a bucket
-    when its last micro-batch is through, and is a view of the bucket from then on.
+    With ``gradient_as_bucket_view`` each gradient is first a separate tensor. After the last micro-batch's backward
+    pass it is copied into its place in a bucket, and from then on the gradient is a view of the bucket.
     """
     holding = False
 
@@ -273,7 +272,7 @@ def _use_buckets(training: Training) -> None:
 
 
 def _aim(peaks: Mapping[int, int], limit: int) -> int:
-    """The batch whose peak is the limit, along the line through the two known ones that are nearest to it."""
+    """Estimate the batch whose peak is the limit, from the line through the two known peaks nearest to the limit."""
     near = sorted(peaks, key=lambda size: abs(peaks[size] - limit))[:2]
     if len(near) == 1:
         return 2 * near[0] if peaks[near[0]] <= limit else near[0] // 2

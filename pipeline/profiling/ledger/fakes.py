@@ -1,4 +1,4 @@
-"""Tensors that have shapes and no memory: a model and a data set of them, and what follows their storages."""
+"""Fake tensors, which have shapes and no memory: a fake model, a fake data set, and a watch on their storages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeline.data.prepared import Dataset, Split
+from pipeline.data.prepared import Split
 from pipeline.profiling.ledger.allocation_trace import Tape
 from pipeline.profiling.ledger.tracker import Call, Calls, Watch
+from pipeline.tasks import Task
 from pipeline.training.losses import HostLosses
 
 _IN_FLOAT32 = {
@@ -29,18 +30,18 @@ _IN_FLOAT32 = {
     *(torch.Tensor.softmax, torch.Tensor.log_softmax),
 }
 _NO_STORAGE = 0
-"""The key of what an operation takes inside."""
+"""The key of an operation's temporary memory."""
 
 
 class UnreadLosses(HostLosses):
-    """The losses of fake tensors, which have no value."""
+    """Discards losses: those of fake tensors have no value."""
 
     def add(self, loss: torch.Tensor) -> None:
         pass
 
 
 class FakeWatch(Watch, TorchDispatchMode):
-    """Follows the storages of fake tensors, which hold nothing. It must be entered before any of them is made."""
+    """Follows the storages of fake tensors. The watch must be entered before any fake tensor is made."""
 
     def __init__(self, block_bytes: int, inside: Callable[[Call], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +87,7 @@ class FakeWatch(Watch, TorchDispatchMode):
         return result
 
     def _follow(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage was not known yet."""
+        """Follow the tensor's storage until it is freed; True if the storage is new."""
         key = self.key(tensor)
         if key in self._storages:
             return False
@@ -106,13 +107,13 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers have no memory."""
+    """Return a copy of ``model`` whose parameters and buffers are fake tensors."""
     copies: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         copied = fake.from_tensor(tensor.detach())
         copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     copied_model = copy.deepcopy(model, copies)
-    # Module.to swaps the contents of fake parameters, which fails for those that have weak references, and all have.
+    # Module.to swaps the contents of fake parameters. Swapping fails for tensors with weak references, which all have.
     vars(copied_model)["_apply"] = functools.partial(_apply, copied_model)
     return copied_model
 
@@ -132,17 +133,18 @@ def _apply(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) ->
     return model
 
 
-def faked_dataset(dataset: Dataset) -> Dataset:
-    """The same data set without content, made in fake mode."""
+def faked_task(task: Task) -> Task:
+    """Return the same task on fake tensors of the same form. Call this in fake mode."""
 
     def empty(split: Split) -> Split:
-        return Split(*(torch.empty(t.shape, dtype=t.dtype) for t in (split.images, split.labels)))
+        return Split({name: torch.empty(each.shape, dtype=each.dtype) for name, each in split.arrays.items()})
 
-    return replace(dataset, train=empty(dataset.train), test=empty(dataset.test))
+    dataset = task.dataset
+    return replace(task, dataset=replace(dataset, train=empty(dataset.train), test=empty(dataset.test)))
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Autocast on CUDA computes these in float32, which on a CPU stay in 16 bits.
+    """Runs the functions in ``_IN_FLOAT32`` in float32, as autocast on CUDA does; on a CPU they stay in 16 bits.
 
     Source: "CUDA Ops that can autocast to float32" in the documentation of torch.amp.
     """

@@ -1,18 +1,21 @@
-"""The predicted ledgers as a table for a person."""
+"""The predicted ledgers as a printed table."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from pipeline import tasks
 from pipeline.data import prepared
 from pipeline.data.batches import Placement, placement_within
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import plan as plan_of
 from pipeline.profiling.ledger.estimate import RESERVE_FRACTION, PredictionError, Rehearsal
+from pipeline.tasks.language_model import LanguageModel
 
 COLUMNS = {
     "peak": "peak_bytes",
@@ -36,11 +39,12 @@ def show(
     device: Literal["cpu", "cuda"] | None = None,
     batch_size: int | None = None,
 ) -> None:
-    """Print the predicted ledgers of variants (none named: all) and, given a device's ``memory``, what fits in it.
+    """Print the predicted ledgers of variants (``names`` empty: all) and, with ``memory``, the largest batch that fits.
 
-    ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` stand in for those of params.yaml; for
-    "cuda" this machine needs no GPU: as many as the variants ask for are assumed, with native bf16. A variant that
-    cannot run here, or not be foreseen, says why below the others. Raises PipelineError, also if that is all of them.
+    ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` replace those of params.yaml; for
+    "cuda" this machine needs no GPU: as many GPUs as the variants ask for are assumed, with native bf16 and TF32. If a
+    variant cannot run here or cannot be predicted, the reason is printed below the table. Raises PipelineError, also if
+    no variant can be predicted.
     """
     memory_bytes = None if memory is None else parse_bytes(memory)
     dataset = prepared.read(data)
@@ -49,6 +53,7 @@ def show(
     values["train"] |= {key: value for key, value in asked.items() if value is not None}
     config = parse(values, "predict-memory")
     train = config.train
+    task = tasks.of_job(train, dataset)
     if device == "cuda" and not machine.gpus:
         processes = [variant.processes for variant in config.variants.values() if isinstance(variant.processes, int)]
         machine = machine.model_copy(
@@ -63,7 +68,7 @@ def show(
     for name in names or config.variants:
         try:
             plan = plan_of(config, name, machine)
-            rehearsal = Rehearsal(plan, dataset, placement)
+            rehearsal = Rehearsal(plan, replace(task, train=plan.train), placement)
             found = rehearsal.ledger(plan.micro_batch_size)
             largest = None if memory_bytes is None else rehearsal.largest_batch(memory_bytes)
         except (ConfigError, PredictionError) as error:
@@ -91,7 +96,10 @@ def show(
         )
     on = "cuda" if train.device != "cpu" and machine.gpus else "cpu"
     where = "of each GPU" if on == "cuda" else "of each process, above what it takes with its imports"
-    print(f"\nPredicted for a global batch of {train.batch_size}: the peak of a step's memory {where}.")
+    samples = (
+        f"{train.batch_size} samples of {task.length} tokens" if isinstance(task, LanguageModel) else train.batch_size
+    )
+    print(f"\nPredicted for a global batch of {samples}: the peak of a step's memory {where}.")
     if memory is not None:
         print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for what no prediction sees.")
     for note in [*notes, *reasons]:
@@ -99,7 +107,7 @@ def show(
 
 
 def parse_bytes(text: str) -> int:
-    """``24GiB``, ``80GB``, ``512 MiB`` or a plain number of bytes. Raises ConfigError."""
+    """Parse ``24GiB``, ``80GB``, ``512 MiB`` or a plain number of bytes. Raises ConfigError."""
     units: dict[str, int] = {"": 1} | {
         f"{prefix}{suffix}".lower(): base**power
         for suffix, base in (("B", 1000), ("iB", 1024))

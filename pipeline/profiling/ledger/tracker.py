@@ -1,4 +1,4 @@
-"""Watching one step of a training: on the device, through what torch's allocators report to its profiler."""
+"""Watch one step of a training on the device, through the allocations that torch's profiler records."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.batches import Batch, Placement
-from pipeline.data.prepared import Dataset
 from pipeline.distributed import own_part
 from pipeline.profiling.ledger.allocation_trace import Tape
 from pipeline.profiling.quiet import quiet
 from pipeline.results import Ledger
+from pipeline.tasks import Task
 from pipeline.training.loop import Training
 
 Call = tuple[str, int]
-"""An operation of a micro-step: its name, and how many of that name came before."""
+"""An operation of a micro-step: its name, and its number among the operations of that name, from 1."""
 
 _INPUT, _INPUT_ENDS = "ledger: input", "/ledger: input"
 _GRADIENTS = "ledger: gradients"
 _FSDP, _FSDP_ENDS = "FSDP::", "/FSDP::"
-"""How fully_shard names the parts of a step in which it gathers parameters and reduces gradients."""
+"""fully_shard's names of the parts of a step in which it gathers parameters and reduces gradients."""
 _CALL, _CALL_ENDS = "ledger: call ", "/ledger: call "
 
 
 def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
-    """This rank's ledger. ``training``, which is warm, takes one more step for it; all ranks call it together.
+    """Return this rank's ledger. ``training``, which is warm, takes one more step for it; all ranks call it together.
 
-    ``peak_bytes`` is this rank's peak as it was measured before, unwatched: what the parts add up to. None, where it is
-    unknown, makes the ledger unknown; so does a step that is replayed, in which nothing is allocated.
+    ``peak_bytes`` is this rank's peak, measured before without a watch; the ledger's parts and its rest add up to it.
+    Returns None if the peak is unknown, or if the step is replayed from a CUDA graph, which allocates nothing.
     """
     if any(technique.replays for technique in training.techniques):
         return None
@@ -46,7 +46,7 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
     on_gpu = training.world.device.type == "cuda"
     parts = Standing(training, watch, tape).parts(tape)
     if on_gpu:
-        parts["data_bytes"] += resident_bytes(training.dataset, training.batches.placement)
+        parts["data_bytes"] += resident_bytes(training.task, training.batches.placement)
     known = sum(parts.values())
     return Ledger(
         **parts,
@@ -57,21 +57,21 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
 
 
 class Watch:
-    """Writes a tape while a step runs."""
+    """Records a tape while a step runs."""
 
     def recording(self) -> AbstractContextManager[Tape]:
-        """The tape is complete when the block ends."""
+        """Record a tape while the block runs; the tape is complete when the block ends."""
         raise NotImplementedError
 
     def input(self) -> AbstractContextManager[object]:
-        """Inside, the next micro-batch is made."""
+        """Mark the block as the making of the next micro-batch."""
         return nullcontext()
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """These are the parameters' gradients now."""
+        """Note that these are the parameters' gradients now."""
 
     def arriving(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same micro-batches."""
+        """Yield the same micro-batches, each made inside ``input``."""
         while True:
             with self.input():
                 batch = next(batches, None)
@@ -86,7 +86,7 @@ class Watch:
 
 
 def watched_step(training: Training, watch: Watch) -> Tape:
-    """Take one step of ``training`` and watch it, from a moment at which the last step's gradients are forgotten."""
+    """Clear the last step's gradients, then take one step of ``training`` and watch it."""
     step, parameters = training.take_step, list(training.model.parameters())
 
     def note() -> None:
@@ -100,8 +100,8 @@ def watched_step(training: Training, watch: Watch) -> Tape:
         return noted
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    step.zero_grad()  # what the step does first; the allocator for CPUs does not say how much that frees
-    # A pipeline's schedule takes the backward passes itself.
+    step.zero_grad()  # the step itself begins so; the allocator for CPUs does not report how much this frees
+    # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
     with step.instrument(backward=noting, accumulate=noting), watch.recording() as tape:
         step(watch.arriving(training.batches.epoch(epoch, start)))
         training.world.synchronise()
@@ -109,7 +109,7 @@ def watched_step(training: Training, watch: Watch) -> Tape:
 
 
 class Standing:
-    """What is there during the whole step: size in bytes by key."""
+    """Memory that is allocated during the whole step: size in bytes by key."""
 
     def __init__(self, training: Training, watch: Watch, tape: Tape) -> None:
         device = training.world.device.type
@@ -119,24 +119,27 @@ class Standing:
             held = (own_part(tensor) for tensor in tensors)
             return {watch.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
-        # Of other ranks' parts of the model, a rank has the shapes alone, on the meta device.
+        # The other ranks' parts of the model are on the meta device here, with their shapes only.
+        models = [model, *(each for technique in training.techniques for each in technique.further_models())]
         self.parameters = sizes(
-            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == device
+            tensor
+            for each in models
+            for tensor in (*each.parameters(), *each.buffers())
+            if tensor.device.type == device
         )
         self.optimizer_state = sizes(
             value for state in states for value in state.values() if isinstance(value, torch.Tensor)
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in tape.held}
-        """Gradients that no block of the step holds are there all the time, in DistributedDataParallel's buckets, say.
-        """
+        """Gradients in no block of the step are allocated all the time, in DistributedDataParallel's buckets, say."""
         self.communication = sum(technique.communication_bytes() for technique in training.techniques)
-        """What techniques keep beside them."""
+        """Further memory that techniques keep for communication."""
 
     def parts(self, tape: Tape) -> dict[str, int]:
-        """The ledger's parts, without the rest."""
+        """Return the ledger's parts, without the rest."""
         buckets = sum(self.buckets.values())
-        # While gradients accumulate they are beside the buckets, and move into them with the last micro-batch.
+        # While gradients accumulate, they exist beside the buckets; the last micro-batch moves them into the buckets.
         beside = tape.at_peak("gradients")
         return {
             "parameters_bytes": sum(self.parameters.values()),
@@ -148,13 +151,13 @@ class Standing:
         }
 
     def rounding_bytes(self, block_bytes: int) -> int:
-        """What an allocator adds that hands out multiples of ``block_bytes``."""
+        """Return the bytes that an allocator adds if it rounds each size up to a multiple of ``block_bytes``."""
         sizes = [*self.parameters.values(), *self.optimizer_state.values(), *self.buckets.values()]
         return sum(-size % block_bytes for size in sizes)
 
 
 class DeviceWatch(Watch):
-    """Reads what the allocators report to torch's profiler."""
+    """Reads the allocations that torch's profiler records."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -167,7 +170,7 @@ class DeviceWatch(Watch):
             yield tape
         events = list(_events(profile, self._device))
         held: set[int] = set()
-        for event in events:  # what was there before and goes during the step; the CPU's allocator does not report it
+        for event in events:  # blocks from before the step that it frees; the CPU's allocator does not report these
             if event.size > 0:
                 held.add(event.key)
             elif event.size < 0 and event.key not in held:
@@ -197,7 +200,7 @@ class DeviceWatch(Watch):
 
 
 class KernelWatch(Watch, TorchDispatchMode):
-    """Finds out what each operation of a micro-step takes inside, beyond its results."""
+    """Measures the temporary memory of each operation of a micro-step, beyond its results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -232,13 +235,13 @@ class KernelWatch(Watch, TorchDispatchMode):
 
 
 class Calls:
-    """Tells the operations of a micro-step apart, so that those of two runs can be matched."""
+    """Numbers the operations of a micro-step, so that the operations of two runs can be matched."""
 
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
 
     def restart(self) -> None:
-        """A micro-step begins."""
+        """Begin a micro-step: count from 1 again."""
         self._seen.clear()
 
     def next(self, func: Any) -> Call:
@@ -249,8 +252,8 @@ class Calls:
 
 @dataclass(frozen=True)
 class _Event:
-    """Of a profile: memory taken (size above 0) or given back (below), or the begin ("NAME") or end ("/NAME") of a
-    part of ours."""
+    """An event of a profile: memory allocated (size above 0) or freed (size below 0), or the beginning ("NAME") or end
+    ("/NAME") of an annotation."""
 
     time: int
     name: str = ""
@@ -259,7 +262,7 @@ class _Event:
 
 
 def _events(profile: profiler.profile, device: str) -> list[_Event]:
-    """In order of time."""
+    """Return the allocations on ``device`` and the ledger's and FSDP's annotations, in order of time."""
     assert profile.kineto_results is not None
     found: list[_Event] = []
     tree = list(profile.kineto_results.experimental_event_tree())
@@ -276,7 +279,7 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
     return sorted(found, key=lambda event: event.time)
 
 
-def resident_bytes(dataset: Dataset, placement: Placement) -> int:
-    """What a GPU holds of the training set all the time."""
-    labels, images = dataset.train.labels.nbytes, dataset.train.images.nbytes
-    return {"resident": labels + images, "streamed": labels, "dataloader": 0}[placement]
+def resident_bytes(task: Task, placement: Placement) -> int:
+    """Return the bytes of the training set that a GPU holds all the time."""
+    first, *others = (task.dataset.train.arrays[name].nbytes for name in task.arrays)
+    return {"resident": first + sum(others), "streamed": sum(others), "dataloader": 0}[placement]

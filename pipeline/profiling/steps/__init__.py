@@ -1,6 +1,6 @@
-"""The stage ``profile``: a short window of a variant's training under torch's profiler, and what it means.
+"""The stage ``profile``: a short window of a variant's training under torch's profiler, and its interpretation.
 
-The profiler slows down what it watches, so nothing in here is a speed: ``bench`` measures that.
+The profiler slows the training down, so its times are no measure of speed: ``bench`` measures speed.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = ["Profile", "annotated", "run", "window"]
 T = TypeVar("T")
 
 LEAD_STEPS = 3
-"""Under the profiler before its window: the first steps pay for its own start."""
+"""Steps under the profiler before its window: the first steps include the profiler's start-up."""
 SNAPSHOT_STEPS = 2
 OPERATORS = 15
-"""Named in the profile."""
+"""How many operators the profile names."""
 LONGEST_HISTORY = 200_000
-"""Entries of the memory snapshot's history."""
+"""Most entries in the memory snapshot's history."""
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """Profile ``variants.<name>`` on the data set in ``prepared`` and write ``profiles/<name>/``.
 
-    Starts the processes that the variant needs; where a launcher started this one, it is one of them. Raises
+    Starts the processes that the variant needs; if a launcher started this process, it is one of them. Raises
     PipelineError.
     """
     plan = planned(config, name, machine, prepared)
@@ -57,7 +57,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 
 
 def annotated(step: TrainingStep) -> AbstractContextManager[None]:
-    """While the block runs, the profiler's trace names the parts of ``step``."""
+    """Annotate the parts of ``step`` in the profiler's trace while the block runs."""
 
     def taking(whole: Callable[[MicroBatches], None]) -> Callable[[MicroBatches], None]:
         def take(micro_batches: MicroBatches) -> None:
@@ -86,7 +86,7 @@ def annotated(step: TrainingStep) -> AbstractContextManager[None]:
 
 
 def _marked(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each with the time until it arrives named."""
+    """Yield the same items; the time until each arrives is annotated as input."""
     while True:
         with record_function(trace.INPUT):
             try:
@@ -99,13 +99,14 @@ def _marked(items: Iterator[T]) -> Iterator[T]:
 def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
     """Profile ``steps`` steps of one epoch after the training's warm-up, into ``file``, a Chrome trace.
 
-    The training has not begun. What a technique leaves for later than its start begins at once (``begin_after``).
+    The training must not have begun. A technique that would begin later in the training begins at once
+    (``begin_after``).
 
     Returns the trace, and this rank's median step time in seconds without and under the profiler. All ranks call it
     together.
     """
     device, per_epoch = training.world.device, training.batches.steps_per_epoch
-    steps = max(1, min(steps, per_epoch - 1))  # an epoch's end evaluates, and its first step draws the order
+    steps = max(1, min(steps, per_epoch - 1))  # an epoch ends with an evaluation, and its first step draws the order
 
     def advance() -> list[float]:
         left = per_epoch - training.steps % per_epoch
@@ -137,11 +138,11 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
 
 
 def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any]) -> None:
-    """What each process does."""
+    """Profile a window in each process; the main one writes the files."""
     keep_freed_memory()
     with assembled(plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
         world, seed = assembly.world, config.train.seeds[0]
-        longer = _long_enough(plan, config.profile.steps, len(assembly.dataset.train))
+        longer = _long_enough(plan, config.profile.steps, len(assembly.task.dataset.train))
         with replace(assembly, plan=longer).training(seed) as training:
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
             ranks = tuple(world.gather(StepTimes.of(found.times())))
@@ -157,7 +158,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
                     "train": config.train.model_dump(mode="json"),
                     "variant": plan.requested.model_dump(mode="json"),
                 },
-                dataset=dataset_of(assembly.dataset),
+                dataset=dataset_of(assembly.task.dataset),
                 seed=seed,
                 steps=found.steps,
                 step_p50_ms=plain * 1e3,
@@ -181,15 +182,17 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
 
 
 def _long_enough(plan: Plan, profiled_steps: int, samples: int) -> Plan:
-    """``plan`` with as many epochs as the profile needs steps, and no row of history inside its windows."""
+    """Return ``plan`` with enough epochs for the steps of the profile, and no row of history inside its windows."""
     train = plan.train
     steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (profiled_steps + 1)
-    epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit waits for the next one
+    epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit waits for the next epoch
     return plan.with_train(epochs=max(epochs, train.epochs), history_every_steps=10**9)
 
 
 def _memory_snapshot(training: Training, file: Path) -> bool:
-    """On CUDA, write who allocated what in some steps; on a CPU there is no such thing. All ranks call it together."""
+    """On CUDA, take ``SNAPSHOT_STEPS`` steps and write their memory snapshot to ``file``; on a CPU, do nothing.
+
+    Returns whether a snapshot was written. All ranks call it together."""
     if training.world.device.type != "cuda":
         return False
     memory = torch.cuda.memory
@@ -201,7 +204,7 @@ def _memory_snapshot(training: Training, file: Path) -> bool:
 
 
 def _write(made: Profile, scratch: Path, *, on_gpu: bool) -> None:
-    """The variant's files; the record comes last."""
+    """Write the variant's files; ``profile.json`` comes last."""
     directory = results.profile_directory(made.variant)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

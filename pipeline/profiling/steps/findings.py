@@ -1,4 +1,4 @@
-"""What a profile means, in plain language: a rule for each way in which a step loses time."""
+"""Findings of a profile in plain language: one rule for each way in which a step loses time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from pipeline.profiling.steps.profile_file import Finding, StepTimes
 
 NOTABLE_INPUT, NOTABLE_COMMUNICATION, NOTABLE_IDLE, NOTABLE_OPTIMIZER, NOTABLE_IMBALANCE = 0.10, 0.10, 0.15, 0.15, 0.20
-"""Shares of the step from which on a rule speaks."""
+"""Smallest shares of the step for which the rules report a finding."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules look at."""
+    """The input of the rules."""
 
     ranks: Sequence[StepTimes]
     on_gpu: bool
@@ -25,7 +25,7 @@ class Facts:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """All that is notable, the weightiest first; if nothing is, that the device is at work."""
+    """Return all notable findings, the largest share first; if there is none, the finding that the device computes."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return tuple(sorted(found, key=lambda each: -each.share_fraction)) or (_computes(facts),)
 
@@ -145,7 +145,7 @@ def _computes(facts: Facts) -> Finding:
 
 
 def _worst(facts: Facts, part: str) -> tuple[float, str]:
-    """The largest share of ``part`` on any rank, and where that is if there are several."""
+    """Return the largest share of ``part`` on any rank, and the words " on rank N" if there are several ranks."""
     shares = [rank.fraction(part) for rank in facts.ranks]
     worst = max(shares)
     return worst, f" on rank {shares.index(worst)}" if len(shares) > 1 else ""

@@ -1,4 +1,4 @@
-"""Interval arithmetic on a time line of whole nanoseconds, so that parts add up to their whole exactly.
+"""Interval arithmetic on a time line of whole nanoseconds, so that parts add up exactly to their whole.
 
 Spans are half-open, [start, end). ``Spans`` are sorted, disjoint and not empty.
 """
@@ -12,7 +12,7 @@ Spans = list[Span]
 
 
 def union(spans: Iterable[Span]) -> Spans:
-    """What at least one of ``spans`` covers; they may come in any order, overlap, or be empty."""
+    """Return the time that at least one of ``spans`` covers; they may come in any order, overlap, or be empty."""
     joined: Spans = []
     for start, end in sorted(spans):
         if end <= start:
@@ -25,7 +25,7 @@ def union(spans: Iterable[Span]) -> Spans:
 
 
 def intersection(a: Spans, b: Spans) -> Spans:
-    """What both cover."""
+    """Return the time that both ``a`` and ``b`` cover."""
     common: Spans = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -40,7 +40,7 @@ def intersection(a: Spans, b: Spans) -> Spans:
 
 
 def difference(a: Spans, b: Spans) -> Spans:
-    """What ``a`` covers and ``b`` does not."""
+    """Return the time that ``a`` covers and ``b`` does not."""
     if not a:
         return []
     first, last = a[0][0], a[-1][1]
@@ -50,12 +50,12 @@ def difference(a: Spans, b: Spans) -> Spans:
 
 
 def length(spans: Spans) -> int:
-    """Nanoseconds covered."""
+    """Return the number of nanoseconds covered."""
     return sum(end - start for start, end in spans)
 
 
 def partition(whole: Span, claims: Mapping[str, Spans], rest: str) -> dict[str, Spans]:
-    """Give each instant of ``whole`` to the first of ``claims`` that covers it, else to ``rest``: none counts twice."""
+    """Assign each instant of ``whole`` to the first of ``claims`` that covers it, else to ``rest``."""
     left, shares = union([whole]), {}
     for name, claimed in claims.items():
         shares[name] = intersection(left, claimed)

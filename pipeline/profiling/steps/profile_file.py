@@ -1,4 +1,4 @@
-"""What a profile says, as ``profiles/<variant>/profile.json``."""
+"""The content of ``profiles/<variant>/profile.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MS = 1e-6
 
 
 class StepTimes(Record):
-    """Where one rank's mean step went, under the profiler. The parts but the hidden communication add up to the step.
+    """The parts of one rank's mean step under the profiler. All parts except the hidden communication add up to it.
 
     ``pipeline.profiling.steps.trace`` says what belongs to which part.
     """
@@ -21,34 +21,34 @@ class StepTimes(Record):
     backward_ms: float
     optimizer_ms: float
     rest_ms: float
-    """Work of the step that is none of these: gradients set to zero, a CUDA graph of the whole step."""
+    """Other work of the step: gradients set to zero, a CUDA graph of the whole step."""
     communication_ms: float
-    """Exposed: nothing else goes on."""
+    """Exposed communication: the rank does no work meanwhile."""
     input_ms: float
     idle_ms: float
     communication_hidden_ms: float
-    """Beside the partition: during work."""
+    """Communication during work; not a part of the step's sum."""
 
     def fraction(self, part: str) -> float:
-        """Share of the step that one of ``PARTS`` takes."""
+        """Return the share of the step that one of ``PARTS`` takes."""
         value: float = getattr(self, f"{part}_ms")
         return value / self.step_ms
 
     @property
     def busy_ms(self) -> float:
-        """The device works on this rank's own share."""
+        """Time in which the device works for this rank."""
         return self.forward_ms + self.backward_ms + self.optimizer_ms + self.rest_ms
 
     @classmethod
     def of(cls, times: Times) -> StepTimes:
-        """The mean over the window's steps."""
+        """Return the mean over the window's steps."""
         scale = _MS / times.steps
         parts = {f"{part}_ms": times.parts[part] * scale for part in PARTS}
         return cls(step_ms=times.whole * scale, communication_hidden_ms=times.hidden * scale, **parts)
 
 
 class Operator(Record):
-    """What one operator took of the main rank's device a step, without the operators that it calls."""
+    """One operator's time per step on the main rank's device, without the operators that it calls."""
 
     name: str
     calls_per_step: float
@@ -56,12 +56,12 @@ class Operator(Record):
 
 
 class Finding(Record):
-    """What a person should know of the profile, and do about it."""
+    """One result of the profile, and advice what to do about it."""
 
     rule: str
-    """Its name, for programs."""
+    """The name of the rule, for programs."""
     share_fraction: float
-    """Of the step."""
+    """Share of the step that the finding is about."""
     text: str
 
 
@@ -70,19 +70,19 @@ class Profile(Setup, VariantDocument):
 
     seed: Seed
     steps: int
-    """In the profiled window, after the warm-up."""
+    """Number of steps in the profiled window, after the warm-up."""
     step_p50_ms: float
-    """Without the profiler, in windows just before and after."""
+    """Median without the profiler, in windows just before and after."""
     profiled_step_p50_ms: float
-    """Under the profiler. No throughput is computed from it."""
+    """Median under the profiler. No throughput is computed from it."""
     ranks: tuple[StepTimes, ...]
     operators: tuple[Operator, ...]
-    """The longest of the main rank."""
+    """The operators of the main rank that take the most time."""
     findings: tuple[Finding, ...]
-    """The weightiest first."""
+    """The largest share first."""
     has_memory_snapshot: bool
 
     @property
     def overhead_fraction(self) -> float:
-        """By how much the profiler slowed the step down."""
+        """Slowdown of the step by the profiler: 0.1 for 10%."""
         return self.profiled_step_p50_ms / self.step_p50_ms - 1

@@ -1,11 +1,11 @@
-"""A profile as Markdown, readable by itself."""
+"""A profile as a self-contained Markdown page."""
 
 from __future__ import annotations
 
 from pipeline.profiling.steps.profile_file import Profile
 
 LARGE_OVERHEAD = 0.3
-"""From here on the profiler distorts what it shows, and the page says so."""
+"""From this overhead on the profiler distorts its own figures, and the page says so."""
 
 _MEANINGS = {
     "forward": "the forward pass and the loss",
@@ -20,7 +20,7 @@ _IDLE = {True: "the GPU has nothing to do while the host launches kernels", Fals
 
 
 def markdown(profile: Profile, *, on_gpu: bool) -> str:
-    """The page ``profile.md``."""
+    """Return the page ``profile.md``."""
     several = len(profile.ranks) > 1
     place = f"{profile.world_size} processes over {profile.backend}" if profile.backend else "one process"
     lines = [

@@ -1,16 +1,16 @@
 """Where a step's time goes, read from the profiler's trace: the same file that a person opens in Perfetto.
 
-Each instant of the profiled window belongs to one part, the first of these that fits:
+Each instant of the profiled window belongs to the first of these parts that fits:
 
 1. *forward, backward, optimizer, rest*: the device works. On a GPU a kernel or a copy runs; on a CPU an operator runs
    on the thread of the step or of its backward pass. The work belongs to the part of the step that launched it.
-2. *communication*, the exposed share: nothing of this, and a collective is under way, perhaps waiting for another rank;
-   on a CPU also the step's own call of it, which can wait for the thread that carries it out.
-3. *input*: the step waits for its batch, or the device does nothing but prepare it.
-4. *idle*: none of it. On a GPU mostly the host's launching of kernels, on a CPU Python and dispatch between operators.
+2. *communication* (exposed): the device does not work and a collective is running or waits for another rank; on a CPU
+   this includes the step's call of the collective, which can wait for the thread that runs it.
+3. *input*: the step waits for its batch, or the device does nothing but prepare the batch.
+4. *idle*: none of these. On a GPU mostly launch overhead on the host, on a CPU Python and dispatch between operators.
 
-Communication during 1 is hidden: it costs nothing, and stands beside the partition. The idea of exposed and hidden
-communication by overlap of intervals is that of Holistic Trace Analysis (Meta).
+Communication during part 1 is hidden: it costs nothing, and is reported beside the parts. Holistic Trace Analysis
+(Meta) tells exposed from hidden communication in the same way, by the overlap of intervals.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
 """Names of the annotations around the parts of a step (``annotated``)."""
 
 WORK = ("optimizer", "forward", "backward", "rest")
-"""The optimizer first: inside the backward pass, a node of that covers it."""
+"""The optimizer comes first: an optimizer step inside the backward pass is also covered by a node of that pass."""
 PARTS = (*WORK, "communication", "input", "idle")
 """In the order in which they claim an instant."""
 
 _ENGINE = "autograd::engine::evaluate_function"
-"""Around each node of the backward pass and its hooks, in which DDP and FSDP also wait: no work in itself."""
+"""Surrounds each node of the backward pass and its hooks. DDP and FSDP wait in hooks, so this span is not work."""
 _WAITING = (_ENGINE, "c10d::", "c10d_functional", "_c10d_functional", "gloo:", "record_param_comms")
-"""How operators begin that send, receive or wait, and compute nothing. DTensor calls them from within others."""
+"""Prefixes of operators that only send, receive or wait. DTensor calls them inside other operators."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -62,19 +62,19 @@ class Event:
 
 @dataclass(frozen=True)
 class Times:
-    """What one rank's window held, in nanoseconds."""
+    """The times of one rank's window, in nanoseconds."""
 
     steps: int
     whole: int
     parts: dict[str, int]
-    """By name, of ``PARTS``; they add up to ``whole`` exactly."""
+    """Time of each of ``PARTS``; the times add up exactly to ``whole``."""
     hidden: int
     """Communication during work."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What one operator took on the device over the window, without the operators that it calls."""
+    """One operator's time on the device in the window, without the operators that it calls."""
 
     name: str
     calls: int
@@ -82,7 +82,7 @@ class Spent:
 
 
 def read(path: Path) -> list[Event]:
-    """The complete events of a Chrome trace, as torch's profiler exports it; gzipped if it is named ``.gz``."""
+    """Return the complete events of a Chrome trace from torch's profiler; a file named ``.gz`` is decompressed."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         content = json.load(file)
@@ -101,7 +101,7 @@ def read(path: Path) -> list[Event]:
 
 
 class Trace:
-    """The events of one rank's window, told apart. ``gpu``: the index of its GPU; None on a CPU.
+    """The events of one rank's window, assigned to parts. ``gpu``: the index of its GPU; None on a CPU.
 
     Raises ValueError if no step was annotated.
     """
@@ -121,8 +121,8 @@ class Trace:
             return union(event.span for event in marks if event.name.startswith(names))
 
         self.input = marked(INPUT)
-        # A step of an optimizer inside the backward pass is the optimizer's; a schedule that runs forward and backward
-        # passes of its own has no annotation for each, and the engine tells what is backward.
+        # An optimizer step inside the backward pass belongs to the optimizer. A pipeline schedule runs the passes
+        # itself, without an annotation for each; there the autograd engine's events show which time is backward.
         optimizer = union([*marked(OPTIMIZER, "Optimizer.step#"), *_named(events, "Optimizer.step#")])
         backward = difference(union([*marked(BACKWARD), *(event.span for event in engine)]), optimizer)
         forward = difference(marked(ACCUMULATE, FORWARD), union([*self.input, *backward, *optimizer]))
@@ -130,7 +130,7 @@ class Trace:
         self._starts = {name: [start for start, _ in spans] for name, spans in self._phases.items()}
         self.work: dict[str, list[Event]] = {name: [] for name in (*WORK, "input")}
         self.waits: list[Event] = []
-        """On a CPU: what the step's threads send, receive or wait for."""
+        """On a CPU: events in which the step's threads send, receive or wait."""
         self.operator_of: dict[int, str] = {}
         if gpu is None:
             self._tell_operators(events)
@@ -141,7 +141,7 @@ class Trace:
             self._tell_kernels(events, gpu)
 
     def times(self) -> Times:
-        """The partition of the window, from its first step's start to its last one's end on host and device."""
+        """Partition the window, from the start of its first step to the end of its last on host and device."""
         ends = [event.end for events in self.work.values() for event in events]
         whole = (self.first, max([self.last, *ends, *(end for start, end in self.communication if start < self.last)]))
         waits = union(event.span for event in self.waits)
@@ -158,7 +158,7 @@ class Trace:
         )
 
     def operators(self) -> list[Spent]:
-        """What took the device's time, the longest first."""
+        """Return the operators by their time on the device, the longest first."""
         calls: dict[str, int] = defaultdict(int)
         spent: dict[str, int] = defaultdict(int)
         waits = {id(event) for event in self.waits}
@@ -180,7 +180,7 @@ class Trace:
         return threads.values()
 
     def _phase(self, instant: int) -> str:
-        """The part of the step to which work belongs that was launched at ``instant``."""
+        """Return the part of the step to which work launched at ``instant`` belongs."""
         for name, spans in self._phases.items():
             index = bisect_right(self._starts[name], instant) - 1
             if index >= 0 and instant < spans[index][1]:
@@ -188,7 +188,7 @@ class Trace:
         return "rest"
 
     def _tell_operators(self, events: Sequence[Event]) -> None:
-        """On a CPU: the operators on the step's threads are its work. A thread that reads ahead is no work of it."""
+        """On a CPU: the step's work is the operators on its threads. A thread that reads ahead is not one of them."""
         threads = {self.main, *self._backward_threads}
         for event in events:
             if event.category == "cpu_op" and event.thread in threads and self.first <= event.start < self.last:
@@ -198,7 +198,7 @@ class Trace:
                     self.waits.append(event)
 
     def _tell_kernels(self, events: Sequence[Event], gpu: int) -> None:
-        """On a GPU: kernels and copies, by the part of the step in which the host launched them."""
+        """On a GPU: assign kernels and copies to the part of the step in which the host launched them."""
         launches = {
             event.arguments["correlation"]: event
             for event in events
@@ -220,20 +220,20 @@ class Trace:
             if event.name.startswith(("nccl", "ncclDevKernel")):
                 communication.append(event.span)
             elif launch and launch.thread != self.main and launch.thread not in self._backward_threads:
-                self.work["input"].append(event)  # by the thread that reads ahead
+                self.work["input"].append(event)  # launched by the thread that reads ahead
             else:
                 self.work[self._phase(launched)].append(event)
         self.communication = union(communication)
 
 
 def _named(events: Iterable[Event], prefix: str) -> list[Span]:
-    """Annotations of any thread: a backward pass on a GPU has one of its own."""
+    """Return annotations of any thread: a backward pass on a GPU has a separate thread."""
     return [event.span for event in events if event.category == "user_annotation" and event.name.startswith(prefix)]
 
 
 def _own_times(events: list[Event]) -> Iterable[tuple[Event, int]]:
-    """Each event with its time less that of the events inside it; the events of one thread nest or follow."""
-    open_: list[tuple[Event, int]] = []  # with the time of what is inside
+    """Yield each event of one thread with its time minus the time of the events nested directly in it."""
+    open_: list[tuple[Event, int]] = []  # each with the time of the events inside it
 
     def close() -> tuple[Event, int]:
         event, inside = open_.pop()

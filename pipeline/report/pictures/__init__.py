@@ -1,7 +1,7 @@
-"""What the page's pictures show, as positions: percentages of a plot's width from its left, or height from its top.
+"""The page's pictures, as positions: percentages of a plot's width from its left edge, or of its height from its top.
 
-The template draws them as SVG in the page's own colours and letters, so that one picture serves every width, a dark
-screen and paper. Colour is never alone: shapes, dashes, numbers or names say the same.
+The template draws the positions as SVG in the page's own colours and fonts, so one picture serves every width, a dark
+screen and paper. Colour never carries a meaning alone: shapes, dashes, numbers or names repeat it.
 """
 
 from __future__ import annotations

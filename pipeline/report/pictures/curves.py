@@ -18,9 +18,9 @@ Histories = Mapping[str, Sequence[HistoryRow]]
 class Line(NamedTuple):
     variant: str
     points: str
-    """x,y pairs as SVG's polyline takes them."""
+    """x,y pairs in the format of SVG's polyline."""
     thick: bool
-    """All seeds together, not one seed."""
+    """True for the line over all seeds, False for one seed's."""
 
 
 class Chart(NamedTuple):
@@ -85,7 +85,7 @@ def _loss_chart(comparison: Comparison, histories: Histories) -> Chart:
 
 
 def _runs(each: Compared, rows: Iterable[tuple[int, int, float, float | None]]) -> list[_Run]:
-    """One line a seed of the result, from rows of (seed, step, x, y)."""
+    """One line per seed of the result, from rows of (seed, step, x, y)."""
     lines: dict[int, _Run] = {run.seed: [] for run in each.runs}
     for seed, step, x, y in rows:
         if seed in lines and y is not None and math.isfinite(y):
@@ -119,7 +119,7 @@ def _chart(
 
 
 def _together(lines: Sequence[_Run]) -> list[tuple[float, float]]:
-    """The median of x and the mean of y at shared steps, as the tables take of times and accuracies."""
+    """The median of x and the mean of y at shared steps, as in the tables: median times, mean accuracies."""
     known = [{step: (x, y) for step, x, y in line} for line in lines]
     shared = sorted(set.intersection(*(set(line) for line in known)))
     return [

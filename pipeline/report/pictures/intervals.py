@@ -1,4 +1,4 @@
-"""Intervals as whiskers: of variants beside the baseline, and of techniques one by one."""
+"""Intervals as whiskers: of variants against the baseline, and of techniques one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     caption: str
     value: str
     whisker: Whisker | None
-    """None: nothing is known."""
+    """None: the ratio is unknown."""
 
 
 class Row(NamedTuple):
@@ -40,9 +40,9 @@ class Forest(NamedTuple):
     rows: tuple[Row, ...]
     ticks: tuple[Tick, ...]
     band: tuple[float, float]
-    """Left end and width of what does not matter."""
+    """Left end and width of the band within the margin."""
     none: float
-    """Where no difference is."""
+    """Position of no difference."""
 
 
 class _Estimate(NamedTuple):
@@ -59,7 +59,7 @@ _Row = tuple[str, Sequence[_Estimate], str]
 
 
 def forests(comparison: Comparison) -> list[Forest]:
-    """Throughput, memory and accuracy of every variant beside the baseline, the baseline against itself last."""
+    """Throughput, memory and accuracy of every variant against the baseline; the last row is the A/A control."""
     others, margins = comparison.variants[1:], comparison.margins
     control = f"{comparison.baseline}, A/A control"
     made = [
@@ -89,7 +89,7 @@ def forests(comparison: Comparison) -> list[Forest]:
 
 
 def share_forests(comparison: Comparison) -> list[Forest]:
-    """Each technique's share in each ablated variant, added and in the stack."""
+    """Each technique's share in each ablated variant: added to the baseline alone, and within the variant's stack."""
     margins, made = comparison.margins, []
     for variant in dict.fromkeys(share.variant for share in comparison.shares):
         shares = [share for share in comparison.shares if share.variant == variant]

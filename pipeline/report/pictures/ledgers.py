@@ -22,21 +22,21 @@ class Bar(NamedTuple):
     value: str
     segments: tuple[Segment, ...]
     tensors: float | None
-    """Where what tensors take ends; None: at the bar's end."""
+    """Where the memory of tensors ends; None: at the bar's end."""
 
 
 class Bars(NamedTuple):
     title: str
     alt: str
     rows: tuple[tuple[str, tuple[Bar, ...]], ...]
-    """(variant, its bars)."""
+    """Pairs (variant, its bars)."""
     ticks: tuple[Tick, ...]
     parts: tuple[str, ...]
-    """Those that are there, for the legend."""
+    """The parts that occur in a bar, for the legend."""
 
 
 def bars(comparison: Comparison) -> Bars | None:
-    """Measured beside predicted; None where no variant has a ledger."""
+    """Bars of the measured and the predicted ledgers; None where no variant has a ledger."""
     ledgers = [
         (each.variant, kind, ledger)
         for each in comparison.variants

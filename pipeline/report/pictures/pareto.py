@@ -15,7 +15,7 @@ from pipeline.report.pictures.scales import Scale, Tick, down, padded, plain
 
 class Point(NamedTuple):
     number: int
-    """Of the variant in the comparison, from 1."""
+    """The variant's number in the comparison, from 1."""
     variant: str
     accuracy: str
     x: float
@@ -32,16 +32,16 @@ class Front(NamedTuple):
     alt: str
     points: tuple[Point, ...]
     steps: tuple[tuple[float, float, float, float], ...]
-    """Lines x1, y1, x2, y2 that bound what a point of the front beats in throughput and memory."""
+    """Lines x1, y1, x2, y2 around the area that a point of the front beats in throughput and memory."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     baseline: tuple[float, float]
     absent: tuple[str, ...]
-    """Variants without a place."""
+    """Variants that are not drawn."""
 
 
 def front(comparison: Comparison) -> Front | None:
-    """Ratios to the baseline, which is at 1 and 1. What is not trusted has no place; None if that is all."""
+    """Ratios to the baseline, which is at (1, 1). Untrusted variants are not drawn; None if all are untrusted."""
     placed: list[tuple[int, Compared, Ratio | None, Ratio | None]] = [(1, comparison.variants[0], None, None)]
     for number, each in enumerate(comparison.variants[1:], 2):
         if each.verdict != UNTRUSTED:
@@ -94,7 +94,7 @@ def _ends(ratio: Ratio | None, at: Callable[[float], float]) -> tuple[float, flo
 
 
 def _staircase(best: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float, float]]:
-    """From the left edge to the top one, through points that go right and up."""
+    """Lines from the left edge to the top edge, through points that go right and up."""
     left = 0.0
     for (x, y), (_, above) in zip(best, [*best[1:], (0.0, 0.0)], strict=True):
         yield left, y, x, y

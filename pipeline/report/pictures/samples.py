@@ -1,4 +1,4 @@
-"""Every sample of the bench."""
+"""Strip charts of every sample of the bench."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pipeline.report.formats import UNKNOWN
 from pipeline.results import Arm
 
 FURTHEST = 1.5
-"""Samples further than this from their arm's median are drawn at the strip's edge, so that they flatten no other."""
+"""Samples further than this from their arm's median are drawn at the strip's edge, so that they flatten no other
+sample."""
 
 
 class Dot(NamedTuple):
@@ -26,7 +27,7 @@ class Dot(NamedTuple):
 class Strip(NamedTuple):
     label: str
     value: str
-    """The median of what was not rejected."""
+    """The median of the samples that were not rejected."""
     dots: tuple[Dot, ...]
 
 
@@ -34,7 +35,7 @@ class Strips(NamedTuple):
     title: str
     alt: str
     range: str
-    """What the height of a strip stands for."""
+    """The range of values that a strip's height stands for, as text."""
     strips: tuple[Strip, ...]
 
 

@@ -1,4 +1,4 @@
-"""From values to positions on a picture."""
+"""Scales that map values to positions on a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tick(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """From values to positions."""
+    """Maps values to positions, in percent of the plot."""
 
     low: float
     high: float
@@ -26,7 +26,7 @@ class Scale(NamedTuple):
         return round(100 * (value - low) / (high - low), 2)
 
     def ticks(self, label: Callable[[float, int], str], most: int = 5) -> tuple[Tick, ...]:
-        """Round values. ``label`` gets one of them and the number of its decimals."""
+        """Ticks at round values. ``label`` gets a value and the number of its decimals."""
         if self.logarithmic and self.high / self.low > 4:
             first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
             stride = math.ceil((last - first + 1) / most)
@@ -46,7 +46,7 @@ def plain(value: float, decimals: int) -> str:
 
 
 def padded(values: Sequence[float], share: float, *, logarithmic: bool) -> Scale:
-    """A scale that holds ``values`` and beyond them a share of their range."""
+    """A scale that holds ``values`` and, at either end, ``share`` of their range beyond them."""
     low, high = min(values), max(values)
     if logarithmic:
         padding = (high / low) ** share

@@ -1,52 +1,274 @@
-"""What is missing on this machine, or in this container, for the job of params.yaml, and how to put it right.
+"""Find what this machine or container lacks for the job of params.yaml, and how to put it right.
 
-It works where things are broken: each fault is a line. What may hang is cut off; nothing is changed. A check is a
-function of the ``Facts`` that gives one finding, or several; it stands in ``CHECKS``.
+``doctor`` also works where much is broken: each fault is a line. Probes that hang are cut off; nothing is changed. A
+check is a function of the ``Facts`` that returns one finding or several; ``CHECKS`` lists all checks.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.tools.doctor import checks, findings
-from pipeline.tools.doctor.facts import LATE, Facts, Unanswered, look
-from pipeline.tools.doctor.findings import Finding, problem, warning
+import psutil
+
+from pipeline import environment
+from pipeline.environment.gpus import KERNEL_DRIVER
+from pipeline.tools.doctor import findings
+from pipeline.tools.doctor.facts import LATE, Facts, Unanswered, look, nearest
+from pipeline.tools.doctor.findings import USE_CPU, Finding, enough, not_applicable, ok, problem, warning
+
+PCI = Path("/sys/bus/pci/devices")
+"""Containers see this directory too. Vendor 0x10de is NVIDIA; classes that begin with 0x03 are display controllers,
+GPUs among them."""
+
+OURS = (
+    *(".", ".dvc", ".dvc/tmp", ".dvc/cache", "data", "models", "reports", "results"),
+    *("dvc.lock", "environment.json", "bench.json", "mlflow.db"),
+)
+SHARED_MEMORY = Path("/dev/shm")
+
+GIB = 2**30
+SHARED_MEMORY_BYTES = GIB
+"""NVIDIA's recommendation for NCCL in containers (--shm-size=1g)."""
+PROCESS_BYTES = 2 * GIB
+"""Memory of a training process: torch takes most of the first GiB, model and data come on top."""
+DISK_BYTES = 5 * GIB
+"""Data, models and DVC's copies of both for a small job, with some to spare."""
+LEAST_DISK_BYTES = GIB
+
+
+def params_file(facts: Facts) -> Iterator[Finding]:
+    job = facts.job
+    if job.mistakes:
+        yield problem(job.mistakes)
+    for reason in dict.fromkeys(job.refused.values()):
+        yield problem(f"cannot run here: {reason}", "follow the message, or use a machine that has it")
+    skipped = [(name, *each) for name, plan in job.plans.items() for each in plan.skipped.items()]
+    for name, technique, reason in skipped:
+        yield warning(f"{name}: {technique} is skipped: {reason}")
+    if job.plans and not job.refused and not skipped:
+        kinds = {"cuda": "GPU", "cpu": "CPU process"}
+        placed = [f"{name} on {plan.processes} {kinds[plan.device]}(s)" for name, plan in job.plans.items()]
+        yield ok(f"all variants run here as asked: {', '.join(placed)}")
+
+
+def parts(facts: Facts) -> Finding:
+    """The job's own model, loss, metric, task and data, tried as training would."""
+    if facts.job.mistakes:
+        return not_applicable("unknown, see above")
+    model = facts.parts.told("model")
+    if facts.parts.failure:
+        return problem(facts.parts.failure)
+    if "data" not in facts.parts.found:
+        return not_applicable(f"{model} is found; it is built once the data are prepared", "dvc repro prepare")
+    return ok(f"{model} has {facts.parts.found['parameters']:,} parameters on {facts.parts.found['data']}")
+
+
+def torch(facts: Facts) -> Finding:
+    version, cuda = facts.torch.told("version"), facts.torch.told("cuda")
+    device, gpus = facts.job.device, facts.driver.found.get("gpus")
+    if cuda is None and (device == "cuda" or (device == "auto" and gpus)):
+        found = f"{version} is a CPU build" + (f", but there are {len(gpus)} GPU(s)" if gpus else "")
+        return (problem if device == "cuda" else warning)(found, f"install a CUDA build of torch, {USE_CPU}")
+    return ok(f"{version}, for {f'CUDA {cuda}' if cuda else 'CPUs'}")
+
+
+def driver(facts: Facts) -> Finding:
+    failure, device = facts.driver.failure, facts.job.device
+    if device == "cpu":
+        return not_applicable("train.device is cpu")
+    if failure and facts.computes:
+        return warning(f"NVML fails ({failure}): CUDA computes, but nobody sees heat and others, and NCCL misses it")
+    if not failure:
+        return ok(f"{facts.driver.found['version']}, for CUDA up to {facts.driver.found['cuda']}")
+    if "LibraryNotFound" not in failure:
+        return problem(f"does not answer: {failure}")
+    devices = [[(each / name).read_text() for name in ("vendor", "class")] for each in PCI.glob("*")]
+    if KERNEL_DRIVER.exists() or any(made.startswith("0x10de") and kind.startswith("0x03") for made, kind in devices):
+        return problem("there is an NVIDIA GPU, but libnvidia-ml.so.1 is missing, which comes with the driver")
+    if device == "cuda":
+        return problem("train.device is cuda, but there is no NVIDIA GPU")
+    return not_applicable("no NVIDIA GPU here: the job runs on the CPU")
+
+
+def gpus(facts: Facts) -> Iterator[Finding]:
+    torch, driver, planned = facts.torch, facts.driver, facts.planned_gpus
+    shown, there = os.environ.get("CUDA_VISIBLE_DEVICES"), driver.found.get("gpus", [])
+    seen = torch.found.get("gpus", 0)
+    if facts.job.device == "cpu" or torch.found.get("cuda") is None or (driver.failure and not facts.computes):
+        yield not_applicable("none that torch could use; see above")
+    elif there and shown is not None and not planned:
+        found = f"CUDA_VISIBLE_DEVICES={shown!r} hides all {len(there)}"
+        yield (problem if facts.job.device == "cuda" else warning)(found, "unset CUDA_VISIBLE_DEVICES")
+    else:
+        yield from _split(there, shown or "")
+        if seen == planned and not torch.failure and seen:
+            part = f" ({seen} of {len(there)}: CUDA_VISIBLE_DEVICES={shown})" if shown is not None and there else ""
+            yield ok(f"torch computes on {seen} x {', '.join(dict.fromkeys(torch.found['names']))}{part}")
+        elif planned or not any(isinstance(each, list) for each in there):
+            found = f"the driver shows {len(there)}, the plans count on {planned}, torch sees {seen}: {torch.failure}"
+            yield problem(found.removesuffix(": "))
+
+
+def _split(there: list[list[str] | None], shown: str) -> Iterator[Finding]:
+    for index, instances in enumerate(there):
+        if instances == []:
+            remedy = f"nvidia-smi -i {index} -mig 0 (whole again), or nvidia-smi mig -i {index} -cgi ... -C"
+            yield problem(f"GPU {index} is split (MIG) but has no instance, so CUDA cannot use it", remedy)
+        elif instances and not shown.startswith("MIG-"):
+            found = f"GPU {index} is split (MIG): CUDA shows a process one instance, so ddp has one GPU"
+            remedy = f"export CUDA_VISIBLE_DEVICES={instances[0]} to choose one; nvidia-smi -mig 0 makes it whole again"
+            yield warning(found, remedy)
+
+
+def cpu(facts: Facts) -> Finding:
+    cores, present, processes = environment.cores(), os.cpu_count() or 1, facts.job.processes("cpu", "cuda")
+    found = f"{cores:g} of {present} cores" if cores < present else f"{present} cores"
+    wants = f"{processes} processes that train together would wait for each other"
+    remedy = f"give the container more (--cpus {processes}), or lower processes in params.yaml"
+    return enough(cores >= processes, found, wants, remedy)
+
+
+def memory(facts: Facts) -> Finding:
+    free, processes = psutil.virtual_memory().available, facts.job.processes("cpu", "cuda")
+    room, need = min([free, *_memory_limits()]), PROCESS_BYTES * processes
+    found = f"{_size(free)} free" if room == free else f"{_size(room)} is the container's limit"
+    wants = f"{processes} training process(es) may need {_size(need)}"
+    remedy = f"end other programs, or lower processes in params.yaml; a container: docker run --memory {need // GIB}g"
+    return enough(room >= need, found, wants, remedy)
+
+
+def _memory_limits() -> Iterator[int]:
+    """The memory limits, in bytes, of the control groups around this process; those without a limit are left out."""
+    for group in environment.control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+                yield int((group / name).read_text(encoding="ascii"))
+
+
+def shared_memory(facts: Facts) -> Finding:
+    path = SHARED_MEMORY
+    remedy = "docker run --shm-size=1g, or --ipc=host; on a host: mount -o remount,size=1g /dev/shm; "
+    remedy += f"what dead jobs left there: rm {path}/nccl-* {path}/torch_*"
+    if not psutil.LINUX:
+        return not_applicable("this system has no /dev/shm")
+    if not os.access(path, os.W_OK | os.X_OK):
+        return problem(f"{path} is missing, or cannot be written to: worker processes cannot share locks", remedy)
+    size, _, free = shutil.disk_usage(path)
+    found = f"{path}: {_size(free)} of {_size(size)} free"
+    wants = f"NCCL between GPUs, and a data loader's workers, want {_size(SHARED_MEMORY_BYTES)}"
+    variants = [plan.applied for plan in facts.job.plans.values()]
+    loading = any(variant.data_loading == "dataloader" and variant.loader_workers for variant in variants)
+    relies = loading or facts.job.processes("cuda") > 1
+    return enough(free >= SHARED_MEMORY_BYTES, found, wants, remedy, problem if relies else warning)
+
+
+def work_tree(facts: Facts) -> Finding:
+    root, place = facts.root, facts.root.resolve()
+    if shut := [name for name in OURS if (root / name).exists() and not os.access(root / name, os.W_OK)]:
+        return problem(f"user {os.getuid()} cannot write to {', '.join(shut)} in {place}")
+    if file_system(place) == "overlay":
+        found = f"{place} lies in the container's own layer: what is made here is lost with the container"
+        return warning(found, f'docker run -v "$PWD:{place}" ... from a checkout on the host')
+    return ok(f"{place} can be written to")
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system at ``path``, such as ext4, nfs4 or, for a container's own layer, overlay."""
+    types = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    return next((types[each] for each in (path, *path.parents) if each in types), "unknown")
+
+
+def git(facts: Facts) -> Finding:
+    if "Needed a single revision" in facts.git.failure:
+        return warning("no commit yet; results name the commit that made them", "git commit")
+    return ok(f"at commit {facts.git.told('commit')}")
+
+
+def cache(facts: Facts) -> Finding:
+    cache, root = Path(facts.dvc.told("cache")), facts.root.resolve()
+    shown = cache.relative_to(root) if cache.is_relative_to(root) else cache
+    there = nearest(cache)
+    if not os.access(there, os.W_OK | os.X_OK):
+        return problem(f"user {os.getuid()} cannot write to {there}")
+    if there.stat().st_dev == root.stat().st_dev:
+        return ok(f"{shown}, on the file system of the work tree")
+    lost = ", and the cache is lost with the container" if file_system(there) == "overlay" else ""
+    remedy = "mount the checkout with its .dvc/cache as one volume, or dvc cache dir --local PATH_ON_THE_SAME_DISK"
+    return warning(f"{shown} is on another file system than the work tree: every file is copied{lost}", remedy)
+
+
+def remote(facts: Facts) -> Finding:
+    if "remote" not in facts.dvc.found:
+        return not_applicable("unknown, see above")
+    if (name := facts.dvc.found["remote"]) is None:
+        add = "dvc remote add --default storage s3://BUCKET/PATH (or a shared directory)"
+        return not_applicable("no default one: data and results stay on this machine", add)
+    where = f"{name} ({facts.dvc.found['url']})"
+    if "exists" not in facts.dvc.found:
+        return problem(f"{where}: {facts.dvc.failure}")
+    return ok(f"{where} answers" + ("" if facts.dvc.found["exists"] else "; nothing is there yet (dvc push makes it)"))
+
+
+def disk(facts: Facts) -> Finding:
+    """Judge the free space of the fullest file system that will hold data, models or the cache. A directory that does
+    not exist yet counts as where its parent is."""
+    root, cache = facts.root.resolve(), facts.dvc.found.get("cache")
+    places = [root, root / "data", root / "models", *([Path(cache)] if cache else [])]
+    free, place = min((shutil.disk_usage(nearest(place)).free, place) for place in places)
+    found = f"{_size(free)} free for {place}"
+    wants = f"data, models and DVC's copies of both may need {_size(DISK_BYTES)}"
+    remedy = "free some: dvc gc --workspace removes cached data of other versions; docker system prune"
+    return enough(free >= DISK_BYTES, found, wants, remedy, warning if free >= LEAST_DISK_BYTES else problem)
+
+
+def tracking(facts: Facts) -> Finding:
+    judge = {True: ok, False: problem, None: not_applicable}[facts.store.told("well")]
+    return judge(facts.store.found["found"], facts.store.found["remedy"])
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+
 
 CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
-    "params.yaml": checks.params_file,
-    "torch": checks.torch,
-    "NVIDIA driver": checks.driver,
-    "GPUs": checks.gpus,
-    "CPU": checks.cpu,
-    "memory": checks.memory,
-    "shared memory": checks.shared_memory,
-    "work tree": checks.work_tree,
-    "git": checks.git,
-    "DVC cache": checks.cache,
-    "DVC remote": checks.remote,
-    "disk": checks.disk,
-    "tracking": checks.tracking,
+    "params.yaml": params_file,
+    "model, data": parts,
+    "torch": torch,
+    "NVIDIA driver": driver,
+    "GPUs": gpus,
+    "CPU": cpu,
+    "memory": memory,
+    "shared memory": shared_memory,
+    "work tree": work_tree,
+    "git": git,
+    "DVC cache": cache,
+    "DVC remote": remote,
+    "disk": disk,
+    "tracking": tracking,
 }
-"""In the order in which a person would put things right."""
+"""All checks, in the order in which a person would put things right."""
 
 
 def run(*, as_json: bool) -> int:
-    """Print what was found; return 1 if there is a problem, else 0."""
+    """Print the findings; return 1 if one is a problem, else 0."""
     found = list(examine(look(Path())))
     print(findings.as_json(found) if as_json else findings.as_text(found, shutil.get_terminal_size().columns))
     return int(any(finding.status == "problem" for finding in found))
 
 
 def examine(facts: Facts) -> Iterator[Finding]:
-    """What all checks find, without secrets; what none of them foresaw is a finding too, so that the others follow."""
+    """The findings of all checks, without secrets. An unexpected error becomes a finding, so the other checks still
+    run."""
     for check, judge in CHECKS.items():
         try:
             found = judge(facts)
             judged = [found] if isinstance(found, Finding) else [*found]
         except Unanswered as error:
-            judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # it may yet answer
+            judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # the probe may still answer
         except Exception as error:
             reason = f"could not be looked at: {type(error).__name__}: {error}"
             judged = [warning(reason, "look yourself, and report this: it is a fault of doctor")]

@@ -1,7 +1,7 @@
-"""What is looked at once, and judged by several checks: the job on this machine, and what probes answer.
+"""Facts that are gathered once and judged by several checks: the job on this machine, and the answers of probes.
 
-A probe is a look that is slow, may hang or may crash, in a process of its own. It says what it finds as soon as it
-knows it, so what was found before a hang is not lost; what it raises is told as its failure.
+A probe examines something that is slow, may hang or may crash, in a process of its own. It prints each fact at once, so
+facts found before a hang are not lost; an exception in the probe becomes its failure.
 """
 
 from __future__ import annotations
@@ -11,31 +11,34 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeline import environment, params, plans
 from pipeline.environment.gpus import instances
 from pipeline.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pipeline.data.prepared import Dataset
+
 PROBE_SECONDS = 60.0
-"""Imports of torch, DVC or MLflow take one to three; from a cold disk, or on a busy machine, much longer."""
+"""Importing torch, DVC or MLflow takes one to three seconds; from a cold disk, or on a busy machine, much longer."""
 LATE = "no answer within"
 
 
 class Unanswered(Exception):
-    """A probe does not tell what a check asks for; its failure."""
+    """A probe did not report the fact that a check asks for. The message is the probe's failure."""
 
 
 class Answer(NamedTuple):
     found: dict[str, Any]
     failure: str = ""
-    """Why it is not complete."""
+    """Why the answer is not complete; empty if it is."""
 
     def told(self, name: str) -> Any:
-        """Raises Unanswered."""
+        """The fact ``name``. Raises Unanswered if the probe did not report it."""
         if name not in self.found:
             raise Unanswered(self.failure)
         return self.found[name]
@@ -43,11 +46,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What params.yaml asks for, as far as it can be read and planned here."""
+    """The job of params.yaml, as far as it can be read and planned here."""
 
     config: params.Config | None = None
     mistakes: str = ""
-    """Why there is no config."""
+    """Why params.yaml gives no config."""
     plans: dict[str, plans.Plan] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     """Variant -> why it cannot run here."""
@@ -57,7 +60,7 @@ class Job:
         return self.config.train.device if self.config else "auto"
 
     def processes(self, *devices: Literal["cpu", "cuda"]) -> int:
-        """The most that train together on one of ``devices``."""
+        """The largest number of processes of a variant that trains on one of ``devices``."""
         return max((plan.processes for plan in self.plans.values() if plan.device in devices), default=1)
 
 
@@ -67,25 +70,26 @@ class Facts:
     """The checkout."""
     job: Job
     planned_gpus: int
-    """How many the plans count on (``environment.machine``)."""
+    """The number of GPUs that the plans count on (``environment.machine``)."""
     driver: Answer
     torch: Answer
     git: Answer
     dvc: Answer
     store: Answer
+    parts: Answer
 
     @property
     def computes(self) -> bool:
-        """Torch does, on GPUs."""
+        """True if torch computes on GPUs."""
         return bool(self.torch.found.get("gpus")) and not self.torch.failure
 
 
 def look(root: Path) -> Facts:
-    """What there is in the checkout at ``root``, the current directory, and around it."""
+    """Gather the facts about the checkout at ``root``, which is the current directory, and about the machine."""
     machine = None
-    with ThreadPoolExecutor(2) as pool:  # more would make each late on a small machine: imports are work
+    with ThreadPoolExecutor(2) as pool:  # more would make every probe late on a small machine: imports take CPU time
         answers = pool.map(ask, PROBES)
-        with suppress(Exception):  # the checks that miss it say so
+        with suppress(Exception):  # the checks that need the machine say that it is unknown
             machine = environment.machine()
         job = read(root / params.PARAMS_FILE, machine)
         return Facts(root, job, machine.gpus if machine else 0, **dict(zip(PROBES, answers, strict=True)))
@@ -108,7 +112,7 @@ def read(path: Path, machine: params.Machine | None) -> Job:
 
 
 def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
-    """Run ``PROBES[probe]`` in a process that finds the same modules as this one, and give it ``seconds``."""
+    """Run ``PROBES[probe]`` in a process that finds the same modules as this one, for at most ``seconds``."""
     command, same = [sys.executable, "-m", __name__, probe], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
@@ -121,18 +125,18 @@ def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
             with suppress(ValueError):  # libraries may print what they like
                 found |= json.loads(line)
     failure = found.pop("failure", "")
-    if done.returncode:  # it hung or crashed
+    if done.returncode:  # the probe hung or crashed
         said = done.stderr.decode(errors="replace").strip().splitlines()
         failure = [f"the process ended with {done.returncode}", *said][-1]
     return Answer(found, failure)
 
 
 def answer(probe: str) -> None:
-    """Print what the probe says, a JSON object a line."""
+    """Run the probe, which prints its facts as one JSON object per line; print its failure likewise."""
     try:
         PROBES[probe]()
     except Exception as error:
-        missing = getattr(error, "missing_deps", ())  # as DVC names what it needs
+        missing = getattr(error, "missing_deps", ())  # DVC's errors list missing packages there
         _say(failure=" ".join([f"{type(error).__name__}:", *str(error).split(), *missing]))
 
 
@@ -141,19 +145,19 @@ def _say(**found: Any) -> None:
 
 
 def _driver() -> None:
-    """What the driver's library (NVML) knows: version, cuda (the newest, major and minor) and gpus, of each the UUIDs
-    of its instances (MIG), or None if it is not split."""
+    """Facts from the driver's library (NVML): version, cuda (the newest one supported) and gpus: for each GPU the UUIDs
+    of its MIG instances, or None if it is not split."""
     import pynvml as nvml
 
     nvml.nvmlInit()
     split = [instances(nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(nvml.nvmlDeviceGetCount())]
     gpus = [made if made is None else [*map(nvml.nvmlDeviceGetUUID, made)] for made in split]
     cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
-    _say(version=nvml.nvmlSystemGetDriverVersion(), cuda=[cuda // 1000, cuda % 1000 // 10], gpus=gpus)
+    _say(version=nvml.nvmlSystemGetDriverVersion(), cuda=f"{cuda // 1000}.{cuda % 1000 // 10}", gpus=gpus)
 
 
 def _torch() -> None:
-    """version, cuda (None in a CPU build), gpus (how many) and their names; it fails where they do not compute."""
+    """Facts: version, cuda (None in a CPU build), gpus (their number) and names; fails if a GPU cannot compute."""
     import torch
 
     _say(version=torch.__version__, cuda=torch.version.cuda)
@@ -167,14 +171,14 @@ def _torch() -> None:
 
 
 def _git() -> None:
-    """commit; it fails where git does."""
+    """Fact: commit; fails if git fails."""
     command, plain = ["git", "rev-parse", "--verify", "--short", "HEAD"], os.environ | {"LC_ALL": "C"}
     done = subprocess.run(command, env=plain, capture_output=True, text=True, errors="replace")
     _say(**{"failure": " ".join(done.stderr.split())} if done.returncode else {"commit": done.stdout.strip()})
 
 
 def _store() -> None:
-    """well, found and remedy, as ``tracking.health`` tells them."""
+    """Facts: well, found and remedy, from ``tracking.health``."""
     from pipeline import tracking
 
     publish = params.Publish()
@@ -184,7 +188,7 @@ def _store() -> None:
 
 
 def _dvc() -> None:
-    """cache, and the default remote, as DVC itself reads its settings; whether that exists."""
+    """Facts as DVC itself reads its settings: cache, remote (the default one) and url; exists, if there is a remote."""
     from dvc.repo import Repo
 
     with Repo() as repo:
@@ -196,14 +200,61 @@ def _dvc() -> None:
         remote = repo.cloud.get_remote()
         system, path = remote.fs, remote.path
         if system.protocol in ("http", "https"):
-            _say(exists=system.fs.exists(path, strict=True))  # else it takes any failure for absence
+            _say(exists=system.fs.exists(path, strict=True))  # without strict, any failure counts as absence
         else:
             if bucket := path.split("/")[0]:
-                system.fs.info(bucket)  # raises: exists() takes any failure for absence
+                system.fs.info(bucket)  # raises on failure; for exists() any failure counts as absence
             _say(exists=system.exists(path))
 
 
-PROBES = {"driver": _driver, "torch": _torch, "git": _git, "dvc": _dvc, "store": _store}
+def _parts() -> None:
+    """Facts: data (what it is, in words) and, if its form is known, parameters (the model's number of them); fails as
+    training would."""
+    config = params.load()
+    with redirect_stdout(sys.stderr):  # what a user's module prints
+        from pipeline import models, tasks
+        from pipeline.data.prepared import check_batch
+        from pipeline.models import loss_and_metric
+
+        models.load(config.train.model)
+        tasks.find(config.train.task)
+        loss_and_metric.load(config.train)
+        known = _data(config)
+        dataset, samples = known or (None, 0)
+        if dataset:
+            check_batch(config.train.batch_size, dataset.name, samples)
+            task = tasks.of_job(config.train, dataset)
+            task.check()
+            count = sum(each.numel() for each in task.model().parameters())
+    _say(model=config.train.model)
+    if dataset:
+        _say(data=f"{dataset.name}, {samples:,} training samples", parameters=count)
+
+
+def _data(config: params.Config) -> tuple[Dataset, int] | None:
+    """The prepared data set, or one sample of the form that the images of the user's folder will have, and the number
+    of training samples; None if neither is known yet. Raises DataError."""
+    import torch
+
+    from pipeline.data.prepared import DESCRIPTION, Dataset, Split, Statistics, read
+    from pipeline.data.sources.local import images_of
+
+    if config.fetch.dataset == "image_folder":
+        root, paths = images_of(config.fetch)
+        train = [path for path in paths if path.startswith("train/")]
+        classes = tuple(sorted({path.split("/")[1] for path in train}))
+        inputs = torch.zeros((1, 3, *(config.prepare.image_size or ())), dtype=torch.uint8)
+        split = Split({"inputs": inputs, "targets": torch.zeros(1, dtype=torch.int64)})
+        form = Statistics(mean=(0.5,) * 3, std=(0.5,) * 3)
+        return Dataset(str(root), "", classes, None, {"inputs": form}, split, split), len(train)
+    if not (PREPARED / DESCRIPTION).exists():
+        return None
+    dataset = read(PREPARED)
+    return (dataset, len(dataset.train)) if dataset.name.split()[0] == config.fetch.dataset else None
+
+
+PREPARED = Path("data/prepared")
+PROBES = {"parts": _parts, "driver": _driver, "torch": _torch, "git": _git, "dvc": _dvc, "store": _store}
 
 
 def nearest(path: Path) -> Path:

@@ -1,11 +1,11 @@
-"""What one check says, and how findings are printed: as lines for a person, as JSON for a program."""
+"""The finding of a check, and how findings are printed: as lines for a person, as JSON for a program."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,8 @@ MARKS = {"problem": "PROBLEM", "not applicable": "-"}
 
 ADD_GPUS = "docker run --gpus all ... (the host needs the NVIDIA Container Toolkit)"
 USE_CPU = "or set train.device: cpu"
+NEW_DRIVER = "driver 580 or newer"
+"""Runs all minor versions of CUDA 13, and all older versions (NVIDIA's table of minor version compatibility)."""
 INSTALL = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
 TO_THE_TOP = "cd to the top of the checkout; in a container, mount it there"
 
@@ -28,11 +30,19 @@ REMEDIES = {
     "is skipped": "none needed if that is known: the report says so",
     "params.yaml:": "correct params.yaml; params.schema.json lists all keys",
     "to be installed": "python -m pip install what it names; in a container, build it into the image",
+    "model, data: no answer": "try again: a large model takes long to build",
+    "Error: train.": "correct params.yaml, or the module of yours that it names",
+    "Error: fetch.": "correct params.yaml, or the folder that it names",
     "ImportError": INSTALL,
     "ModuleNotFoundError": INSTALL,
+    "libnvidia-ml.so.1 is missing": f"install {NEW_DRIVER}, whole, on the host; in a container: {ADD_GPUS}; {USE_CPU}",
+    "there is no NVIDIA GPU": f"use a machine with a GPU; in a container: {ADD_GPUS}; {USE_CPU}",
+    "NVML fails": "install libnvidia-ml.so.1; in a container: --env NVIDIA_DRIVER_CAPABILITIES=compute,utility",
     "version mismatch": "reboot the host: the driver was updated while the old one was loaded",
     "no kernel image": "install a torch that is built for this GPU's compute capability",
     "does not answer": "run nvidia-smi, `dmesg | grep -i nvrm` on the host; start the container anew with --gpus all",
+    "system is too old": f"install {NEW_DRIVER} on the host, or a torch that is built for the driver's CUDA, above",
+    "the driver shows 0": f"run nvidia-smi on the host; in a container: {ADD_GPUS}",
     "torch sees": "see to the driver above; run nvidia-smi: a GPU that hangs needs a reset or a reboot",
     "No such file or directory: 'git'": "apt-get install git",
     "dubious ownership": 'git config --global --add safe.directory "$PWD"',
@@ -45,22 +55,22 @@ REMEDIES = {
     "git:": "make it work here: DVC and gate need it",
     "DVC cache:": "see `dvc doctor`, git above, .dvc/config and .dvc/config.local",
 }
-"""What a finding says, in words of ours or of another tool -> its remedy, where the check gives none. The first that
-fits "check: finding" counts."""
+"""Part of a finding's text, ours or another tool's -> its remedy, if the check gives none. The first entry that occurs
+in "check: finding" counts."""
 
 
 class Finding(NamedTuple):
     status: Status
     """problem: something that params.yaml or the environment asks for does not work here. warning: it works, but worse
-    than it could, or not as one may think. not applicable: this job on this machine does not need it."""
+    than it could, or otherwise than expected. not applicable: this job on this machine does not need it."""
     found: str
     remedy: str = ""
-    """The command or setting that puts it right; empty where nothing is to be done, or ``REMEDIES`` says it."""
+    """The command or setting that puts it right; empty where nothing is to be done, or ``REMEDIES`` has the remedy."""
     check: str = ""
-    """Its name, in a word or two, which the table of checks knows."""
+    """The check's name in ``CHECKS``, a word or two."""
 
     def of(self, check: str) -> Finding:
-        """With its check's name and its remedy, without secrets."""
+        """The finding with its check's name and its remedy, without secrets."""
         known = (remedy for words, remedy in REMEDIES.items() if words in f"{check}: {self.found}")
         remedy = self.remedy or (next(known, "") if self.status in ("problem", "warning") else "")
         return Finding(self.status, redacted(self.found), redacted(remedy), check)
@@ -70,9 +80,14 @@ ok, not_applicable = partial(Finding, "ok"), partial(Finding, "not applicable")
 warning, problem = partial(Finding, "warning"), partial(Finding, "problem")
 
 
+def enough(holds: bool, found: str, wants: str, remedy: str, short: Callable[..., Finding] = warning) -> Finding:
+    """An ok finding if the condition ``holds``; else a ``short`` finding, whose text adds ``wants``."""
+    return ok(found) if holds else short(f"{found}; {wants}", remedy)
+
+
 def as_text(findings: Sequence[Finding], width: int) -> str:
-    """A block a finding: status, check and what was found; below it, behind an arrow, the remedy, which has more room
-    so that commands stay on one line."""
+    """One block per finding: status, check and the finding's text; below them, behind an arrow, the remedy, which has
+    more room so that commands stay on one line."""
     name = max(len(finding.check) for finding in findings)
     blocks = []
     for status, found, remedy, check in findings:
@@ -84,7 +99,7 @@ def as_text(findings: Sequence[Finding], width: int) -> str:
 
 
 def _wrapped(head: str, text: str, width: int) -> str:
-    """``text`` behind ``head`` within ``width`` columns; a longer word, such as a path to be copied, is left whole."""
+    """``text`` after ``head``, wrapped to ``width`` columns; a longer word, such as a path to copy, stays whole."""
     wrap = partial(textwrap.wrap, width=max(width - len(head), 30), break_long_words=False, break_on_hyphens=False)
     return head + f"\n{' ' * len(head)}".join(line for paragraph in text.splitlines() for line in wrap(paragraph))
 

@@ -1,10 +1,11 @@
 """The stage ``infer``: a trained model in the forms in which it can be deployed, measured side by side.
 
-Each form that the machine lacks stands in the result with the reason; none is left out silently.
+A form that cannot run on this machine is in the result with the reason; none is left out silently.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -13,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline import environment, files, models, results
-from pipeline.data.prepared import Dataset
+from pipeline import environment, files, results
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
 from pipeline.params import Config, Machine
 from pipeline.plans import plan as plan_of
+from pipeline.tasks import Task
 from pipeline.tools.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavailable, cause
 from pipeline.tools.inference.inference_file import Agreement, Form, Inference, Measured, Noise
 from pipeline.tools.inference.tables import markdown
@@ -55,15 +56,14 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
             assembled(alone.with_train(deterministic=False), prepared) as assembly,
             tempfile.TemporaryDirectory() as scratch,
         ):
-            world, dataset = assembly.world, assembly.dataset
-            model = models.of_job(config.train, dataset.shape, len(dataset.classes))
+            world, task = assembly.world, assembly.task
+            model = task.model()
             _load(model, weights, name, seed)
             trained = Trained(
                 model=model.to(world.device).eval(),
-                mean=dataset.mean,
-                std=dataset.std,
+                preprocess=task.preprocess,
                 device=world.device,
-                samples=_calibration(dataset).to(world.device),
+                samples=_calibration(task),
                 batch_sizes=sorted({1, *asked.batch_sizes}),
                 native=_native(device, machine, fingerprint, config),
                 scratch=Path(scratch),
@@ -73,12 +73,13 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 here, against_itself = forms_on(
                     trained,
                     kinds,
-                    dataset,
+                    task,
                     world,
                     label,
                     rounds=asked.rounds,
                     seconds=asked.window_seconds,
                     max_spread=config.compare.max_spread,
+                    energy=asked.energy,
                 )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -89,7 +90,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 ) from error
             forms += here
             noise += against_itself
-            about = dataset_of(dataset)
+            about = dataset_of(task.dataset)
             threads = torch.get_num_threads()
     found = Inference(
         variant=name,
@@ -115,57 +116,61 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 def forms_on(
     trained: Trained,
     kinds: Mapping[str, Kind],
-    dataset: Dataset,
+    task: Task,
     world: World,
     label: str,
     *,
     rounds: int,
     seconds: float,
     max_spread: float,
+    energy: bool = False,
 ) -> tuple[list[Form], list[Noise]]:
     """Make, check and measure the forms ``kinds``, the plain one first, on the device of ``world``, named ``label``.
 
-    Raises what the plain form raises; of another one, the reason stands in its record.
+    Raises any error of the plain form; the error of another form becomes the reason in its record.
     """
     device: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
-    batches = _Batches(dataset, world.device, max(trained.batch_sizes))
-    torch.compiler.reset()  # another device's graphs would count towards the limit of recompilations
+    batches = _Batches(task, max(trained.batch_sizes))
+    torch.compiler.reset()  # another device's graphs would count towards the recompile limit
     made: dict[str, tuple[Made, float, torch.Tensor, tuple[str, ...]]] = {}
     reasons: dict[str, str] = {}
     for name, kind in kinds.items():
+        print(f"infer: {label}: making {name}", file=sys.stderr, flush=True)
         try:
             made[name] = _prepared(kind, trained, batches, world)
         except Unavailable as reason:
             if name == PLAIN:
                 raise PipelineError(f"the trained model has no plain form to compare with: {reason}.") from None
             reasons[name] = str(reason)
-        except Exception as error:  # whatever compilers, exporters and kernels raise; the reason goes into the record
+        except Exception as error:  # any error of compilers, exporters and kernels; the reason goes into the record
             if name == PLAIN:
                 raise
             reasons[name] = cause(error)
     calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},
-        batches.images,
+        batches.first,
         trained.batch_sizes,
         rounds=rounds,
         seconds=seconds,
         synchronise=world.synchronise,
+        devices=[world.device] if energy else (),
+        values=task.dataset.vocabulary or 256,
     )
     noise = noise_of(slices[_AGAIN], slices[PLAIN], max_spread, device)
-    plain, labels = made[PLAIN][2], dataset.test.labels
+    plain = made[PLAIN][2]
     forms = []
     for name, kind in kinds.items():
         measured = None
         if name in made:
-            form, prepare_seconds, logits, remarks = made[name]
+            form, prepare_seconds, outputs, remarks = made[name]
             measured = Measured(
                 prepare_seconds=prepare_seconds,
                 model_bytes=form.model_bytes,
                 file_bytes=form.file_bytes,
                 latency=latency_of(slices[name]),
                 throughput=throughput_of(slices[name], slices[PLAIN], noise),
-                agreement=_agreement(logits, plain, labels),
+                agreement=_agreement(outputs, plain, task, batches.targets),
                 remarks=remarks,
             )
         forms.append(
@@ -182,65 +187,71 @@ def forms_on(
 
 
 class _Batches:
-    """The test images on the device, in batches of one size, the last one filled up: a compiled form is made for it."""
+    """The test set's raw inputs on the device, in batches of the one size that a compiled form is made for; the last is
+    filled up."""
 
-    def __init__(self, dataset: Dataset, device: torch.device, size: int) -> None:
-        self._images = dataset.test.images
-        self._device, self._size = device, size
-        self.images = self._batch(0)
+    def __init__(self, task: Task, size: int) -> None:
+        self._inputs, self.targets = task.on(torch.device("cpu")).raw(
+            [task.dataset.test.arrays[name] for name in task.arrays]
+        )
+        self._device, self._size = task.device, size
+        self.first = self._batch(0)
 
     def _batch(self, start: int) -> torch.Tensor:
-        rows = torch.arange(start, start + self._size) % len(self._images)
-        return self._images.index_select(0, rows).to(self._device)
+        rows = torch.arange(start, start + self._size) % len(self._inputs)
+        return self._inputs[rows].to(self._device)
 
-    def logits(self, predict: Predict) -> torch.Tensor:
-        """float32 [N, classes] on the CPU, of every test image once."""
-        starts = range(0, len(self._images), self._size)
+    def outputs(self, predict: Predict) -> torch.Tensor:
+        """Outputs float32 [N, ...] on the CPU, of every test sample once."""
+        starts = range(0, len(self._inputs), self._size)
         found: Iterator[torch.Tensor] = (predict(self._batch(start)).cpu() for start in starts)
-        return torch.cat(list(found))[: len(self._images)]
+        return torch.cat(list(found))[: len(self._inputs)]
 
 
 def _prepared(
     kind: Kind, trained: Trained, batches: _Batches, world: World
 ) -> tuple[Made, float, torch.Tensor, tuple[str, ...]]:
-    """A form, made and warm; the seconds this took; its logits over the test set; and what a person should know."""
+    """A form, made and warmed up; the seconds that took; its outputs over the test set; and remarks for a person."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     counters.clear()
     started = time.perf_counter()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # or it would go on uncompiled
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise it would run uncompiled
         form = kind.make(trained)
         for size in trained.batch_sizes:
-            form.predict(batches.images[:size])
+            form.predict(batches.first[:size])
     world.synchronise()
     seconds = time.perf_counter() - started
-    logits = batches.logits(form.predict)
-    if not torch.isfinite(logits).all():
-        raise Unavailable("its logits are not finite")
+    outputs = batches.outputs(form.predict)
+    if not torch.isfinite(outputs).all():
+        raise Unavailable("its outputs are not finite")
     breaks = sum(counters["graph_break"].values())
-    return form, seconds, logits, (f"torch.compile broke the graph {breaks} time(s)",) if breaks else ()
+    return form, seconds, outputs, (f"torch.compile broke the graph {breaks} time(s)",) if breaks else ()
 
 
-def _agreement(logits: torch.Tensor, plain: torch.Tensor, labels: torch.Tensor) -> Agreement:
-    predicted = logits.argmax(1)
+def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: torch.Tensor) -> Agreement:
+    def total(against: torch.Tensor) -> int | float:
+        found = float(task.scores(outputs, against).double().sum())
+        return int(found) if found.is_integer() else found
+
     return Agreement(
-        equal_count=int((predicted == plain.argmax(1)).sum()),
-        correct_count=int((predicted == labels).sum()),
-        test_count=len(labels),
-        largest_logit_difference=float((logits - plain).abs().max()),
+        equal_count=total(task.predicted(plain)),
+        correct_count=total(targets),
+        test_count=len(targets),
+        largest_logit_difference=float((outputs - plain).abs().max()),
     )
 
 
-def _calibration(dataset: Dataset) -> torch.Tensor:
-    """Training images, evenly spread: a folder's lie class by class."""
-    count = min(CALIBRATION_SAMPLES, len(dataset.train))
-    rows = torch.linspace(0, len(dataset.train) - 1, max(count, 2)).round().long()
-    return dataset.train.images.index_select(0, rows)
+def _calibration(task: Task) -> torch.Tensor:
+    """Raw training inputs on the task's device, evenly spread over the data set, as a folder is sorted by class."""
+    train = task.dataset.train
+    rows = torch.linspace(0, len(train) - 1, max(min(CALIBRATION_SAMPLES, len(train)), 2)).round().long()
+    return task.raw([train.arrays[name][rows].to(task.device) for name in task.arrays])[0]
 
 
 def _native(device: str, machine: Machine, fingerprint: dict[str, Any], config: Config) -> frozenset[str]:
-    """The 16-bit types that the device computes itself; all of them where params.yaml lets it emulate."""
+    """The 16-bit types that the device computes natively; both where params.yaml allows emulation."""
     if config.train.without_native == "run":
         return frozenset({"bf16", "fp16"})
     if device == "cuda":
@@ -256,5 +267,5 @@ def _load(model: torch.nn.Module, weights: dict[str, Any], name: str, seed: int)
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise PipelineError(
-            f"{results.model_file(name, seed)} does not fit train.model; run `dvc repro train@{name}` again. ({error})"
+            f"{results.model_file(name, seed)} does not fit its variant's model; run `dvc repro` again. ({error})"
         ) from None

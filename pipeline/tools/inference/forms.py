@@ -1,7 +1,7 @@
-"""The forms in which a trained model can be deployed, each made of the same float32 weights.
+"""The forms in which a trained model can be deployed, each made from the same float32 weights.
 
-Every form takes uint8 images [N, C, H, W] on its device and returns float32 logits [N, classes]; the normalisation is a
-part of it. A form that cannot be made here raises ``Unavailable`` with the reason.
+Every form takes raw inputs [N, ...], uint8 images say, on its device and returns float32 outputs [N, ...]; the task's
+preprocessing is a part of it. A form that cannot be made here raises ``Unavailable`` with the reason.
 """
 
 from __future__ import annotations
@@ -21,36 +21,35 @@ from torch import nn
 
 from pipeline.environment import software
 from pipeline.errors import first_line
-from pipeline.models import Classifier
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Unavailable(Exception):
-    """This machine, or this model, has no such form; the message says why."""
+    """The form does not work on this machine or with this model; the message says why."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What every form is made of."""
+    """The trained model, and all else that a form is made from."""
 
     model: nn.Module
-    """float32, in evaluation mode, on the device: normalised images to logits."""
-    mean: Sequence[float]
-    std: Sequence[float]
+    """The model in float32 and evaluation mode on the device; it maps preprocessed inputs to outputs."""
+    preprocess: nn.Module
+    """From raw inputs to the model's, on the device."""
     device: torch.device
     samples: torch.Tensor
-    """Training images uint8 [n, C, H, W] on the device, to calibrate and to trace with; at least two."""
+    """Raw training inputs [n, ...] on the device, to calibrate and to trace with; at least two."""
     batch_sizes: Sequence[int]
-    """With which the forms will be called."""
+    """Batch sizes with which the forms will be called."""
     native: frozenset[str]
-    """Of bf16 and fp16, those that the device computes itself and does not emulate."""
+    """Those of bf16 and fp16 that the device computes natively."""
     scratch: Path
-    """A directory for files."""
+    """A directory for temporary files."""
 
-    def classifier(self, model: nn.Module | None = None) -> nn.Module:
-        """``model`` (default: the trained one) behind the normalisation."""
-        return Classifier(model or self.model, self.mean, self.std).to(self.device).eval()
+    def deployed(self, model: nn.Module | None = None) -> nn.Module:
+        """The preprocessing followed by ``model`` (default: the trained one)."""
+        return nn.Sequential(self.preprocess, model or self.model).eval()
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,20 @@ class Made:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a form does, and how it is made of a trained model."""
+    """What a form does, and how it is made from a trained model."""
 
     does: str
     make: Callable[[Trained], Made]
 
 
 def eager(trained: Trained) -> Made:
-    return _made(trained.classifier())
+    return _made(trained.deployed())
 
 
 def compiled(trained: Trained) -> Made:
     _need_compiler(trained.device)
-    classifier = trained.classifier()
-    return Made(torch.compile(classifier, dynamic=False), bytes_of(classifier))
+    deployed = trained.deployed()
+    return Made(torch.compile(deployed, dynamic=False), bytes_of(deployed))
 
 
 def bf16(trained: Trained) -> Made:
@@ -89,16 +88,17 @@ def fp16(trained: Trained) -> Made:
 
 
 def exported(trained: Trained) -> Made:
-    """Saved and loaded back, so that what is measured is what another process would run."""
+    """The exported program, saved and loaded, so that the measured program is the one that another process would
+    run."""
     file = trained.scratch / "model.pt2"
-    program = _export(trained.classifier(), trained.samples)
+    program = _export(trained.deployed(), trained.samples)
     torch.export.save(program, file)
     loaded = torch.export.load(file).module()
     return Made(loaded, bytes_of(loaded), file.stat().st_size)
 
 
 def int8(trained: Trained) -> Made:
-    """Weights and activations in 8 bits, with ranges calibrated on training images ("static" quantisation).
+    """Weights and activations in 8 bits, with ranges calibrated on training images (static quantisation).
 
     Source: torchao, PyTorch 2 Export Quantization. Its kernels on x86 CPUs come with torch.compile.
     """
@@ -113,7 +113,7 @@ def int8(trained: Trained) -> Made:
     with warnings.catch_warnings(action="ignore"):  # torch warns of its own code
         try:
             made = _int8(trained)
-        except Exception as error:  # whatever stops these two at a net that they do not know
+        except Exception as error:  # any error of these two libraries with a model that they do not support
             raise Unavailable(f"{versions} cannot quantise this model ({cause(error)})") from error
     if made is None:
         raise Unavailable(f"{versions} found nothing in this model that it has an int8 kernel for")
@@ -123,16 +123,16 @@ def int8(trained: Trained) -> Made:
 FORMS: Mapping[str, Kind] = {
     "eager": Kind("float32, operator by operator: the plain form, with which the others are compared", eager),
     "compiled": Kind("float32 by torch.compile (Inductor)", compiled),
-    "bf16": Kind("weights and activations in bfloat16", bf16),
-    "fp16": Kind("weights and activations in float16", fp16),
+    "bf16": Kind("weights and activations in bfloat16 (autocast, which training uses, keeps float32 weights)", bf16),
+    "fp16": Kind("weights and activations in float16 (autocast, which training uses, keeps float32 weights)", fp16),
     "int8": Kind("weights and activations in 8 bits, calibrated on training images (torchao PT2E, Inductor)", int8),
     "exported": Kind("float32, exported with torch.export, saved as .pt2 and loaded back", exported),
 }
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Of the parameters, buffers and constants of a module, each counted once; of a graph, those that it reads."""
-    if isinstance(module, torch.fx.GraphModule):  # a quantised one also keeps the weights that it was made of
+    """Bytes of a module's parameters, buffers and constants, each counted once; of a graph, those that it reads."""
+    if isinstance(module, torch.fx.GraphModule):  # a quantised graph also keeps the float32 weights it was made from
         read = (operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr")
         tensors = [value for value in read if isinstance(value, torch.Tensor)]
     else:
@@ -141,60 +141,60 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def cause(error: Exception) -> str:
-    """What went wrong, in a line: of a compiler's failure, what failed inside it."""
+    """The error in one line; of a compiler's error, the error inside it."""
     inside: Exception = getattr(error, "inner_exception", error)
     kind, said = type(inside).__name__, first_line(inside)
     return kind if said == kind else f"{kind}: {said}"
 
 
 def _int8(trained: Trained) -> Made | None:
-    """None: nothing in the model could be quantised."""
+    """The quantised form; None if nothing in the model could be quantised."""
     import torch._inductor.config as inductor
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(_export(trained.classifier(), trained.samples).module(), quantizer)
+    prepared = prepare_pt2e(_export(trained.deployed(), trained.samples).module(), quantizer)
     for batch in trained.samples.split(32):
         prepared(batch)
     converted = convert_pt2e(prepared)
     if "quantize_per_tensor" not in str(converted.graph):
         return None
     predict: Predict = torch.compile(converted, dynamic=False)
-    with inductor.patch(freezing=True):  # what is compiled now takes the weights as constants and packs them for int8
+    with inductor.patch(freezing=True):  # compiled now, the code has the weights as constants, packed for int8
         for size in trained.batch_sizes:
             predict(trained.samples[torch.arange(size) % len(trained.samples)])
     return Made(predict, bytes_of(converted))
 
 
 class _InPrecision(nn.Module):
-    """A model whose weights and activations have another type; float32 outside."""
+    """A model whose weights and activations have another dtype; its inputs and outputs stay as they are."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.model, self.dtype = copy.deepcopy(model).to(dtype), dtype
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(images.to(self.dtype))
-        return logits.float()
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.model(inputs.to(self.dtype) if inputs.is_floating_point() else inputs)
+        return outputs.float()
 
 
 def _half(trained: Trained, name: str, dtype: torch.dtype) -> Made:
     if name not in trained.native:
         device = "GPU" if trained.device.type == "cuda" else "CPU"
         raise Unavailable(f"this {device} has no native {name} and would emulate it, several times slower")
-    return _made(trained.classifier(_InPrecision(trained.model, dtype)))
+    return _made(trained.deployed(_InPrecision(trained.model, dtype)))
 
 
 def _made(module: nn.Module) -> Made:
     return Made(module, bytes_of(module))
 
 
-def _export(classifier: nn.Module, samples: torch.Tensor) -> torch.export.ExportedProgram:
-    """For batches of any size: the example has two images, because one would be taken for a constant."""
+def _export(deployed: nn.Module, samples: torch.Tensor) -> torch.export.ExportedProgram:
+    """Export for batches of any size. The example has two samples: torch.export takes a size of 1 for a constant."""
     batch = torch.export.Dim("batch")
-    return torch.export.export(classifier, (samples[:2],), dynamic_shapes=({0: batch},))
+    return torch.export.export(deployed, (samples[:2],), dynamic_shapes=({0: batch},))
 
 
 def _need_compiler(device: torch.device) -> None:

@@ -1,46 +1,58 @@
-"""What inference with a trained model gave, as ``inference/<variant>.json``."""
+"""The results of inference with a trained model, as ``inference/<variant>.json``."""
 
 from __future__ import annotations
 
+import operator
 from typing import Literal
+
+from pydantic import Field
 
 from pipeline.params import Seed
 from pipeline.results import Record, VariantDocument
 
 
 class Latency(Record):
-    """Of one image at a time, from the call to its logits being there."""
+    """Latency of one image at a time, from the call until its logits are there."""
 
     p50_ms: float
     p50_low_ms: float
-    """The smallest and the largest of the rounds' medians."""
+    """``p50_low_ms`` and ``p50_high_ms``: the smallest and the largest of the rounds' medians."""
     p50_high_ms: float
     p99_ms: float | None
-    """None below ``FEWEST_FOR_P99`` calls, of which the slowest hundredth would be less than one."""
+    """None below ``FEWEST_FOR_P99`` calls, whose slowest hundredth would be less than one call."""
     calls: int
 
 
 class Throughput(Record):
-    """Of batches of one size, one after the other."""
+    """Throughput of batches of one size, one after the other."""
 
     batch_size: int
     samples_per_second: float
     """The median over rounds."""
     low_samples_per_second: float
-    """The slowest and the fastest round."""
+    """``low_...`` and ``high_...``: the slowest and the fastest round."""
     high_samples_per_second: float
     ratio: float | None
-    """To the plain form in the same round: the median over rounds, with its 95% interval. None: refused, see Noise."""
+    """Ratio to the plain form in the same round: the median over rounds, with its 95% interval. None: refused, see
+    Noise."""
     ratio_low: float | None
     ratio_high: float | None
+    joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
+    """Energy of the device (``measurement.energy``), the median over rounds; then the smallest and largest of a
+    round."""
+    low_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
+    high_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
+    why_no_energy: str | None = Field(None, exclude_if=operator.not_)
+    """Why the energy is unknown. None: it is known, or was not asked for."""
 
 
 class Agreement(Record):
-    """With the predictions of the plain float32 form on the same device, over the whole test set."""
+    """Agreement with the predictions of the plain float32 form on the same device, over the whole test set."""
 
-    equal_count: int
-    """Images with the same predicted class."""
-    correct_count: int
+    equal_count: int | float
+    """Sum of the samples' scores against what the plain form predicts; for classes, samples with the same class."""
+    correct_count: int | float
+    """Sum of the samples' scores."""
     test_count: int
     largest_logit_difference: float
 
@@ -54,14 +66,14 @@ class Agreement(Record):
 
 
 class Measured(Record):
-    """What one form does."""
+    """The figures of one form."""
 
     prepare_seconds: float
-    """Cold: to make the form (compile, export, calibrate) and to call it once with each batch size."""
+    """Time, from a cold start, to make the form (compile, export, calibrate) and call it once with each batch size."""
     model_bytes: int
-    """Of its parameters, buffers and constants."""
+    """Size of the form's parameters, buffers and constants."""
     file_bytes: int | None
-    """Of the saved program, for a form that is one."""
+    """Size of the saved program, for a form that is saved; else None."""
     latency: Latency
     throughput: tuple[Throughput, ...]
     agreement: Agreement
@@ -77,7 +89,7 @@ class Form(Record):
     device_type: Literal["cpu", "cuda"]
     does: str
     why_not: str | None
-    """Why it could not run here; None if it did."""
+    """Why the form could not run here; None if it ran."""
     measured: Measured | None
 
 
@@ -88,7 +100,7 @@ class Noise(Record):
     batch_size: int
     ratio: float
     refused: str | None
-    """Why no ratio with this batch size is believed; None if they are."""
+    """Why no ratio with this batch size is trusted; None if the ratios are trusted."""
 
 
 class Inference(VariantDocument):
@@ -98,6 +110,6 @@ class Inference(VariantDocument):
     model_sha256: str
     rounds: int
     threads: int
-    """CPU threads of an operation."""
+    """CPU threads per operation."""
     forms: tuple[Form, ...]
     noise: tuple[Noise, ...]

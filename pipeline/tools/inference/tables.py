@@ -1,6 +1,8 @@
-"""What inference gave as Markdown, readable by itself."""
+"""The results of inference as Markdown."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from pipeline.tools.inference.inference_file import Form, Inference, Measured, Throughput
 
@@ -15,13 +17,14 @@ def markdown(found: Inference) -> str:
     lines += [
         "## How to read it",
         "",
-        f"- The model of seed {found.seed}. A form takes raw images (uint8) on its device and gives float32 logits.",
+        f"- The model of seed {found.seed}. A form takes raw inputs (images: uint8) on its device and gives "
+        "float32 outputs.",
         f"- {found.rounds} rounds, in each of which every form took its turn; warm, synchronised; {found.threads} CPU "
         "thread(s). Throughputs are medians over the rounds, with the slowest and the fastest; ratios are medians of "
         "the rounds' ratios to the plain form, with a 95% interval.",
         "- *p50*, *p99*: milliseconds from a call with one image to its logits; p50 with the smallest and largest of "
         "the rounds' medians. Unknown where there were too few calls for it.",
-        "- *Equal*: test images with the plain form's predicted class. *Logits*: the largest difference from its.",
+        "- *Equal*: test samples with the plain form's predicted class. *Logits*: the largest difference from its.",
         "- *Prepared*: seconds to make the form and to call it once with each batch size; in no other number.",
         "- *Size*: of the parameters, buffers and constants; of a saved program also its file.",
         "",
@@ -39,19 +42,27 @@ def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
             "| :-- | --: | --: | --: | --: | --: | --: | --: |",
             *(_row(form, values) for form, values in measured),
             "",
-            "| samples a second | " + " | ".join(f"batch {size}" for size in sizes) + " |",
-            "| :-- |" + " --: |" * len(sizes),
-            *(
-                f"| {form.name} | " + " | ".join(_rate(each, form.name) for each in values.throughput) + " |"
-                for form, values in measured
-            ),
-            "",
         ]
+        tables: dict[str, Callable[[Throughput, str], str]] = {"samples a second": _rate}
+        if found.config["infer"].get("energy"):
+            tables["joules a sample, of the device alone"] = _joules
+        for unit, cell in tables.items():
+            lines += [
+                f"| {unit} | " + " | ".join(f"batch {size}" for size in sizes) + " |",
+                "| :-- |" + " --: |" * len(sizes),
+                *(
+                    f"| {form.name} | " + " | ".join(cell(each, form.name) for each in values.throughput) + " |"
+                    for form, values in measured
+                ),
+                "",
+            ]
     noise = [each for each in found.noise if each.device_type == forms[0].device_type]
     if noise:
         shown = ", ".join(f"x{each.ratio:.2f} (batch {each.batch_size})" for each in noise)
         lines += [f"The plain form against itself, in the same rounds: {shown}.", ""]
         lines += [f"- No ratio with batch {each.batch_size}: {each.refused}." for each in noise if each.refused]
+    no_energy = {one.batch_size: one.why_no_energy for _, values in measured for one in values.throughput}
+    lines += [f"- No energy with batch {size}, at least of one form: {why}." for size, why in no_energy.items() if why]
     lines += [f"- **{form.name}**: {form.does}." for form, _ in measured]
     lines += [f"- **{form.name}** is not available: {form.why_not}." for form in forms if form.why_not]
     lines += [f"- {form.name}: {remark}." for form, values in measured for remark in values.remarks]
@@ -66,7 +77,7 @@ def _row(form: Form, values: Measured) -> str:
         form.name,
         f"{latency.p50_ms:.3f} ({latency.p50_low_ms:.3f} to {latency.p50_high_ms:.3f})",
         p99,
-        f"{agreement.correct_count} of {agreement.test_count} ({agreement.accuracy:.2%})",
+        f"{agreement.correct_count:.8g} of {agreement.test_count} ({agreement.accuracy:.2%})",
         f"{agreement.equal_fraction:.2%}",
         f"{agreement.largest_logit_difference:.2g}",
         size,
@@ -80,3 +91,9 @@ def _rate(each: Throughput, name: str) -> str:
     if name == "eager" or each.ratio is None:
         return rate
     return f"{rate}; x{each.ratio:.2f} ({each.ratio_low:.2f} to {each.ratio_high:.2f})"
+
+
+def _joules(each: Throughput, _: str) -> str:
+    if each.joules_per_sample is None:
+        return "unknown"
+    return f"{each.joules_per_sample:.3g} ({each.low_joules_per_sample:.3g} to {each.high_joules_per_sample:.3g})"

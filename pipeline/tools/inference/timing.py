@@ -1,69 +1,98 @@
-"""Latency and throughput of several forms on one device: interleaved, synchronised, warm."""
+"""Measure latency and throughput of several forms on one device: interleaved, synchronised, warm."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from pipeline.comparison.stats import distrust, paired_ratio
+from pipeline.measurement.energy import Energy, per_sample
 from pipeline.tools.inference.forms import Predict
 from pipeline.tools.inference.inference_file import Latency, Noise, Throughput
 
 FEWEST_FOR_P99 = 100
-"""Calls without which a 99th percentile would be no more than the slowest one."""
+"""Fewest calls for a 99th percentile; with fewer it would just be the slowest call."""
 FEWEST_CALLS = 3
-"""In a slice, however long one takes."""
+"""Fewest calls in a slice, however long a call takes."""
 MOST_UNSEEN_BYTES = 1 << 28
-"""Of batches made before they are timed."""
+"""Most bytes of batches that are prepared at once before they are timed."""
 
 Synchronise = Callable[[], None]
 
 
 @dataclass
 class Slices:
-    """What the rounds gave of one form."""
+    """The measurements of one form in all rounds."""
 
     latencies: list[list[float]] = field(default_factory=list)
-    """Seconds a call of one image; a list a round."""
+    """Seconds per call with one image; one list per round."""
     rates: dict[int, list[float]] = field(default_factory=dict)
-    """Batch size -> samples a second, one a round."""
+    """Batch size -> samples a second, one value per round."""
+    energies: dict[int, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    """Batch size -> results of ``per_sample``, one per round; empty if energy was not asked for."""
+
+    def energy(self, size: int) -> dict[str, Any]:
+        """The energy fields of ``Throughput``; energy that is unknown in one round is unknown in all."""
+        told = self.energies[size]
+        unknown = [each for each in told if "why_no_energy" in each]
+        if unknown or not told:
+            return unknown[0] if unknown else {}
+        joules = [each["joules_per_sample"] for each in told]
+        return {
+            "joules_per_sample": statistics.median(joules),
+            "low_joules_per_sample": min(joules),
+            "high_joules_per_sample": max(joules),
+        }
 
 
 def in_rounds(
     forms: Mapping[str, Predict],
-    images: torch.Tensor,
+    inputs: torch.Tensor,
     batch_sizes: Sequence[int],
     *,
     rounds: int,
     seconds: float,
     synchronise: Synchronise,
+    devices: Sequence[torch.device] = (),
+    values: int = 256,
 ) -> dict[str, Slices]:
-    """In each round every form, for about ``seconds`` with single images and with each batch size.
+    """Measure every form in each round, for about ``seconds`` with single samples and with each batch size.
 
-    ``images`` uint8 [n, C, H, W], n at least the largest batch. The forms are warm: each has been called with every
-    size. They take turns within a round, whose order is reversed every other round, so that what the machine does for
-    some seconds hits all of them. No call gets an image twice.
+    ``inputs`` [n, ...]: raw ones, n at least the largest batch. ``values``: 0 to this minus one are among theirs. The
+    forms are warm: each has been called with every size. The forms take turns within a round, and their order is
+    reversed every other round, so that a disturbance of some seconds hits all of them. No call gets a sample twice.
+    ``devices``: devices whose energy is measured.
     """
-    unseen = Unseen(images)
+    unseen = Unseen(inputs, values)
     found = {name: Slices(rates={size: [] for size in batch_sizes}) for name in forms}
+    started = time.perf_counter()
     for number in range(rounds):
+        print(
+            f"infer: round {number + 1} of {rounds}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True
+        )
         names = list(forms)[:: 1 if number % 2 == 0 else -1]
         for name in names:
             found[name].latencies.append(_calls(forms[name], unseen, seconds, synchronise))
         for size in batch_sizes:
             for name in names:
-                found[name].rates[size].append(_rate(forms[name], unseen, size, seconds, synchronise))
+                energy = Energy(devices, "raise infer.window_seconds")
+                samples, taken = _batches(forms[name], unseen, size, seconds, synchronise, energy)
+                found[name].rates[size].append(samples / taken)
+                if devices:
+                    found[name].energies[size].append(per_sample([energy.read()], samples))
     return found
 
 
 def latency_of(slices: Slices) -> Latency:
-    """Over all rounds, with the spread of the rounds' medians."""
+    """Latency over all rounds, with the spread of the rounds' medians."""
     calls = [call for each in slices.latencies for call in each]
     medians = [statistics.median(each) for each in slices.latencies]
     return Latency(
@@ -76,7 +105,7 @@ def latency_of(slices: Slices) -> Latency:
 
 
 def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> tuple[Throughput, ...]:
-    """By batch size, with the ratio to the plain form's of the same round where ``noise`` allows one."""
+    """Throughput by batch size, with the ratio to the plain form in the same rounds where ``noise`` allows a ratio."""
     found = []
     for size, rates in slices.rates.items():
         ratio = paired_ratio(rates, plain.rates[size]) if noise[size].refused is None else None
@@ -89,13 +118,14 @@ def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> 
                 ratio=ratio.estimate if ratio else None,
                 ratio_low=ratio.low if ratio else None,
                 ratio_high=ratio.high if ratio else None,
+                **slices.energy(size),
             )
         )
     return tuple(found)
 
 
 def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["cpu", "cuda"]) -> dict[int, Noise]:
-    """By batch size: the plain form, measured twice a round, against itself, and whether ratios are believed then."""
+    """Batch size -> noise: the plain form, measured twice a round, against itself, and why ratios are not trusted."""
     found = {}
     for size, rates in again.rates.items():
         narrow = paired_ratio(rates, plain.rates[size])
@@ -106,26 +136,27 @@ def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["c
 
 
 class Unseen:
-    """Batches of which no two hold the same image: an answer that a model remembers from before serves it nothing."""
+    """Batches in which no sample occurs twice, so that a cached answer of a model is never of use."""
 
-    def __init__(self, images: torch.Tensor) -> None:
-        self._images, self._made, self.image_bytes = images, 0, images[0].nbytes
+    def __init__(self, inputs: torch.Tensor, values: int) -> None:
+        self._inputs, self._made, self._values, self.sample_bytes = inputs, 0, values, inputs[0].nbytes
 
     def batches(self, size: int, count: int) -> list[torch.Tensor]:
-        """uint8 [size, C, H, W] each: the first images with a number, other every time, in their first four bytes."""
+        """``count`` batches [size, ...]: the first samples, each with a new number, digit by digit, in its first four
+        values."""
         found = []
         for _ in range(count):
-            batch = self._images[:size].clone(memory_format=torch.contiguous_format)
-            numbers = torch.arange(self._made, self._made + size, dtype=torch.int32, device=batch.device)
-            bytes_ = batch.view(size, -1)[:, :4]
-            bytes_.copy_(numbers.view(torch.uint8).view(size, 4)[:, : bytes_.shape[1]])
+            batch = self._inputs[:size].clone(memory_format=torch.contiguous_format)
+            numbers = torch.arange(self._made, self._made + size, device=batch.device).unsqueeze(1)
+            places = batch.view(size, -1)[:, :4]
+            places.copy_(numbers // self._values ** torch.arange(places.shape[1], device=batch.device) % self._values)
             self._made += size
             found.append(batch)
         return found
 
 
 def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchronise) -> list[float]:
-    """Seconds of each call, from the call to the answer."""
+    """Seconds of each call, until the device has finished."""
     calls: list[float] = []
     end = time.perf_counter() + seconds
     while len(calls) < FEWEST_CALLS or time.perf_counter() < end:
@@ -138,9 +169,11 @@ def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchr
     return calls
 
 
-def _rate(predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise) -> float:
-    """Samples a second of calls one after the other; the device is waited for after ``MOST_UNSEEN_BYTES`` and at the
-    end alone."""
+def _batches(
+    predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise, energy: Energy
+) -> tuple[int, float]:
+    """Samples and seconds of calls one after the other, synchronised only after ``MOST_UNSEEN_BYTES`` and at the end.
+    The energy, which needs longer windows, includes that of making the batches, one copy each."""
 
     def timed(count: int) -> float:
         batches = unseen.batches(size, count)
@@ -152,6 +185,8 @@ def _rate(predict: Predict, unseen: Unseen, size: int, seconds: float, synchroni
         return time.perf_counter() - start
 
     count = max(FEWEST_CALLS, round(seconds / timed(1)))
-    at_once = max(1, MOST_UNSEEN_BYTES // (size * unseen.image_bytes))
+    at_once = max(1, MOST_UNSEEN_BYTES // (size * unseen.sample_bytes))
+    energy.open()
     taken = sum(timed(min(at_once, count - done)) for done in range(0, count, at_once))
-    return count * size / taken
+    energy.close(measured=True)
+    return count * size, taken

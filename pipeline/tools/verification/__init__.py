@@ -1,4 +1,4 @@
-"""Proof, on the user's own model and data, of what the comparison rests on: every variant trained in miniature."""
+"""Verify, on the user's own model and data, what the comparison rests on: every variant is trained in miniature."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from pipeline import tasks
+from pipeline.data.prepared import check_batch
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import launched_size
 from pipeline.errors import PipelineError
-from pipeline.models import loss_and_metric
 from pipeline.params import Config, Machine
 from pipeline.tools.verification import words
 from pipeline.tools.verification.claims import Claim, Verifier, said
@@ -22,25 +23,27 @@ __all__ = ["Claim", "Verifier", "run"]
 
 
 def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Path, *, as_json: bool) -> int:
-    """Print the claims of ``variants`` (none: all); return 1 if one does not hold, else 0. Raises PipelineError."""
+    """Print the claims of ``variants`` (empty: of all); return 0 if all ``hold``, else 1. Raises PipelineError."""
     if launched_size() is not None:
         raise PipelineError("verify starts the processes itself: run it without a launcher, on one host.")
     names = list(variants) or list(config.variants)
     for name in names:
-        planned(config, name, machine, prepared)  # what cannot run here is said before anything runs
+        planned(config, name, machine, prepared)  # a variant that cannot run here raises before anything runs
     started = time.monotonic()
-    dataset = read_dataset(prepared)
     claims: list[Claim] = []
     width = max(map(len, [*names, "variant"]))
     with tempfile.TemporaryDirectory() as folder:
-        with redirect_stdout(sys.stderr):  # what a user's model prints is no part of the table
-            loss_and_metric.check(config.train, len(dataset.classes))
-            verifier = Verifier(config, machine, prepared, dataset, Path(folder))
-        about = {"model": config.train.model, "dataset": dataset.name, "seed": config.train.seeds[0]}
+        with redirect_stdout(sys.stderr):  # the output of a user's model is no part of the table
+            task = tasks.of_job(config.train, read_dataset(prepared))
+            check_batch(config.train.batch_size, task.dataset.name, len(task.dataset.train))
+            task.check()
+            verifier = Verifier(config, machine, prepared, task, Path(folder))
+        about = {"model": config.train.model, "dataset": task.dataset.name, "seed": config.train.seeds[0]}
         if not as_json:
             print(
-                f"{config.train.model} on {dataset.name}, seed {config.train.seeds[0]}: {verifier.steps} steps of "
-                f"{config.train.batch_size} samples. The model {said(verifier.nature)}.\n"
+                f"{config.train.model} on {task.dataset.name}, seed {config.train.seeds[0]}: {verifier.steps} steps of "
+                f"{config.train.batch_size} samples, and {words.tested(verifier.tested, len(task.dataset.test))}. "
+                f"The model {said(verifier.nature)}.\n"
             )
             print(words.heading(width), flush=True)
         total = sum(map(verifier.count, names))
@@ -54,4 +57,4 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
         about |= {"steps": verifier.steps, "draws": verifier.nature.draws, "mixes": verifier.nature.mixes}
     seconds = time.monotonic() - started
     print(words.as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else words.summary(claims, seconds))
-    return int(any(claim.holds is False for claim in claims))
+    return int(not words.hold(claims))

@@ -1,7 +1,7 @@
-"""What a comparison rests on, as claims: each with a measured difference and the bound below which it holds.
+"""The claims that a comparison rests on: each with a measured difference and the bound up to which the claim holds.
 
-Which claims a variant makes, and their bounds, follow from the catalogue's entries of its techniques
-(``Entry.changes``, ``roundoff`` and ``repeats``), so a new technique is verified by what it promises there.
+A variant's claims, and their bounds, follow from the catalogue's entries of its techniques (``Entry.changes``,
+``roundoff`` and ``repeats``), so a new technique is verified against the promises of its entry.
 """
 
 from __future__ import annotations
@@ -15,46 +15,45 @@ from typing import Any
 
 import torch
 
-from pipeline import models, params
-from pipeline.data.prepared import Dataset
+from pipeline import params, tasks
 from pipeline.distributed import WorkerError
 from pipeline.errors import ConfigError
-from pipeline.params import Config, Entry, Machine, Variant
+from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
 from pipeline.tools.verification.natures import Nature, keep_still, nature, statistics
 from pipeline.tools.verification.observing import (
     EPOCHS,
     PLAIN_SGD,
-    STATISTICS,
     STATISTICS_BATCHES,
     Observed,
     Task,
-    first_images,
+    first_inputs,
     miniature,
     observer,
+    statistics_file,
 )
 from pipeline.training.assembly import planned
 
 FLOAT32 = 2.0**-24
-"""Its unit roundoff."""
+"""Unit roundoff of float32."""
 LEAST = 2.0**11 * FLOAT32
-"""What any sum in float32 may differ by, relative, when it is taken in another order. One of k terms is off by about
-sqrt(k) roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019);
-k, samples times pixels, comes to some 10^5 here, and terms of both signs cancel in part."""
+"""Relative difference allowed for any float32 sum taken in another order. A sum of k terms is off by about sqrt(k)
+roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019); k,
+samples times pixels, is some 10^5 here, and terms of both signs cancel in part."""
 KERNEL_ROUNDOFFS = 2.0**5
-"""By how many float32 roundoffs, at most, another kernel of a layer gives other values; on CPUs it is some 10."""
+"""Most float32 roundoffs by which two kernels of the same layer differ; on CPUs it is some 10."""
 DRAWS = 2
-"""So often the reference is trained with noise of the size of the rounding in question; the farthest counts."""
+"""How often the reference is trained with noise of the size of the expected rounding; the largest difference counts."""
 FACTOR = 2.0
-"""How many times as far as this noise may such rounding carry a training."""
+"""How many times as far as this noise the rounding may carry a training."""
 CLEAR = 2.0
-"""A bound says something if a fault that is planted in the reference goes so many times as far, or farther."""
+"""A bound is meaningful if a fault planted in the reference goes at least this many times as far."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
-"""Of a ``Task``, tried in turn: all steps at the job's learning rate, then few at smaller ones. From step to step a
-training carries errors farther, some beyond all bounds."""
+"""Settings of a ``Task``, tried in turn: all steps at the job's learning rate, then few steps at smaller rates. Errors
+grow from step to step, in some trainings beyond all bounds."""
 SMALL_TENSOR = 0.1
-"""Of a gradient that nearly cancels, only rounding is left: differences count relative to this share of the root mean
-square over all tensors, at least."""
+"""A gradient that nearly cancels is only rounding: the size that a difference is relative to includes this share of the
+root mean square over all tensors."""
 
 Distance = Callable[[Observed, Observed], float]
 
@@ -70,22 +69,22 @@ class Claim:
     variant: str
     claim: str
     measured: float | None = None
-    """In ``unit``. None: there was nothing to measure; ``note`` says why."""
+    """The difference in ``unit``. None: there was nothing to measure; ``note`` says why."""
     bound: float | None = None
-    """None: none is promised."""
+    """None: no bound is promised."""
     holds: bool | None = None
-    """None: ``undecided`` says why, and ``note`` the reason."""
+    """None: undecided; ``undecided`` says in which way, and ``note`` why."""
     unit: str = ""
     note: str = ""
     undecided: str = ""
     """``UNTRIED``, ``UNTOLD`` or ``UNPROMISED``."""
     fault: float | None = None
-    """What is measured of the reference with a fault planted: one part of each batch is not in the gradients."""
+    """The difference measured for the reference with a planted fault: its gradients lack one part of each batch."""
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """The training that a variant's is held against."""
+    """The plan of the training that a variant's training is compared with."""
 
     plan: Plan | None
     why_not: str = ""
@@ -93,21 +92,21 @@ class _Expected:
 
 @dataclass(frozen=True)
 class _Against:
-    """A single device's training, and by what it is found out how far another may be from it."""
+    """A single device's training, and the noise and fault that give the bound for another training's difference."""
 
     plan: Plan
     noise: float
-    """Of the size of the rounding in question, as in ``Task``. 0: nothing is promised."""
+    """Size of the expected rounding, as ``Task.noise``. 0: nothing is promised."""
     parts: int
-    """Into how many a batch is divided, of which one could be forgotten; at least two."""
+    """Number of parts of a batch, one of which could be forgotten; at least two."""
     note: str
 
 
 def tensor_difference(found: Path, expected: Path) -> float:
-    """The largest relative difference of a tensor, such as a gradient; infinite if one is not finite.
+    """The largest relative difference of a tensor, such as a gradient; infinite if a difference is not finite.
 
-    A difference's norm is taken relative to that of the expected tensor, plus ``SMALL_TENSOR`` of the root mean square
-    over all tensors. Counts, which are whole numbers, are left out.
+    The norm of a difference is taken relative to the expected tensor's norm plus ``SMALL_TENSOR`` of the root mean
+    square over all tensors. Integer tensors, which are counts, are left out.
     """
     ours, theirs = (
         {name: value for name, value in _read(file).items() if value.is_floating_point()} for file in (found, expected)
@@ -128,7 +127,7 @@ def tensor_difference(found: Path, expected: Path) -> float:
 
 
 def curve_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest difference of a step's loss, relative to the mean over the steps."""
+    """The largest difference of a step's loss, relative to the mean loss over the steps."""
     if len(found) != len(expected):
         return math.inf
     largest = max((abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)), default=math.inf)
@@ -144,7 +143,7 @@ def loss_difference(found: Observed, expected: Observed) -> float:
 
 
 def differing_values(found: Path, expected: Path) -> int:
-    """How many numbers of two state dicts differ in any bit; a name that one lacks differs in all."""
+    """The number of values in two state dicts that differ in any bit; if one lacks a name, all its values differ."""
     ours, theirs = _read(found), _read(expected)
     different = sum(
         value.numel() for name, value in {**ours, **theirs}.items() if not (name in ours and name in theirs)
@@ -165,45 +164,56 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def evaluated(plan: Plan, seen: Observed, metric: str) -> Claim:
-    """Every test sample once, with the score that it has alone.
+def evaluated(plan: Plan, seen: Observed) -> Claim:
+    """Claim that evaluation counts every test sample once, with the score that the sample has alone.
 
-    A metric of the user's own may follow the logits' rounding; of accuracy, only the ties do.
+    Rounding of the outputs may change a score that is a fraction; true or false it changes only at ties.
     """
     shared = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     claim = f"evaluation by {shared}: each of {seen.expected_count:,} samples once"
-    bound = seen.ties + (0.0 if metric == "accuracy" else seen.expected_count * LEAST)
+    bound = seen.ties + (0.0 if seen.expected_correct.is_integer() else seen.expected_count * LEAST)
     if seen.count != seen.expected_count:
         note = f"{seen.count:,} samples were counted"
         return Claim(plan.name, claim, abs(seen.count - seen.expected_count), bound, False, "samples", note)
     difference = abs(seen.correct - seen.expected_correct)
-    note = f"{seen.ties} samples have two largest logits that are as good as equal" if seen.ties else ""
+    note = f"{seen.ties} scores hang on outputs that are as good as equal" if seen.ties else ""
     return Claim(plan.name, claim, difference, bound, difference <= bound, "samples", note)
 
 
 class Verifier:
-    """Trains variants in miniature, each as often as it takes, and holds them against each other.
+    """Trains variants in miniature, each as often as needed, and compares the trainings.
 
-    ``folder`` takes what they leave, a file a training.
+    ``folder``: for the trainings' files, one per training.
     """
 
-    def __init__(self, config: Config, machine: Machine, prepared: Path, dataset: Dataset, folder: Path) -> None:
+    def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
         self.config, self.machine, self.prepared, self.folder = config, machine, prepared, folder
         self._seen: dict[tuple[str, Task, int], Observed] = {}
-        small = miniature(dataset, config.train.batch_size)
-        self.steps = EPOCHS * (len(small.train) // config.train.batch_size)
-        self.nature, self.nature_still, found = natures_of(config, small)
-        """Of the model, as it is and kept still."""
-        torch.save(found, folder / STATISTICS)
+        self._small = replace(task, dataset=miniature(task.dataset, config.train.batch_size))
+        self.steps = EPOCHS * (len(self._small.dataset.train) // config.train.batch_size)
+        self.tested = len(self._small.dataset.test)
+        """Number of test samples in the evaluation."""
+        self._natures: dict[Path, tuple[Nature, Nature]] = {}
+        self.nature, _ = self._natures_of(config.train)
+
+    def _natures_of(self, train: Train) -> tuple[Nature, Nature]:
+        """The nature of the job's model as it is, and of the model kept still."""
+        file = self.folder / statistics_file(train)
+        if file not in self._natures:
+            as_it_is, kept_still, found = natures_of(replace(self._small, train=train))
+            torch.save(found, file)
+            self._natures[file] = as_it_is, kept_still
+        return self._natures[file]
 
     def count(self, name: str) -> int:
-        """How many claims of ``variants.<name>`` there are, if all can be tried."""
+        """The number of claims of ``variants.<name>``, if all can be tried."""
         plan = planned(self.config, name, self.machine, self.prepared)
         changes = {each.changes for each in params.asked(plan.applied)}
-        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + 3
+        idle = sum(each.without_effect is not None for each in params.asked(plan.applied))
+        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 3
 
     def claims(self, name: str) -> Iterator[Claim]:
-        """Those of ``variants.<name>``. What cannot be tried here is not promised, and says so."""
+        """The claims of ``variants.<name>``. A claim that cannot be tried here says so."""
         plan = planned(self.config, name, self.machine, self.prepared)
         for technique, reason in plan.skipped.items():
             yield Claim(name, f"{technique} is left out", note=reason, undecided=UNTRIED)
@@ -219,15 +229,17 @@ class Verifier:
             return
         yield from self._against_one_device(plan, entries)
         yield from self._without(plan, entries, first)
+        yield from self._without_effect(plan, entries)
         yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
         yield self._worked(plan, entries, first)
-        yield evaluated(plan, first, self.config.train.metric)
+        yield evaluated(plan, first)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Gradients, losses and weights against a single device's in float32, with what changes statistics left in."""
+        """Gradients, losses and weights against a single device's in float32, which keeps techniques that change
+        statistics."""
         close = [each for each in entries if each.changes != "statistics"]
         if all(each.changes != "rounding" for each in close):
-            return  # bit-identity says more
+            return  # the claim of identical bits says more
         gradients, losses, weights = (
             f"{what}: a single device's"
             for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
@@ -236,11 +248,12 @@ class Verifier:
         if expected.plan is None:
             yield Claim(plan.name, gradients, note=expected.why_not, undecided=UNTRIED)
             return
-        still = not self.nature.still
+        as_it_is, kept_still = self._natures_of(plan.train)
+        still = not as_it_is.still
         statistical = [each.name for each in entries if each.changes == "statistics"]
         loose = [f"{' and '.join(statistical)}: only statistical"] if statistical else []
-        if not self.nature_still.still:
-            loose.append(f"only statistical: the model {said(self.nature_still)} also then")
+        if not kept_still.still:
+            loose.append(f"only statistical: the model {said(kept_still)} also then")
         roundoff = max(each.roundoff for each in close)
         against = _Against(
             expected.plan,
@@ -269,9 +282,9 @@ class Verifier:
     def _compared(
         self, plan: Plan, against: _Against, tasks: Sequence[Task], distances: Mapping[str, Distance]
     ) -> list[Claim]:
-        """A claim for each distance, by the first of ``tasks`` of which a bound of the first one says something.
+        """A claim for each distance, by the first of ``tasks`` for which the first distance has a meaningful bound.
 
-        In a claim's text {} stands for the number of steps.
+        In a claim's text, {} stands for the number of steps.
         """
         for task in tasks:
             spoilt = [replace(task, noise=against.noise, draw=draw) for draw in range(DRAWS)]
@@ -307,7 +320,7 @@ class Verifier:
         ]
 
     def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
-        """What changes nothing, against the same variant without it: the same weights, as they are trained."""
+        """Claim that the variant without the techniques that change nothing ends in the same weights."""
         exact = [each for each in entries if each.changes == "nothing"]
         if not exact:
             return
@@ -323,8 +336,27 @@ class Verifier:
             return
         yield self._bit_by_bit(plan, entries, claim, first, other)
 
+    def _without_effect(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
+        """Claim that a technique whose settings leave it no effect ends in the same weights as without it."""
+        for each in entries:
+            if each.without_effect is None:
+                continue
+            changes = each.without_effect(plan.applied)
+            claim = f"weights after {self.steps} steps, if {each.name} has no effect: those without it"
+            reduced = self._without_these(plan, [each])
+            if reduced.plan is None:
+                yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
+                continue
+            idle = self._planned(plan.name, plan.applied.model_copy(update=changes))
+            try:
+                (ours,), (other,) = (self._observe(found, [Task("run")]) for found in (idle, reduced.plan))
+            except WorkerError as error:
+                yield _failed(plan.name, claim, error)
+                continue
+            yield self._bit_by_bit(plan, entries, claim, ours, other)
+
     def _bit_by_bit(self, plan: Plan, entries: Sequence[Entry], claim: str, first: Observed, other: Observed) -> Claim:
-        """Two trainings that end in the same weights, unless what a seed gives is left to chance."""
+        """Claim that two trainings end in the same weights; not promised if a training is not deterministic."""
         loose = [each.name for each in entries if not each.repeats] + [first.unsteady] * bool(first.unsteady)
         if not self.config.train.deterministic:
             loose.append("train.deterministic: false")
@@ -335,10 +367,11 @@ class Verifier:
         return Claim(plan.name, claim, difference, 0, difference == 0, "values")
 
     def _worked(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Claim:
-        """A step takes all that it is credited with. Nothing sees into a compiled graph: without it is told."""
+        """Claim that a step takes all samples that it is credited with. A compiled graph hides its work, so the claim
+        is tried without the compiler."""
         work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
-        assert work is not None  # of a run
-        claim = f"the first step takes all of its {work.credited:,} samples"
+        assert work is not None  # a run always has it
+        claim = f"each step takes all of its {work.credited:,} samples"
         if compilers and (reduced := self._without_these(plan, compilers).plan):
             try:
                 work = self._observe(reduced, [Task("run")])[0].work or work
@@ -348,7 +381,7 @@ class Verifier:
         return Claim(plan.name, claim, work.left_out, 0, not work.left_out, "samples", note)
 
     def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> _Expected:
-        """The plan of the same variant, with these taken out."""
+        """The plan of the same variant without ``techniques``."""
         try:
             return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
         except ConfigError as error:
@@ -362,7 +395,7 @@ class Verifier:
         return planned(params.parse(values), name, self.machine, self.prepared)
 
     def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
-        """Each task once, unless it was done before; all that are new in the same processes."""
+        """Results of ``tasks``. New tasks run once, all in the same processes; others are not repeated."""
         settled = self._settled(plan)
         new = [task for task in tasks if (settled, task, repeat) not in self._seen]
         if new:
@@ -372,30 +405,32 @@ class Verifier:
         return [self._seen[settled, task, repeat] for task in tasks]
 
     def _settled(self, plan: Plan) -> str:
-        """What a training depends on: plans that run alike share it."""
+        """The settings that a training depends on, as text: plans that run alike have the same."""
         values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
-        values["applied"].pop("processes", None)  # "auto", and the number it comes to, are the same
+        values["applied"].pop("processes", None)  # "auto" and the number that it stands for are the same
         return json.dumps(values, sort_keys=True)
 
 
-def natures_of(config: Config, dataset: Dataset) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
-    """The job's model as it is, and kept still, and the statistics that it takes for that. Raises ModelError."""
-    batches = first_images(dataset, STATISTICS_BATCHES)
+def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
+    """Natures of the job's model as it is and kept still, and the statistics for keeping it still. Raises
+    ModelError."""
+    batches = first_inputs(task, STATISTICS_BATCHES)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seeds[0])
-        model = models.of_job(config.train, dataset.shape, len(dataset.classes))
+        torch.manual_seed(task.train.seeds[0])
+        model = task.model()
         as_it_is, found = nature(model, batches[0]), statistics(model, batches)
         return as_it_is, nature(keep_still(model, found), batches[0]), found
 
 
 def said(found: Nature) -> str:
-    """In words: the model ..."""
+    """The nature in words that follow "the model"."""
     parts = ["draws random numbers"] * found.draws + ["looks at several samples together"] * found.mixes
     return " and ".join(parts) or "draws nothing at random and sees each sample by itself"
 
 
 def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
-    """With the bound that follows from how far noise, and last a fault, take the reference. None: not promised."""
+    """``claim`` with the bound from ``spoilt``: the differences that noise and, as the last one, a fault cause in the
+    reference. Empty: not promised."""
     if not spoilt:
         return replace(claim, undecided=UNPROMISED)
     *noisy, fault = spoilt
@@ -405,7 +440,8 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
 
 
 def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
-    """What the pipeline itself refuses, for want of memory say, was not tried; any other error is a fault."""
+    """The claim after ``error``: not tried if the pipeline itself refused, such as for lack of memory; any other error
+    is a fault."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         return Claim(variant, claim, holds=False, note=text)

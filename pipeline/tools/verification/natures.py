@@ -1,7 +1,7 @@
-"""What makes a model's training depend on who computes it: random draws, and samples that look at each other.
+"""Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
-A process draws numbers of its own, and BatchNorm normalises by the samples that are there, so a training that is shared
-out differs from one that is not, and means to. What it must not differ in shows when both are kept still.
+Each process draws its own numbers, and BatchNorm normalises by the samples of the process, so a distributed training
+differs from a single device's by design. Other differences show when the model is kept still: without both.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _MIXED = 1e-3
-"""Difference of a sample's logits in the whole batch and in a part of it, relative to the largest, above which the
-samples look at each other; rounding stays far below it."""
+"""Difference between a sample's logits in the whole batch and in a part of it, relative to the largest logit, above
+which the samples influence each other; rounding stays far below it."""
 
 
 @dataclass(frozen=True)
 class Nature:
-    """What a model does in training."""
+    """What keeps a model's training from being the same in any number of processes."""
 
     draws: bool
-    """It draws random numbers: dropout, say."""
+    """The model draws random numbers, as dropout does."""
     mixes: bool
-    """A sample's logits depend on the others of its batch: BatchNorm, say. False where random draws hide it."""
+    """A sample's logits depend on the other samples of the batch, as with BatchNorm. False if random draws hide it."""
 
     @property
     def still(self) -> bool:
@@ -35,7 +35,8 @@ class Nature:
 
 
 def nature(model: nn.Module, images: torch.Tensor) -> Nature:
-    """By trying it on ``images`` float32 [n, C, H, W], at least four. Model and random state stay as they are."""
+    """Find the nature of ``model`` by running it on ``images`` float32 [n, C, H, W], at least four. Model and random
+    state do not change."""
     tried = copy.deepcopy(model).train()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
@@ -47,7 +48,7 @@ def nature(model: nn.Module, images: torch.Tensor) -> Nature:
 
 
 def quieten(model: nn.Module) -> nn.Module:
-    """The model, changed in place: dropout off."""
+    """Switch dropout off, in place, and return the model."""
     for module in model.modules():
         drops = "drop" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth"
         for key, value in vars(module).items():
@@ -57,10 +58,10 @@ def quieten(model: nn.Module) -> nn.Module:
 
 
 def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What BatchNorm's running statistics come to, by their names in the state dict: the mean of those of ``batches``.
+    """BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
 
-    A norm that keeps the ones it begins with (mean 0, variance 1) would not normalise, and a deep net would diverge.
-    The random state stays as it is, the model does not.
+    With its initial statistics (mean 0, variance 1) a norm would not normalise, and a deep model would diverge. The
+    random state does not change; the model does.
     """
     norms = _norms(model)
     for norm in norms.values():
@@ -73,9 +74,9 @@ def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
 
 
 def keep_still(model: nn.Module, found: dict[str, torch.Tensor]) -> nn.Module:
-    """The model, changed in place: dropout off, and BatchNorm fixed to the ``statistics`` that were found.
+    """Switch dropout off and fix BatchNorm to the statistics ``found``, in place, and return the model.
 
-    The names in its state dict stay. What draws or mixes in other ways stays as it is: ``nature`` tells.
+    The names in the state dict stay. Modules that draw or mix in other ways do not change; ``nature`` detects them.
     """
     norms = _norms(quieten(model))
     model.load_state_dict(found, strict=False)
@@ -93,7 +94,7 @@ def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 class FixedNorm(nn.Module):
-    """A BatchNorm that normalises by its running statistics, also in training; what it learns is the norm's own."""
+    """A BatchNorm that normalises by its running statistics, in training too; its parameters are those of ``norm``."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None

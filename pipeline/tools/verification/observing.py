@@ -1,7 +1,9 @@
-"""A variant's training in miniature, and what is to be seen of it; each in fresh processes, as the plan says."""
+"""Train a variant in miniature, in fresh processes and by its plan, and record its losses, weights and evaluation."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -15,11 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline import models
+from pipeline import tasks
 from pipeline.data.batches import evaluation_batches
-from pipeline.data.prepared import Dataset, Split
-from pipeline.distributed import forked
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import forked, whole
 from pipeline.errors import first_line
+from pipeline.params import Train
 from pipeline.plans import Plan
 from pipeline.tools.verification.natures import keep_still
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
@@ -29,20 +32,19 @@ from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 
 EPOCHS, EPOCH_STEPS = 2, 10
-"""Of the miniature; fewer steps where the data set has fewer."""
+"""Epochs of the miniature, and steps of an epoch; fewer steps if the data set is smaller."""
 TEST_SAMPLES = 2000
-"""At most so many, and a prime number of them, so that no number of processes divides it."""
+"""Most test samples; their number is prime, so that no number of processes divides it."""
 TRIED_SAMPLES = 32
-"""On which a model's nature is tried."""
+"""Number of samples on which a model's nature is tried."""
 STATISTICS_BATCHES = 4
-"""Of so many samples each: from them come the statistics of a BatchNorm that is kept still."""
-STATISTICS = "statistics.pt"
-"""In the folder of the trainings' files, for a model that is kept still: the same for all of them."""
+"""Number of batches, of ``TRIED_SAMPLES`` each, for the statistics of a BatchNorm that is kept still."""
 TIE = 2.0**-16
-"""Two logits that are so close, relative to the largest of the sample, can change places by rounding."""
+"""Two logits that differ by less, relative to the sample's largest logit, can change places by rounding."""
 
 RATE = 2.0**20
-"""So large that the weights' own rounding is lost beside the change; and a power of two, so that it rounds nothing."""
+"""Learning rate of a single step: so large that the rounding of the weights is negligible beside their change, and a
+power of two, so that multiplying by it does not round."""
 PLAIN_SGD: dict[str, Any] = {
     "optimizer": "sgd",
     "learning_rate": RATE,
@@ -53,7 +55,7 @@ PLAIN_SGD: dict[str, Any] = {
 }
 
 PRELOAD = ("pipeline.tools.verification.observing", "torch._dynamo")
-"""What every process imports; torch imports the second with the first optimizer."""
+"""Modules that every process needs; torch imports the second one with the first optimizer."""
 
 
 @dataclass(frozen=True)
@@ -64,62 +66,64 @@ class Task:
     """step: a single step of plain SGD at ``RATE``, so that the weights' change is the gradient. run: the job itself,
     its schedule shrunk to the miniature."""
     still: bool = False
-    """Whether the model is kept still; see ``natures``."""
+    """True if the model is kept still; see ``natures``."""
     noise: float = 0.0
-    """For a single device: by how much each initial parameter, and each value that a layer returns, is off; relative,
-    root mean square. As rounding does, forwards and, through the same products, backwards; see Parker, "Monte Carlo
-    Arithmetic", UCLA CSD-970002, 1997."""
+    """For a single device: the relative error (root mean square) that is put on each initial parameter and each value
+    that a layer returns. It imitates rounding, in the forward pass and, through the same products, in the backward
+    pass; see Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997."""
     draw: int = 0
-    """Which of the noises."""
+    """Number of the noise's random draw."""
     forgets: int = 0
-    """For a single device: the gradient lacks the last one of so many parts of each batch. 0: it lacks nothing."""
+    """For a single device: the number of parts of each batch, the last of which the gradient lacks. 0: it lacks
+    nothing."""
     rate: float = 1.0
-    """Of a run: the learning rate, relative to the job's."""
+    """Learning rate of a run, relative to the job's."""
     steps: int = 0
-    """After which a run ends; 0: all."""
+    """Number of steps after which a run ends; 0: all."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What was seen of a training, the same on every rank."""
+    """The results of a training, the same on every rank."""
 
     file: Path
-    """The state dict after it, by name, on the CPU."""
+    """File with the state dict after the training, on the CPU."""
     losses: tuple[float, ...] = ()
-    """Of each step of a run."""
+    """Loss of each step of a run."""
     not_finite: str = ""
-    """Why it ended early, with no state worth keeping."""
+    """Why the training ended early, with no usable state."""
     left_out: bool = False
-    """A step was not taken, because its scaled gradients overflowed."""
+    """True if a step was skipped because its scaled gradients overflowed."""
     unsteady: str = ""
-    """Why the same seed need not give the same weights, where ``train.deterministic`` cannot be had."""
+    """Why the same seed may give other weights, if ``train.deterministic`` is not available; else empty."""
     correct: float = 0.0
-    """The sum of the samples' scores by the evaluation of all ranks after the last step; and how many it counted."""
+    """Sum of the samples' scores in the evaluation by all ranks after the last step; ``count``: samples counted."""
     count: int = 0
     expected_correct: float = 0.0
-    """The same as one process finds it alone, from the same weights."""
+    """The same sum by one process alone, from the same weights; ``expected_count``: its count."""
     expected_count: int = 0
     work: Work | None = None
-    """What the first step of a run took."""
+    """The samples taken by the step of a run that left out most."""
     ties: int = 0
-    """Test samples whose two largest logits are closer than rounding."""
+    """Number of test samples whose score rounding may change, as where the two largest logits are as good as equal."""
 
     @property
     def way(self) -> Path:
-        """How far each tensor has come, float64, by name: after a step, the gradient times ``-RATE``."""
+        """File with the change of each tensor in float64, by name: after a step, the gradient times ``-RATE``."""
         return self.file.with_suffix(".way")
 
 
 @contextmanager
 def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Task, str], Observed]]:
-    """The variant in fresh processes: ``observe(task, name)``, which writes its file to ``folder/name``."""
+    """Start the variant in fresh processes; yields ``observe(task, name)``, which writes its file to
+    ``folder/name``."""
     with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         ask(None)
         yield lambda task, name: ask((task, folder / name))[0]
 
 
 def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's model prints is no part of the table
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of a user's model is no part of the table
     with assembled(plan, prepared) as assembly:
         found = None
         while request := (yield found):
@@ -133,19 +137,22 @@ def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
 
 
 def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
-    """Train as ``task`` says, on this rank of the variant's world."""
+    """Run ``task`` on this rank of the variant's process group."""
     plan = assembly.plan
-    dataset = miniature(assembly.dataset, plan.train.batch_size // plan.scale)
-    small = replace(assembly, plan=plan.with_train(**_shrunk(task, plan)), dataset=dataset)
-    with small.training(plan.train.seeds[0], change_model=_change(task, file.parent)) as training:
+    dataset = miniature(assembly.task.dataset, plan.train.batch_size // plan.scale)
+    of_job = replace(assembly.task, dataset=dataset)
+    small = replace(assembly, plan=plan.with_train(**_shrunk(task, plan)), task=of_job)
+    statistics = file.parent / statistics_file(plan.train)
+    with small.training(plan.train.seeds[0], change_model=_change(task, statistics)) as training:
         _spoil(training, task)
-        # Read by all ranks together, so all of them hear of a loss that is not finite, and none waits for another.
+        # All ranks read the losses together, so every rank sees a loss that is not finite, and none waits for another.
         training.take_step.losses = DeviceLosses(training.world)
         before, scales = _copied(training), _loss_scales(training)
+        training.counted_steps.update(range(training.total_steps))
         losses: tuple[float, ...] = ()
         not_finite = ""
         if task.what == "step":
-            training.take_step(training.batches.epoch(0))  # no more: at RATE there may be nothing left to evaluate
+            training.take_step(training.batches.epoch(0))  # and no evaluation: RATE may ruin the weights
         else:
             try:
                 losses = tuple(row.train_loss for row in islice(training.run(), task.steps or None) if row)
@@ -171,33 +178,34 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
         )
 
 
-def _change(task: Task, folder: Path) -> Callable[[nn.Module], nn.Module]:
+def statistics_file(train: Train) -> str:
+    """Name of the file with the statistics for the job's model that is kept still, in the folder of the trainings'
+    files; all trainings of this model use it."""
+    model = json.dumps([train.model, train.model_options], sort_keys=True)
+    return f"statistics-{hashlib.sha256(model.encode()).hexdigest()[:16]}.pt"
+
+
+def _change(task: Task, statistics: Path) -> Callable[[nn.Module], nn.Module]:
     if not task.still:
         return lambda model: model
-    return partial(keep_still, found=torch.load(folder / STATISTICS, weights_only=True))
+    return partial(keep_still, found=torch.load(statistics, weights_only=True))
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:
-    """A few batches of the training set, and a part of the test set."""
+    """The data set cut to a few batches of the training set and a part of the test set."""
     steps = min(EPOCH_STEPS, len(dataset.train) // batch_size)
     tested = next((n for n in range(min(TEST_SAMPLES, len(dataset.test)), 1, -1) if _is_prime(n)), 1)
-
-    def first(split: Split, count: int) -> Split:
-        return Split(split.images[:count], split.labels[:count])
-
-    return replace(dataset, train=first(dataset.train, max(1, steps) * batch_size), test=first(dataset.test, tested))
+    return replace(dataset, train=dataset.train[: max(1, steps) * batch_size], test=dataset.test[:tested])
 
 
-def first_images(dataset: Dataset, batches: int = 1) -> list[Tensor]:
-    """Some batches of training images as the model sees them, on the CPU."""
-    found = evaluation_batches(
-        dataset.train, dataset, rank=0, world_size=1, batch_size=TRIED_SAMPLES, device=torch.device("cpu")
-    )
-    return [images for images, _ in islice(found, batches)]
+def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
+    """The first ``batches`` batches of training samples as the model sees them. The task is on the CPU."""
+    found = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=TRIED_SAMPLES)
+    return [inputs for inputs, _ in islice(found, batches)]
 
 
 def _shrunk(task: Task, plan: Plan) -> dict[str, Any]:
-    """What the miniature has under ``train`` instead of the job's."""
+    """Settings under ``train`` that the miniature has instead of the job's."""
     changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
     if task.what == "step":
         return changes | PLAIN_SGD | {"learning_rate": plan.scale * RATE}
@@ -209,41 +217,39 @@ def _loss_scales(training: Training) -> list[float]:
 
 
 def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, int, int]:
-    """Score, count and ties over the test set, image by image from the raw pixels, with nothing shared out."""
-    dataset, device = training.dataset, training.world.device
+    """Score, count and ties over the test set, from raw inputs, by this process alone."""
+    task = training.task
     with torch.random.fork_rng(devices=[]):
-        model = models.of_job(training.train, dataset.shape, len(dataset.classes))
+        model = task.model()
     model.load_state_dict(state)
-    classifier = models.Classifier(model, dataset.mean, dataset.std).to(device).eval()
+    deployed = nn.Sequential(task.preprocess, model.to(task.device)).eval()
     correct, count, ties = 0.0, 0, 0
     with torch.no_grad():
-        for images, labels in zip(
-            *(part.split(256) for part in (dataset.test.images, dataset.test.labels)), strict=True
-        ):
-            logits = classifier(images.to(device)).float()
-            correct += training.objective.scores(logits, labels.to(device)).double().sum().item()
-            count += len(labels)
-            if logits.shape[1] > 1:
-                first, second = logits.topk(2).values.unbind(1)
-                ties += int((first - second <= TIE * logits.abs().amax(1)).sum())
+        for rows in zip(*(task.dataset.test.arrays[name].split(256) for name in task.arrays), strict=True):
+            inputs, targets = task.raw([each.to(task.device) for each in rows])
+            outputs = deployed(inputs).float()
+            correct += task.objective.scores(outputs, targets).double().sum().item()
+            count += len(targets)
+            ties += task.ties(outputs, targets, TIE)
     return correct, count, ties
 
 
 def _spoil(training: Training, task: Task) -> None:
-    """Let it be off by ``task.noise``, and forget a part as ``task.forgets`` says."""
+    """Put ``task.noise`` on the training, and let its gradient lack a part of each batch as ``task.forgets`` says."""
     step, forward = training.take_step, training.take_step.forward
 
     def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point():
-            # A function of the value: rounding too leaves equal what is equal, and so, of max pooling, the place.
+            # The noise is a function of the value: like rounding, it keeps equal values equal, and so max pooling's
+            # choice among them.
             return output * (1 + 2**0.5 * task.noise * (output.detach().float() * 2.0 ** (20 + task.draw)).cos())
         return output
 
-    def forgetful(images: Tensor, labels: Tensor) -> Tensor:
-        kept = len(images) * (task.forgets - 1) // task.forgets
-        loss = forward(images, labels)
-        part = forward(images[:kept], labels[:kept]) * (kept / len(images))
-        return part + (loss - part).detach()  # nothing is forgotten in the loss that is shown
+    def forgetful(inputs: Tensor, targets: Tensor) -> Tensor:
+        kept = len(inputs) * (task.forgets - 1) // task.forgets
+        loss = forward(inputs, targets)
+        part = forward(inputs[:kept], targets[:kept]) * (kept / len(inputs))
+        return part + (loss - part).detach()  # the reported loss includes all parts
 
     if task.noise:
         torch.manual_seed(task.draw)
@@ -259,7 +265,7 @@ def _spoil(training: Training, task: Task) -> None:
 
 def _copied(training: Training) -> dict[str, Tensor]:
     state = training.model_state.read()
-    return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: whole(value).detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _is_prime(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Claims for a person and for a program."""
+"""Claims as a table for a person, and as JSON for a program."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipeline.errors import own_place
 from pipeline.tools.verification.claims import Claim
 
 CLAIM_WIDTH = 62
@@ -18,7 +19,7 @@ _HOLDS = {True: "yes", False: "NO", None: "-"}
 
 
 def heading(width: int) -> str:
-    """Of the table whose first column, the variants' names, takes ``width`` characters."""
+    """Heading of the table; its first column, the variants' names, takes ``width`` characters."""
     return _line(width, "variant", "claim", "measured", "bound", "fault", "holds")
 
 
@@ -38,12 +39,29 @@ def summary(claims: Sequence[Claim], seconds: float) -> str:
     """The table's last line."""
     held, broken = (sum(claim.holds is answer for claim in claims) for answer in (True, False))
     rest = Counter(claim.undecided for claim in claims if claim.undecided)
-    more = "".join(f"; {count} {why}" for why, count in rest.items())
-    return f"{held} of {held + broken} claims hold{more}. {seconds:.0f} s"
+    more = "".join(f", {count} {why}" for why, count in rest.items())
+    empty = f" Nothing of {', '.join(found)} could be tried." if (found := _untried(claims)) else ""
+    return f"{len(claims)} claims: {held} hold, {broken} do not{more}.{empty} {seconds:.0f} s"
+
+
+def hold(claims: Sequence[Claim]) -> bool:
+    """True if no claim is wrong, and of each variant one at least holds: what does not train shows nothing."""
+    return not (any(claim.holds is False for claim in claims) or _untried(claims))
+
+
+def _untried(claims: Sequence[Claim]) -> list[str]:
+    tried = {claim.variant for claim in claims if claim.holds is not None}
+    return [name for name in dict.fromkeys(claim.variant for claim in claims) if name not in tried]
+
+
+def tested(count: int, whole: int) -> str:
+    """How many test samples are evaluated, and why not the ``whole`` set."""
+    why = f" (of {whole:,}: a prime number, which no number of processes divides)" if count < whole else ""
+    return f"{count:,} test samples{why}"
 
 
 def progress(done: int, total: int, seconds: float) -> str:
-    """A line after each claim. Fewer than ``total`` may come: of what cannot be tried there is one."""
+    """A line after each claim. Fewer than ``total`` may come, because claims that cannot be tried may share a line."""
     left = max(0, total - done) * seconds / done
     return f"verify: {done} of {total} claims, {seconds:.0f} s; about {left:.0f} s more"
 
@@ -57,25 +75,26 @@ def number(value: float | None, unit: str) -> str:
 
 
 def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
-    """``holds``: that of all; an infinite difference is text."""
+    """``holds`` as in ``hold``; an infinite difference becomes text."""
 
     def plain(value: Any) -> Any:
         return "infinite" if isinstance(value, float) and not math.isfinite(value) else value
 
     rows = [{key: plain(value) for key, value in dataclasses.asdict(claim).items()} for claim in claims]
-    values = {"holds": all(claim.holds is not False for claim in claims), **about, "claims": rows}
+    values = {"holds": hold(claims), **about, "claims": rows}
     return json.dumps(values, indent=2, allow_nan=False)
 
 
 def _without_traceback(note: str) -> list[str]:
-    """The note's lines; of a traceback, the exception alone: --json has all of it."""
+    """The note's lines; of a traceback only the exception and the user's own line; --json has all of it."""
     found = note.splitlines()
     first = next((index for index, line in enumerate(found) if "Traceback (most recent call last)" in line), None)
     if first is None:
         return found
     last = max(index for index, line in enumerate(found) if line.startswith("  "))
     before = re.sub(r"(rank \d+: )?Traceback .*", "", found[first]).strip()
-    return [*found[:first], *filter(None, [before]), *found[last + 1 :]]
+    place = f"in {own}" if (own := own_place(note)) else ""
+    return [*found[:first], *filter(None, [before, place]), *found[last + 1 :]]
 
 
 def _line(width: int, variant: str, claim: str, measured: str, bound: str, fault: str, holds: str) -> str:

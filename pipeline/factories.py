@@ -1,4 +1,4 @@
-"""What params.yaml names as ``module:function``: code of the user's own, found without touching this package."""
+"""Finds and calls the user's own functions, which params.yaml names as ``module:function``."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import difflib
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, own_place
 
 
 def find(name: str, key: str, returns: str, *, example: str, error: type[PipelineError]) -> Callable[..., Any]:
-    """The function that ``module:function`` names; the module is one that is installed, or in the current directory.
+    """Return the function that ``module:function`` names; its module is installed or in the current directory.
 
-    ``key`` of params.yaml names it, ``returns`` is what it should, in words. Raises ``error``.
+    Adds that directory to ``sys.path``. Messages use ``key``, the key in params.yaml, and ``returns``, the function's
+    expected return value in words. Raises ``error``.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
         raise error(f"{key}: found {name!r}; expected module:function, such as {example}.")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # for good: a worker that unpickles the model must find its module too
+        sys.path.insert(0, here)  # permanently: a worker that unpickles the model must find its module too
     try:
         module = importlib.import_module(module_name)
     except ImportError as caught:
@@ -53,10 +55,12 @@ def call(
     error: type[PipelineError],
     **given: Any,
 ) -> Any:
-    """What ``factory``, which ``key`` of params.yaml calls ``name``, makes of what is ``given`` and of its options.
+    """Call ``factory``, which ``key`` of params.yaml names as ``name``, with the ``given`` arguments and ``options``.
 
-    Raises ``error`` if its signature does not take them. What the factory raises itself comes through.
+    Raises ``error`` if its signature does not accept them, or the factory itself raises.
     """
+    if both := sorted(given.keys() & options.keys()):
+        raise error(f"{key}_options: found {', '.join(both)}, which {name} gets from the data; take it out.")
     signature = inspect.signature(factory)
     try:
         signature.bind(**given, **options)
@@ -66,4 +70,10 @@ def call(
             f"{key}: {name} is called with {', '.join(given)} and {key}_options ({named}), but its signature is "
             f"{signature}: {mismatch}."
         ) from None
-    return factory(**given, **options)
+    try:
+        return factory(**given, **options)
+    except PipelineError:
+        raise
+    except Exception as failure:
+        place = own_place("".join(traceback.format_exception(failure))) or "in an installed package"
+        raise error(f"{key}: {name} raised {type(failure).__name__}: {failure} ({place})") from failure

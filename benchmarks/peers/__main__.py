@@ -1,0 +1,239 @@
+"""Compare this pipeline with PyTorch Lightning, accelerate, torchvision's reference loop and a textbook loop.
+
+    make peers
+    make peers ARGS="--job small-cnn --minutes 15"
+
+A round runs every arm once as a whole process, with the round's own seed and order; our pipeline runs twice, as its
+own control. New rounds are added to those in ``peers-<machine>.json`` if they were measured alike; the ``.md`` beside
+it has a table of all rounds. Where a peer wins, ``--job NAME --why "PEER: reason"`` records the reason and measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.interpreter import let_threads_sleep
+
+let_threads_sleep()  # as `python -m pipeline` does, for all arms
+
+import numpy as np
+from PIL import Image
+
+from benchmarks import machines
+from benchmarks.pairs import ROOT, Checkout
+from benchmarks.peers import table
+from benchmarks.peers.job import Job
+from benchmarks.peers.table import ACCURACY, BAREST, CONTROL, EPOCH, OURS, SECONDS, STEP
+from benchmarks.stages import fashion_mnist
+from pipeline import environment, files
+from pipeline.data import packing, prepared, sources
+from pipeline.params import parse
+
+JOBS = {
+    "small-cnn": Job("small_cnn", "fashion_mnist", 256),
+    "small-cnn-ddp": Job("small_cnn", "fashion_mnist", 256, processes=2),
+    "resnet18": Job("resnet18", "image_folder", 64),
+    "resnet18-ddp": Job("resnet18", "image_folder", 64, processes=2),
+    "step": Job("nothing", "ready", 32, epochs=1),
+}
+AGREEMENT = "agreement"
+IMAGES = {"train": 1024, "test": 512}
+"""Images in the ResNet's folder: the first ones of Fashion-MNIST, with a border to 32x32, as RGB."""
+SYNTHETIC = {"train": 160_000, "test": 320, "shape": [1, 8, 8]}
+"""Data of the job "step": enough for every step to take a new batch."""
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    OURS: ("", {}),
+    CONTROL: ("", {}),
+    "textbook": ("textbook", {}),
+    "textbook, 2 workers": ("textbook", {"workers": 2}),
+    "torchvision's reference": ("torchvision_reference", {}),
+    "accelerate": ("accelerate_loop", {}),
+    "Lightning": ("lightning_trainer", {}),
+}
+"""Arm -> its module here ("": the pipeline's command), and its changes to the job."""
+STEPPED = {
+    BAREST: ("step", {"variation": "barest"}),
+    OURS: ("step", {"variation": "ours"}),
+    CONTROL: ("step", {"variation": "ours"}),
+    **{name: TRAINED[name] for name in ("torchvision's reference", "accelerate", "Lightning")},
+    "Lightning, barebones": ("lightning_trainer", {"variation": "barebones"}),
+}
+EPOCH_TOLD = re.compile(r"epoch (\d+)/\d+\b.*test accuracy ([\d.]+)%")
+STEP_TOLD = re.compile(r"a step took ([\d.]+) microseconds")
+
+
+def laid_out(job: Job, folder: Path) -> tuple[Job, Path, float]:
+    """The job with its data in ``folder``; the directory of the same data prepared; and the seconds of preparing."""
+    raw, theirs, packed = folder / "listing", folder / "theirs", folder / "packed"
+    sections: dict[str, Any] = {}
+    if job.data == "ready":
+        sections, theirs = {"fetch": {"dataset": "synthetic", "synthetic": SYNTHETIC}}, packed
+    elif job.data == "image_folder":
+        _write_images(prepared.read(fashion_mnist(folder)[1]), theirs)
+        sections = {
+            "fetch": {"dataset": "image_folder", "image_folder": str(theirs)},
+            "prepare": {"image_size": [32, 32]},
+        }
+    else:
+        idx, _ = fashion_mnist(folder)
+        raw = idx.parent
+        (theirs / "FashionMNIST").mkdir(parents=True)
+        (theirs / "FashionMNIST" / "raw").symlink_to(idx)
+    seconds = pack(sections, raw, packed)
+    return job.of(prepared.read(packed), theirs), packed, seconds
+
+
+def pack(sections: dict[str, Any], raw: Path, packed: Path) -> float:
+    """Prepare the data that params.yaml's ``sections`` ask for, fetching it to ``raw`` if missing; return the
+    seconds."""
+    config = parse({**sections, "variants": {"baseline": {}}})
+    started = time.perf_counter()
+    if not raw.exists():
+        sources.fetch(config.fetch, raw)
+    packing.prepare(config, raw, packed)
+    return time.perf_counter() - started
+
+
+def _write_images(data: prepared.Dataset, folder: Path) -> None:
+    for split, number in IMAGES.items():
+        part: prepared.Split = getattr(data, split)
+        for index in range(number):
+            path = folder / split / str(int(part.targets[index])) / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.pad(part.inputs[index, 0].numpy(), 2)).convert("RGB").save(path)
+
+
+def one_round(job: Job, packed: Path, folder: Path, names: Iterable[str] = ()) -> dict[str, dict[str, float]]:
+    """Run all arms, or those in ``names``, once each, in an order drawn from the job's seed; arm -> figures."""
+    arms, home = TRAINED, folder / f"checkout-{job.seed}"
+    if job.data == "ready":
+        arms = STEPPED
+    else:
+        variants = {"baseline": {}, "ddp": {"parallelism": "ddp", "processes": job.processes}}
+        Checkout(home, train=job.train_section(), variants=variants).use(packed)
+    ours = [sys.executable, "-m", "pipeline", "train", "ddp" if job.processes > 1 else "baseline"]
+    order = list(names or arms)
+    random.Random(job.seed).shuffle(order)
+    found = {}
+    for name in order:
+        module, changes = arms[name]
+        command = replace(job, **changes).command(module) if module else ours
+        found[name] = timed(command, ROOT if module else home, job.epochs)
+        print(f"  {name}: {', '.join(f'{key} {value:.5g}' for key, value in found[name].items())}", flush=True)
+    return {name: found[name] for name in arms if name in found}
+
+
+def timed(command: Sequence[str], where: Path, epochs: int) -> dict[str, float]:
+    """Run ``command`` and measure it. Raises CalledProcessError, with the output printed, if it fails."""
+    started = time.perf_counter()
+    with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        lines = [(time.perf_counter() - started, line) for line in process.stdout]
+    seconds = time.perf_counter() - started
+    if process.returncode:
+        print(*(line for _, line in lines), sep="", file=sys.stderr)
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return measured(lines, seconds, epochs)
+
+
+def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) -> dict[str, float]:
+    """The figures of a process that took ``seconds``, from its lines, each with the second at which it came."""
+    ends: dict[int, tuple[float, float]] = {}
+    for at, line in lines:
+        if found := STEP_TOLD.search(line):
+            return {STEP: float(found[1])}
+        if found := EPOCH_TOLD.search(line):
+            ends[int(found[1])] = at, float(found[2]) / 100
+    assert set(ends) == set(range(1, epochs + 1)), f"of {epochs} epochs were told of: {sorted(ends)}"
+    later = (ends[epochs][0] - ends[1][0]) / (epochs - 1)
+    return {SECONDS: seconds, EPOCH: later, ACCURACY: ends[epochs][1]}
+
+
+def measure(name: str, minutes: float, figures: Path) -> None:
+    """Measure as many rounds as fit into ``minutes``, at least one; each is written as soon as it ends."""
+    started, longest = time.monotonic(), 0.0
+    # One thread for steps too small to share out: several threads would wait for each other's cores.
+    threads = 1 if JOBS[name].data == "ready" else max(1, int(environment.cores() / JOBS[name].processes))
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        job, packed, prepare_seconds = laid_out(JOBS[name], Path(folder))
+        samples = len(prepared.read(packed).train) // job.batch_size * job.batch_size
+        versions = {each: importlib.metadata.version(each) for each in ("torchvision", "accelerate", "lightning")}
+        facts = {"job": asdict(JOBS[name]), "samples": samples, "versions": versions}
+        facts = json.loads(json.dumps(facts | {"environment": environment.fingerprint()["hash"]}))
+        old = kept(figures)["peers"].get(name, {})
+        if any(old.get(key) != value for key, value in facts.items()):
+            print(f"{name}: {'was measured otherwise, and ' if old else ''}begins anew")
+            old = {"rounds": [], "why": {}, "commits": []}
+        rounds, commits = old["rounds"], list(dict.fromkeys([*old["commits"], environment.checked_out()]))
+        while not longest or time.monotonic() - started + longest < 60 * minutes:
+            began = time.monotonic()
+            print(f"{name}: round {len(rounds) + 1}", flush=True)
+            rounds.append(one_round(replace(job, seed=len(rounds)), packed, Path(folder)))
+            others = {"prepare_seconds": prepare_seconds, "commits": commits, "why": old["why"], "rounds": rounds}
+            machines.keep(figures, "peers-", "peers", name, facts | others)
+            longest = max(longest, time.monotonic() - began)
+
+
+def file_of(figures: Path) -> Path:
+    """This machine's file."""
+    return figures / f"peers-{machines.stem(machines.name_of(environment.fingerprint()))}.json"
+
+
+def kept(figures: Path) -> dict[str, Any]:
+    """The content that ``machines.keep`` has written, with no peers if there is none."""
+    path = file_of(figures)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--job", choices=[*JOBS, AGREEMENT], help="none: all")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for each job (default: 30)")
+    parser.add_argument("--why", metavar="PEER: REASON", help="why a peer wins the job")
+    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
+    asked = parser.parse_args()
+    if asked.why:
+        content = kept(asked.figures)
+        if "why" not in content["peers"].get(asked.job, {}):
+            parser.error(
+                f"--why needs a --job that was measured here, not {asked.job}; {file_of(asked.figures)} has them."
+            )
+        peer, _, reason = asked.why.partition(": ")
+        content["peers"][asked.job]["why"][peer] = reason
+        files.write_text(file_of(asked.figures), json.dumps(content, indent=1) + "\n")
+    else:
+        try:
+            from benchmarks.peers import agreement
+        except ModuleNotFoundError as error:
+            parser.error(f"{error.name} is not installed here; `make peers` installs what this needs, and runs it.")
+        for name in [asked.job] if asked.job else [*JOBS, AGREEMENT]:
+            if name == AGREEMENT:
+                machines.keep(asked.figures, "peers-", "peers", name, agreement.measured())
+            else:
+                measure(name, asked.minutes, asked.figures)
+    page = table.page(kept(asked.figures))
+    files.write_text(file_of(asked.figures).with_suffix(".md"), page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Time the same steps of one loop in three ways: the history's clock, Lightning's Throughput, torch's benchmark
+Timer."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import Throughput
+from torch.utils.benchmark import Timer
+
+from benchmarks.stages import Steady, fashion_mnist
+from pipeline import results
+from pipeline.comparison import stats
+
+BATCH_SIZE = 64
+STEPS, TURNS = 10, 30
+"""Steps per turn, and turns; a turn is a row of the history. All turns, with their warm-ups, fit into an epoch of
+Fashion-MNIST."""
+CALLS = 3
+"""Calls of the function per turn: the Timer calls it twice before the measured call."""
+
+
+def measured(packed: Path | None = None, turns: int = TURNS) -> dict[str, Any]:
+    """Samples a second by each clock, one value per turn, and ours over each other one: the median ratio with its 95%
+    interval.
+
+    ``packed``: a prepared data set of 28x28x1, with an epoch longer than all turns; None: Fashion-MNIST.
+    """
+    found: dict[str, list[float]] = {"Lightning's Throughput": [], "torch.utils.benchmark": []}
+    with tempfile.TemporaryDirectory() as folder:
+        history = Path(folder, "history.csv")
+        training = Steady(packed or fashion_mnist(Path(folder))[1], history, BATCH_SIZE)
+        training.train = training.train.model_copy(update={"history_every_steps": STEPS})
+        loop, rates = training.steps(), [0.0]
+
+        def turn() -> None:
+            watch, began = Throughput(window_size=STEPS + 1), time.perf_counter()
+            for step in range(STEPS + 1):
+                if step:
+                    next(loop)
+                watch.update(time=time.perf_counter() - began, batches=step, samples=step * BATCH_SIZE)
+            rates[0] = float(watch.compute()["device/samples_per_sec"])
+
+        for _ in range(turns):
+            timer = Timer("turn()", globals={"turn": turn}, num_threads=torch.get_num_threads())
+            found["torch.utils.benchmark"].append(STEPS * BATCH_SIZE / timer.timeit(1).mean)
+            found["Lightning's Throughput"].append(rates[0])
+        rows = [row.samples_per_second for row in results.read_history(history)]
+    ours = [float(rate or 0) for rate in rows[CALLS - 1 :: CALLS]]
+    assert len(ours) == turns, f"{len(rows)} rows of {turns} turns"
+    intervals = {name: stats.paired_ratio(ours, values) for name, values in found.items()}
+    return {
+        "samples_per_second": {"ours": ours, **found},
+        "ours_over": {name: [each.estimate, each.low, each.high] for name, each in intervals.items()},
+    }

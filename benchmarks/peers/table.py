@@ -1,0 +1,96 @@
+"""The peers' figures on one machine, as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipeline.comparison import stats
+from pipeline.params import Compare
+from pipeline.report.formats import JOINED, count, points
+
+OURS, CONTROL, BAREST = "ours", "ours, again", "the barest loop"
+LATER = "later epochs with evaluation (Lightning: and checkpoint)"
+SECONDS, EPOCH, STEP, ACCURACY = "seconds", "epoch_seconds", "step_microseconds", "test_accuracy"
+
+Rounds = Sequence[Mapping[str, Mapping[str, float]]]
+"""For each round: arm -> figures. They are the seconds of the process, the seconds of a later epoch with its
+evaluation, and the test accuracy, 0 to 1; or the microseconds of a step."""
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    """The page of all figures in ``peers-<machine>.json``."""
+    parts = [f"# Peers on {figures['machine']}", "Medians; of ratios over rounds, with 95% intervals."]
+    for name, figure in figures["peers"].items():
+        parts += [f"## {name}", *(_agreement(figure) if "ours_over" in figure else _job(figure))]
+    return "\n\n".join(parts).replace(JOINED, " ") + "\n"
+
+
+def ratio(rounds: Rounds, key: str, arm: str, reference: str, confidence: float = 0.95) -> stats.Interval:
+    """Ratio of an arm's figure to the reference's, paired by round."""
+    mine, base = ([each[name][key] for each in rounds] for name in (arm, reference))
+    return stats.paired_ratio(mine, base, confidence=confidence)
+
+
+def _job(figure: Mapping[str, Any]) -> Iterator[str]:
+    job, rounds, why = figure["job"], figure["rounds"], dict(figure["why"])
+    steps = STEP in rounds[0][OURS]
+    notes = []
+    if steps:
+        reference, heads = BAREST, ["microseconds", f"over {BAREST}"]
+    else:
+        reference, heads = OURS, ["whole process, s", "ours is faster", f"samples/s, {LATER}", "ours is faster"]
+        heads.append("accuracy over ours, points")
+        notes.append(f"Not in it: the {figure['prepare_seconds']:.1f} s in which ours prepares the data, once.")
+    rows = [["", *heads], ["---"] * (len(heads) + 1)]
+    for arm in rounds[0]:
+        row = [arm]
+        for key in [STEP] if steps else [SECONDS, EPOCH]:
+            middle, found = statistics.median(each[arm][key] for each in rounds), ratio(rounds, key, arm, reference)
+            row.append(f"{figure['samples'] / middle:,.0f}" if key == EPOCH else f"{middle:.1f}")
+            row.append("" if arm == reference else _interval(found))
+            if arm not in (OURS, CONTROL, BAREST) and 0 < ratio(rounds, key, arm, OURS).high < 1:
+                row[-1] = f"**{row[-1]}**"
+                notes.append(f"{arm} wins ({heads[len(row) - 3]}): {why.get(arm, 'nobody has looked into why')}.")
+        if not steps and arm != OURS:
+            accuracy = accuracy_over_ours(rounds, arm)
+            row.append(f"{points(accuracy.mean)} ({points(accuracy.low)} to {points(accuracy.high)})")
+            if accuracy.low > 0 or accuracy.high < 0:
+                notes.append(f"{arm}: its accuracy differs by more than noise explains.")
+        rows.append(row + [""] * (len(heads) + 1 - len(row)))
+    for key in [STEP] if steps else [SECONDS, EPOCH]:
+        same = [ratio(rounds, key, CONTROL, OURS, confidence) for confidence in (0.95, 0.99)]
+        if doubt := stats.distrust(same[0], same[1], Compare().max_spread):
+            notes.append(f"Not to be trusted ({key}): {doubt}.")
+    versions = ", ".join(f"{package} {version}" for package, version in figure["versions"].items())
+    yield (
+        f"{job['model']}, batch {job['batch_size']}, {count(job['epochs'], 'epoch')} of {figure['samples']:,} samples, "
+        f"{count(job['processes'], 'process')}; {count(len(rounds), 'round')}, the last on {figure['measured_on']}; "
+        f"{versions}."
+    )
+    yield "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    if notes:
+        yield "\n".join(f"* {note}" for note in notes)
+
+
+def accuracy_over_ours(rounds: Rounds, arm: str) -> stats.Equivalence:
+    """Difference of an arm's accuracy to ours, paired by round, because a round's arms share a seed; ``low`` to
+    ``high`` is the 95% interval."""
+    differences = [each[arm][ACCURACY] - each[OURS][ACCURACY] for each in rounds]
+    return stats.equivalence(differences, Compare().margins.accuracy, confidence=0.975)
+
+
+def _agreement(figure: Mapping[str, Any]) -> Iterator[str]:
+    rates = {name: f"{statistics.median(values):,.0f}" for name, values in figure["samples_per_second"].items()}
+    yield f"The same steps by other watches, on {figure['measured_on']}."
+    rows = ["| | samples/s | ours over it |", "| --- | --- | --- |", f"| ours | {rates['ours']} | |"]
+    for name, (estimate, low, high) in figure["ours_over"].items():
+        rows.append(f"| {name} | {rates[name]} | {estimate:.4f} ({low:.4f} to {high:.4f}) |")
+    yield "\n".join(rows)
+
+
+def _interval(found: stats.Interval) -> str:
+    if found.low <= 0:
+        return f"{found.estimate:.2f} (no interval from {count(found.count, 'round')})"
+    return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"

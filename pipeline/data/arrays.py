@@ -1,0 +1,316 @@
+"""The user's own arrays: ``inputs`` and, unless these say it all, ``targets``.
+
+They lie in .npy files of a folder, in one .npz or .safetensors file or in a Parquet table, or a function yields them.
+Their types say what they are. Integer targets, one a sample, are labels; other targets are numbers to predict. Integer
+inputs [N, L] without targets are tokens. uint8 inputs stay bytes, all others become float32. ``test_inputs`` and
+``test_targets`` are for testing; without them, a share of the samples is held out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from pipeline import factories
+from pipeline.data import LISTING, DataError, file_sha256
+from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
+from pipeline.data.growing import GrowingArray
+from pipeline.errors import first_line
+from pipeline.params import Config, Fetch
+
+Rows = npt.NDArray[Any]
+
+CHUNK_BYTES = 16 << 20
+LIMIT_CLASSES = 1 << 16
+LIMIT_HEADER_BYTES = 100 << 20
+"""The format's own, of a .safetensors file."""
+NAMES = ("inputs", "targets", "test_inputs", "test_targets")
+KEY = "fetch.arrays"
+FILES = (".npz", ".safetensors", ".parquet")
+"""Types of a file that holds all arrays."""
+
+
+def root(fetch: Fetch, directory: Path) -> Path:
+    """The folder of the files; ``directory``, if a function's arrays were written there."""
+    place = Path(fetch.arrays or "").expanduser()
+    return directory if fetch.own_module else place.parent if place.suffix in FILES else place
+
+
+def files(fetch: Fetch, directory: Path) -> list[str]:
+    """The one file, or the .npy files of the folder. Raises DataError without inputs."""
+    place = Path(fetch.arrays or "")
+    names = [place.name] if place.suffix in FILES else [f"{name}.npy" for name in NAMES]
+    found = [name for name in names if (root(fetch, directory) / name).is_file()]
+    if names[0] not in found:
+        raise DataError(
+            f"fetch.arrays: found {fetch.arrays!r}; expected a file of type {', '.join(FILES)}, or a folder with "
+            "inputs.npy, and targets.npy, test_inputs.npy and test_targets.npy as far as there are any, or "
+            "module:function of your own."
+        )
+    return found
+
+
+def export(fetch: Fetch, directory: Path) -> None:
+    """Call the function that ``fetch.arrays`` names; write what it yields as .npy files into ``directory``.
+
+    It is called with ``split``, "train" and then "test", and yields dicts of ``inputs`` [n, ...] and, if there are any,
+    ``targets`` [n, ...]: the split's next n samples. One chunk is in memory at a time. Raises DataError.
+    """
+    name = str(fetch.arrays)
+    function = factories.find(name, KEY, "an iterator", example="my_data:samples", error=DataError)
+    for each in NAMES:
+        (directory / f"{each}.npy").unlink(missing_ok=True)
+    for split, prefix in (("train", ""), ("test", "test_")):
+        chunks = factories.call(function, name, KEY, fetch.arrays_options, error=DataError, split=split)
+        files: dict[str, GrowingArray] = {}
+        with ExitStack() as opened:
+            for chunk in tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None):
+                for key, rows in _yielded(chunk, name).items():
+                    if key not in files:
+                        files[key] = opened.enter_context(GrowingArray(directory / f"{prefix}{key}.npy"))
+                    try:
+                        files[key].append(rows)
+                    except ValueError as error:
+                        raise DataError(f"{KEY}: {name} yielded {key} in which {error}.") from None
+
+
+def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
+    """The chunk's arrays. Raises DataError."""
+    if not isinstance(chunk, Mapping) or not {"inputs"} <= set(chunk) <= set(NAMES[:2]):
+        found = f"the keys {', '.join(map(str, chunk))}" if isinstance(chunk, Mapping) else repr(type(chunk))
+        raise DataError(f"{KEY}: {name} yielded {found}; expected a dict of inputs and, if there are any, targets.")
+    arrays = {}
+    for key, values in chunk.items():
+        try:
+            arrays[key] = np.asarray(values)
+        except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that need a gradient
+            raise DataError(f"{KEY}: {name} yielded {key} that make no array ({first_line(error)}).") from None
+        if arrays[key].dtype.kind not in "iuf" or not arrays[key].ndim:
+            raise DataError(f"{KEY}: {name} yielded {key} of {arrays[key].dtype}; expected numbers [n, ...].")
+    return arrays
+
+
+def decode(config: Config, directory: Path) -> Decoded:
+    """Decode the arrays in the files that ``directory``'s listing names. Raises DataError."""
+    found = _opened(root(config.fetch, directory), directory / LISTING)
+    train, test = ([found[name] for name in names if name in found] for names in (NAMES[:2], NAMES[2:]))
+    if "inputs" not in found or len(test) not in (0, len(train)):
+        raise DataError(
+            f"fetch.arrays: {config.fetch.arrays} has {', '.join(found) or 'none of the arrays'}; expected inputs, and "
+            "test_targets beside test_inputs exactly if there are targets."
+        )
+    for arrays in (train, test):
+        if len({array.shape[0] for array in arrays}) > 1:
+            raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples.")
+    inputs, labels, vocabulary = train[0], None, None
+    types: list[np.dtype[Any]] = [np.dtype(np.float32)] * len(train)
+    if inputs.dtype == np.uint8:
+        types[0] = inputs.dtype
+    if len(train) == 1 and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
+        vocabulary = 1 + max((int(chunk.max()) for chunk in inputs.chunks()), default=0)
+        types[0] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
+    if len(train) == 2 and train[1].dtype.kind in "iu":
+        if len(train[1].shape) > 1:
+            raise DataError(f"{train[1]}: integers are labels; expected one a sample, or floats.")
+        labels = np.concatenate([chunk.astype(np.int64) for chunk in train[1].chunks()] or [np.zeros(0, np.int64)])
+        types[1] = labels.dtype
+        if labels.max(initial=0) >= LIMIT_CLASSES:
+            raise DataError(f"{train[1]}: labels go up to {labels.max()}; number the classes from 0.")
+    out, kept = None, config.prepare
+    if not test:
+        keys = list(map(str, range(inputs.shape[0])))
+        out = held_out(keys, [0] * len(keys) if labels is None else labels.tolist(), kept.test_fraction)
+    return Decoded(
+        train=_rows(train, types, None if out is None else ~out, kept.train_limit),
+        test=_rows(test or train, types, out, kept.test_limit),
+        classes=() if labels is None else tuple(map(str, range(labels.max(initial=0) + 1))),
+        vocabulary=vocabulary,
+    )
+
+
+class _Array(NamedTuple):
+    """A .npy file, a member of an .npz or .safetensors file, or columns of a table."""
+
+    path: Path
+    member: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int = 0
+    """Of the first value, in bytes."""
+    columns: tuple[str, ...] = ()
+    """Of a table, each a number a row, or one of them many."""
+
+    def __str__(self) -> str:
+        return f"{self.path.parent / self.member} {self.dtype} {list(self.shape)}"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    def chunks(self, length: int | None = None) -> Iterator[Rows]:
+        """Yield the array in chunks of at most ``length`` rows (None: by size). Raises DataError if it is cut short."""
+        length = length or max(1, CHUNK_BYTES // (self.row_bytes or 1))
+        with _naming(self.path):
+            yield from self._of_table(length) if self.columns else self._of_stream(length)
+
+    def _of_stream(self, length: int) -> Iterator[Rows]:
+        with _stream(self.path, self.member) as file:
+            file.seek(self.offset)
+            for start in range(0, self.shape[0], length):
+                count = min(length, self.shape[0] - start)
+                content = file.read(count * self.row_bytes)
+                if len(content) < count * self.row_bytes:
+                    raise DataError(f"{self}: is cut short; write it again and {AGAIN}")
+                yield np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
+
+    def _of_table(self, length: int) -> Iterator[Rows]:
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(self.path) as table:
+            for batch in table.iter_batches(length, columns=list(self.columns)):
+                found = [self._values(batch.column(name)) for name in self.columns]
+                yield (np.stack(found, 1) if self.columns != (self.member,) else found[0]).reshape(-1, *self.shape[1:])
+
+    def _values(self, column: Any) -> Rows:
+        while column.null_count == 0 and _is_list(column.type):
+            column = column.flatten()
+        if column.null_count:
+            raise DataError(f"{self}: has empty fields; fill them, or leave out such rows, and {AGAIN}")
+        values: Rows = column.to_numpy(zero_copy_only=False)
+        return values.astype(self.dtype)
+
+
+def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
+    """The arrays by name, their headers read. Raises DataError for a changed file and for values of no fixed size."""
+    found: dict[str, _Array] = {}
+    for name, expected in listed(listing):
+        path = folder / name
+        if not path.is_file() or file_sha256(path) != expected:
+            raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
+        with _naming(path):
+            for array in _READERS[path.suffix](path):
+                found[Path(array.member).stem] = array
+                if not array.shape or array.dtype.kind not in "iuf":
+                    raise DataError(
+                        f"{array}: expected numbers in C order, in rows of one shape (ragged rows make an array "
+                        "of objects: pad them)."
+                    )
+    return {name: found[name] for name in NAMES if name in found}
+
+
+def _in_numpy(path: Path) -> Iterator[_Array]:
+    """The .npy file, or those of an .npz that have a known name."""
+    for member in zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]:
+        if Path(member).stem in NAMES:
+            with _stream(path, member) as file:
+                first = np.lib.format.read_magic(file) == (1, 0)
+                header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+                shape, is_fortran, dtype = header(file)
+                yield _Array(path, member, shape, np.dtype(object) if is_fortran else dtype, file.tell())
+
+
+def _in_safetensors(path: Path) -> Iterator[_Array]:
+    """The tensors that have a known name.
+
+    The format, as https://github.com/huggingface/safetensors has it: the header's length, 8 bytes, little endian; the
+    header, JSON; the values, each tensor's between the two ``data_offsets`` from the header's end.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > LIMIT_HEADER_BYTES:
+            raise ValueError(f"a header of {length:,} bytes")
+        header = json.loads(file.read(length))
+    for name, each in header.items():
+        if name in NAMES:
+            dtype, (start, end) = np.dtype(_SAFETENSORS.get(each["dtype"], object)), each["data_offsets"]
+            array = _Array(path, name, tuple(each["shape"]), dtype, 8 + length + start)
+            if dtype.kind != "O" and math.prod(array.shape) * dtype.itemsize != end - start:
+                raise ValueError(f"{name} has {end - start:,} bytes")
+            yield array
+
+
+def _in_table(path: Path) -> Iterator[_Array]:
+    """``targets``; and as ``inputs`` the column of this name or, together, all others.
+
+    A column holds numbers, or, alone, lists of numbers that all have the type's length.
+    """
+    from pyarrow.parquet import ParquetFile  # a quarter of a second that other data sets do not need
+
+    with ParquetFile(path) as table:
+        schema, count = table.schema_arrow, table.metadata.num_rows
+    others = tuple(name for name in schema.names if name != "targets")
+    for member, columns in (("inputs", ("inputs",) if "inputs" in others else others), ("targets", ("targets",))):
+        types = [schema.field(name).type for name in columns if name in schema.names]
+        shape: tuple[int, ...] = (count, len(columns))
+        if columns == (member,) and types:
+            shape = (count,)
+            while _is_list(types[0]):
+                shape, types = (*shape, types[0].list_size), [types[0].value_type]
+        if types:
+            dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))
+            yield _Array(path, member, shape, dtype, columns=columns)
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether an Arrow type is of lists that all have one length."""
+    from pyarrow.types import is_fixed_size_list
+
+    return bool(is_fixed_size_list(kind))
+
+
+_SAFETENSORS = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+}
+_READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensors, ".parquet": _in_table}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn an error of the block into a DataError: a damaged file can raise nearly anything."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} cannot be read ({first_line(error)}); write it again and {AGAIN}") from None
+
+
+@contextmanager
+def _stream(path: Path, member: str) -> Iterator[IO[bytes]]:
+    if path.suffix == ".npz":
+        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+            yield file
+    else:
+        with path.open("rb") as file:
+            yield file
+
+
+def _rows(
+    arrays: list[_Array], types: list[np.dtype[Any]], chosen: npt.NDArray[np.bool_] | None, limit: int | None
+) -> Iterator[Chunk]:
+    """Yield the ``chosen`` rows (None: all) of all arrays together, at most ``limit``, as ``types``."""
+    length = max(1, CHUNK_BYTES // (sum(array.row_bytes for array in arrays) or 1))
+    start, left = 0, arrays[0].shape[0] if limit is None else limit
+    for chunk in zip(*(array.chunks(length) for array in arrays), strict=True):
+        rows = slice(None) if chosen is None else chosen[start : start + len(chunk[0])]
+        kept = tuple(each[rows][:left].astype(dtype) for each, dtype in zip(chunk, types, strict=True))
+        start, left = start + len(chunk[0]), left - len(kept[0])
+        yield kept
+        if not left:
+            return

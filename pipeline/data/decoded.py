@@ -1,0 +1,70 @@
+"""What every decoder returns; and what several of them need: ``fetch``'s listing, the choice of test samples."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data import DataError
+
+AGAIN = "run `dvc repro --force fetch`."
+Chunk = tuple[npt.NDArray[Any], ...]
+"""Inputs [n, ...] and, unless the inputs say it all, targets [n, ...]."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    train: Iterable[Chunk]
+    """Iterate over it once, before ``test``."""
+    test: Iterable[Chunk]
+    classes: tuple[str, ...] = ()
+    """The targets are labels that number these names; empty: they are no labels."""
+    vocabulary: int | None = None
+    """The inputs are tokens below this number; None: they are no tokens."""
+    version: str = ""
+    """Of the raw data, where the name of the data set does not tell."""
+
+
+def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
+    """Path and SHA-256 of each file in the listing that ``fetch`` wrote, sorted by the paths' hashes, which mixes them.
+
+    Raises DataError if the listing cannot be read, or a path is not ``allowed``, a regular expression.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+            rows = [(row["path"], row["sha256"]) for row in csv.DictReader(file)]
+        if not all(re.fullmatch(allowed, path or "", re.DOTALL) for path, _ in rows):
+            raise ValueError(f"a path does not match {allowed}")
+    except (OSError, KeyError, ValueError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read ({error!r}): {AGAIN}") from None
+    return sorted(rows, key=lambda row: hashed(row[0]))
+
+
+def held_out(keys: Sequence[str], labels: Sequence[int], fraction: float) -> npt.NDArray[np.bool_]:
+    """Return which samples go into the test split, [N] bool: ``fraction`` of each class, at least one, never all.
+
+    Samples are chosen by the SHA-256 of their key. The split is the same on all machines and in all versions, whatever
+    the samples' order, and an added sample hardly changes it. A class of one sample stays in training.
+    """
+    chosen = np.zeros(len(keys), dtype=np.bool_)
+    order = sorted(range(len(keys)), key=lambda index: hashed(keys[index]))
+    members: dict[int, list[int]] = {}
+    for index in order:
+        members.setdefault(labels[index], []).append(index)
+    for indices in members.values():
+        if len(indices) > 1:
+            count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
+            chosen[indices[:count]] = True
+    return chosen
+
+
+def hashed(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,109 @@
+"""Text as tokens: the bytes of UTF-8 files, file after file, cut into windows of one length."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+from pipeline.data import LISTING, DataError
+from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
+from pipeline.params import Config, Fetch
+
+Tokens = npt.NDArray[np.uint16]
+
+END = 256
+"""The token after each file; the tokens below it are bytes."""
+BLOCK_BYTES = 1 << 20
+
+FOLDERS = ("text_folder", "python_source")
+"""The data sets that are folders of text."""
+_UNREAD = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+"""Folders whose files are no library's source, or broken on purpose."""
+
+
+def root(fetch: Fetch) -> Path:
+    """The folder of ``fetch.dataset``: the user's, or the standard library of the Python that runs."""
+    if fetch.dataset == "python_source":
+        return Path(sysconfig.get_path("stdlib"))
+    return Path(fetch.text_folder or "").expanduser()
+
+
+def files(fetch: Fetch) -> list[str]:
+    """The text files, sorted, relative to ``root``. Raises DataError for fewer than two, and for an empty one."""
+    top, of_python = root(fetch), fetch.dataset == "python_source"
+    found, unread = [], _UNREAD if of_python else set()
+    for path in sorted(top.rglob("*.py" if of_python else "*")):
+        name = path.relative_to(top)
+        if path.is_file() and not unread & set(name.parts) and not any(part.startswith(".") for part in name.parts):
+            if path.stat().st_size:
+                found.append(name.as_posix())
+            elif not of_python:
+                raise DataError(f"fetch.{fetch.dataset}: {path} is empty; remove it.")
+    if len(found) < 2:
+        raise DataError(
+            f"fetch.{fetch.dataset}: found {len(found)} file(s) in {top}; expected two or more, one for testing."
+        )
+    return found
+
+
+def decode(config: Config, directory: Path) -> Decoded:
+    """Decode the files that ``directory``'s listing names; ``prepare.test_fraction`` of them are for testing."""
+    rows, top, kept = listed(directory / LISTING), root(config.fetch), config.prepare
+    test = held_out([path for path, _ in rows], [0] * len(rows), kept.test_fraction)
+
+    def split(wanted: bool, limit: int | None) -> Iterator[Chunk]:
+        chosen = [row for row, out in zip(rows, test, strict=True) if out == wanted]
+        return windows(_tokens(top, chosen), kept.window, limit)
+
+    return Decoded(
+        train=split(False, kept.train_limit),
+        test=split(True, kept.test_limit),
+        vocabulary=END + 1,
+        version=platform.python_version() if config.fetch.dataset == "python_source" else "",
+    )
+
+
+def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> Iterator[Chunk]:
+    """Cut tokens into windows [n, length + 1], at most ``limit``; what is left at the end is dropped.
+
+    Neighbours share a token: the last that one window predicts is the first from which the next one does.
+    """
+    left, count = np.empty(0, np.uint16), 0
+    for block in tokens:
+        left = np.concatenate([left, block])
+        found = (len(left) - 1) // length
+        if limit is not None:
+            found = min(found, limit - count)
+        if found > 0:
+            yield (sliding_window_view(left[: found * length + 1], length + 1)[::length],)
+            left, count = left[found * length :], count + found
+        if count == limit:
+            return
+
+
+def _tokens(top: Path, rows: Iterable[tuple[str, str]]) -> Iterator[Tokens]:
+    """Yield each file's bytes in blocks, and then ``END``."""
+    for name, expected in rows:
+        path, digest, utf8 = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+        try:
+            with path.open("rb") as file:
+                while block := file.read(BLOCK_BYTES):
+                    digest.update(block)
+                    utf8.decode(block)
+                    yield np.frombuffer(block, np.uint8).astype(np.uint16)
+            utf8.decode(b"", final=True)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}): the files have changed; {AGAIN}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 ({error.reason}); convert it, or remove it, and {AGAIN}") from None
+        if digest.hexdigest() != expected:
+            raise DataError(f"{path} is not the file that fetch listed: the files have changed; {AGAIN}")
+        yield np.array([END], np.uint16)

@@ -1,0 +1,129 @@
+"""Energy of a run's own devices, read from their counters: NVML for a GPU, RAPL for a CPU's packages.
+
+This is the energy of the device, not of the whole machine: fans, power supplies and, with a GPU, the host are not
+included. The device's idle power is included, and so is any other work that it does meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeline.measurement.nvml import handle_of
+
+POWERCAP = Path("/sys/class/powercap")
+SHORTEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
+"""Shortest mean length of measured windows: NVML's counter is updated every 20 to 100 ms, RAPL's every millisecond."""
+
+Read = tuple[dict[str, float], str | None]
+"""Joules by the counter's name, which is the same in all processes of a host; and why they are unknown, if they are."""
+
+
+class _Counter(NamedTuple):
+    read: Callable[[], int]
+    """Returns the counts so far."""
+    joules: float
+    """Joules per count."""
+    range: int
+    """The counter wraps to 0 after this many counts."""
+
+
+class Energy:
+    """Reads the counters of a process's own ``devices`` at both ends of its windows; without devices, reads nothing.
+
+    ``remedy``: how to make windows longer, for a message.
+    """
+
+    def __init__(self, devices: Sequence[torch.device] = (), remedy: str = "") -> None:
+        self._kind, self._remedy = devices[0].type if devices else "cpu", remedy
+        self._counters: dict[str, _Counter] = {}
+        self._why_not: str | None = None
+        self._before: dict[str, int] = {}
+        self._opened = self._seconds = 0.0
+        self._windows = 0
+        with self._asking():
+            if devices:
+                self._counters = dict(map(_of_gpu, devices)) if self._kind == "cuda" else _of_packages()
+        self._joules = dict.fromkeys(self._counters, 0.0)
+
+    def open(self) -> None:
+        """A window starts."""
+        with self._asking():
+            self._before = {name: counter.read() for name, counter in self._counters.items()}
+        self._opened = time.monotonic()
+
+    def close(self, *, measured: bool) -> None:
+        """The window ends. The joules of measured windows add up; other windows are ignored."""
+        seconds = time.monotonic() - self._opened
+        if not measured or self._why_not:
+            return
+        self._windows, self._seconds = self._windows + 1, self._seconds + seconds
+        with self._asking():
+            for name, counter in self._counters.items():
+                counts = (counter.read() - self._before[name]) % counter.range
+                self._joules[name] += counts * counter.joules
+
+    def read(self) -> Read:
+        """Return the joules of the measured windows so far, or why they are unknown."""
+        return self._joules, self._why_not or self._doubt()
+
+    def _doubt(self) -> str | None:
+        mean, shortest = self._seconds / max(1, self._windows), SHORTEST_SECONDS[self._kind]
+        if not self._counters:
+            return f"{POWERCAP} shows no package of a CPU, as in a virtual machine"
+        if mean < shortest:
+            return f"its counter needs windows of {shortest:g} s, and these took {mean:.3f} s: {self._remedy}"
+        return None if all(self._joules.values()) else "its counter stood still"
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        import pynvml
+
+        try:
+            yield
+        except (OSError, pynvml.NVMLError) as error:
+            self._why_not = f"its counter cannot be read: {error} (docs/measuring.md, Energy)"
+
+
+def per_sample(ranks: Sequence[Read], samples: int) -> dict[str, Any]:
+    """Return ``joules_per_sample`` of all ``ranks`` over the ``samples`` they processed together, or ``why_no_energy``.
+
+    A counter that several ranks read, because they share a CPU or GPU, counts once.
+    """
+    if why_not := next((why_not for _, why_not in ranks if why_not), None):
+        return {"why_no_energy": why_not}
+    joules: dict[str, float] = {}
+    for name, read in (item for each, _ in ranks for item in each.items()):
+        joules[name] = max(read, joules.get(name, 0.0))
+    return {"joules_per_sample": sum(joules.values()) / samples}
+
+
+def _of_gpu(device: torch.device) -> tuple[str, _Counter]:
+    """Return a GPU's UUID and counter: millijoules since the driver was loaded, from Volta on. Raises NVMLError."""
+    import pynvml
+
+    counter = _Counter(partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle_of(device)), 1e-3, 2**64)
+    return str(torch.cuda.get_device_properties(device).uuid), counter
+
+
+def _of_packages() -> dict[str, _Counter]:
+    """Return the counters of whole packages, in microjoules; a package includes the zones of its parts. Raises OSError.
+
+    Source: Linux, Documentation/power/powercap/powercap.rst; AMD's packages have the same name.
+    """
+    zones = sorted(POWERCAP.glob("intel-rapl:*"))
+    packages = (each for each in zones if (each / "name").read_text(encoding="ascii").startswith("package"))
+    return {
+        each.name: _Counter(partial(_number, each / "energy_uj"), 1e-6, _number(each / "max_energy_range_uj") + 1)
+        for each in packages
+    }
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text(encoding="ascii"))

@@ -1,0 +1,81 @@
+"""What a variant trains: another model than the job's, and a teacher to learn from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat
+
+from pipeline.params.catalogue.base import Entry
+from pipeline.params.sections import Fraction, Section
+
+
+class Distillation(Section):
+    """A teacher, and how much a student learns from it."""
+
+    teacher: Annotated[str, Field(min_length=1)] = Field(
+        description="models/VARIANT: of each seed the weights that this variant trained with the same seed; or a file "
+        "of weights, a state dict."
+    )
+    temperature: PositiveFloat = Field(
+        4.0, description="Divides the logits of both, so that the teacher's small probabilities count. Unused in tasks "
+        "without logits.",
+    )  # fmt: skip
+    alpha: Fraction = Field(0.5, description="Share of the teacher in the loss; the rest is the job's own loss.")
+    model: str | None = Field(
+        None, description="The teacher's model. null: that of its variant, or of the job for a file of weights."
+    )
+    model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the teacher.")
+
+    def __str__(self) -> str:
+        return self.teacher
+
+
+class ModelSettings(Section):
+    """A variant's model, where it is not the job's."""
+
+    model: str | None = Field(None, description="Another model than train.model, such as a student.")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for this model.")
+    distillation: Distillation | None = Field(
+        None, description="Learn from a trained teacher too. Such a variant stands under students."
+    )
+
+
+MODELS: tuple[Entry, ...] = (
+    Entry(
+        name="another_model",
+        setting="model: small_cnn",
+        searched_for=("student", "smaller model", "model_options", "architecture"),
+        does="The variant trains this model instead of train.model",
+        pays="where a smaller or faster model is accurate enough; beside a student that learns from a teacher, to show "
+        "what the teacher adds",
+        costs="the comparison is no longer of techniques alone: it is of models, which the report says",
+        source="not a technique; a comparison of models",
+        changes="statistics",
+        layer="model",
+        asked=lambda variant: variant.model is not None,
+        details=("model_options",),
+    ),
+    Entry(
+        name="distillation",
+        setting="distillation: {teacher: models/baseline}",
+        searched_for=("knowledge distillation", "teacher", "student", "soft targets", "KD", "temperature"),
+        does="A trained teacher sees each batch too, and the loss is in part the distance of the model's outputs from "
+        "the teacher's: of logits the Kullback-Leibler divergence at a temperature, of other outputs the mean squared "
+        "difference",
+        pays="when a small model is to be deployed, and a larger one is trained anyway",
+        costs="a forward pass of the teacher in each step, and its weights in the memory of every process; with other "
+        "techniques the teacher stays whole and uncompiled, and computes in the variant's precision",
+        source="Hinton et al., Distilling the Knowledge in a Neural Network, 2015",
+        changes="statistics",
+        layer="forward",
+        hooks="distillation.Distillation",
+        asked=lambda variant: variant.distillation is not None,
+        excludes={
+            "pipeline": "no stage has both the inputs, which the teacher takes, and the outputs",
+            "chunked_loss": "the outputs are never whole, and the distance compares them with the teacher's, which are",
+            "data_parallel": "the teacher would see the whole batch on one GPU",
+        },
+        without_effect=lambda variant: {"distillation": variant.distillation.model_copy(update={"alpha": 0.0})},  # type: ignore[union-attr]
+    ),
+)

@@ -1,0 +1,57 @@
+"""Finds figures that cannot have been measured: they contradict the job, the data or each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import combinations
+
+from pipeline.params import Train
+from pipeline.results.records import HistoryRow, Result, Run, summarise
+
+
+def of_result(result: Result, train: Train) -> list[str]:
+    """Return where a result's figures contradict the job ``train``, the data or each other; empty: nowhere."""
+    found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
+    found += [
+        f"seeds {one.seed} and {other.seed} ended in the same weights, so one is no run of its own"
+        for one, other in combinations(result.runs, 2)
+        if one.model_sha256 == other.model_sha256
+    ]
+    told, expected = result.summary.model_dump(), summarise(result.runs).model_dump()
+    wrong = [key for key in told if not _close(told[key], expected[key])]
+    return found + [f"summary.{key} is {told[key]}, of its runs it is {expected[key]}" for key in wrong]
+
+
+def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
+    """Return where a result's runs end differently from the ``rows`` of its history; empty: nowhere."""
+    last = {row.seed: row for row in rows}
+    ends = {"steps": "step", "test_accuracy": "test_accuracy", "test_loss": "test_loss"}
+    return [
+        f"seed {run.seed}: {key} is {getattr(run, key)}, where its history ends with {ended}"
+        for run in result.runs
+        for key, column in ends.items()
+        if not _close(getattr(run, key), ended := getattr(last.get(run.seed), column, None))
+    ]
+
+
+def _of_run(run: Run, result: Result, train: Train) -> list[str]:
+    found = run.problems(result.batch_size)
+    asked = train.epochs * (result.dataset.train_count // max(1, result.batch_size))
+    if run.steps != asked:
+        found.append(f"{run.steps} steps, where the job has {asked}")
+    # Each process that resumed the run warmed up again.
+    fewest, most = (max(0, asked - train.warmup_steps * times) for times in (1 + run.resumes, 1))
+    if not fewest <= run.measured_steps <= most:
+        found.append(f"{run.measured_steps} of {run.steps} steps measured, where {fewest} to {most} are warm")
+    if run.test_count != result.dataset.test_count:
+        found.append(f"{run.test_count} samples tested of {result.dataset.test_count}")
+    if run.test_correct > run.test_count:
+        found.append(f"{run.test_correct} right of {run.test_count} test samples")
+    elif not _close(run.test_accuracy * run.test_count, run.test_correct):
+        found.append(f"test_accuracy is {run.test_accuracy}, where {run.test_correct} of {run.test_count} are right")
+    return found
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9))

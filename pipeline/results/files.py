@@ -1,0 +1,207 @@
+"""Paths of the files that stages write. Files are written whole; a file that cannot be read is named in the error."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pipeline.errors import PipelineError
+from pipeline.files import naming, write_text
+from pipeline.params import Config, Train, Variant
+from pipeline.results.bench_file import Bench
+from pipeline.results.contradictions import of_result
+from pipeline.results.records import Document, HistoryRow, Record, Result
+
+RESULTS = Path("results")
+MODELS = Path("models")
+PROFILES = Path("profiles")
+INFERENCE = Path("inference")
+REPORTS = Path("reports")
+BENCH_FILE = Path("bench.json")
+SESSIONS = Path("sessions")
+KEPT_BENCHES = Path("checkpoints/bench")
+"""Measurements of the stage ``bench``, kept also after an interruption: DVC deletes ``bench.json`` before a new run."""
+
+
+class ResultError(PipelineError, ValueError):
+    """A file is not the result it should be. The message names the file."""
+
+
+D = TypeVar("D", bound=Document)
+
+
+def result_file(variant: str, root: Path = RESULTS) -> Path:
+    return root / f"{variant}.json"
+
+
+def history_file(variant: str, root: Path = RESULTS) -> Path:
+    return root / variant / "history.csv"
+
+
+def system_file(variant: str, root: Path = RESULTS) -> Path:
+    """File of samples of the main rank's host: processor, memory and the job's GPUs there, about one a second."""
+    return root / variant / "system.csv"
+
+
+def model_file(variant: str, seed: int, root: Path = MODELS) -> Path:
+    """The trained weights of one seed: a state dict, loadable with ``torch.load(weights_only=True)``."""
+    return root / variant / f"seed-{seed}.pt"
+
+
+def profile_directory(variant: str, root: Path = PROFILES) -> Path:
+    """Directory of profile.json, profile.md, trace.json.gz, and on CUDA memory.pickle."""
+    return root / variant
+
+
+def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFERENCE) -> Path:
+    """File of the inference measurements with the variant's model: json for programs, md for a person."""
+    return root / f"{variant}.{kind}"
+
+
+def read(path: Path, config: Config) -> Result:
+    """Read the result of the variant that ``path`` is named after; it must belong to the job of ``config``.
+
+    Results come from a cache that others may write to, so nothing that a result names is imported, called or opened:
+    only ``config`` decides that, and a result with other settings is refused. Raises ResultError, which names the file
+    and every key that differs.
+    """
+    variant = path.stem
+    stage = stage_of(config.variants.get(variant))
+    result = read_document(path, Result, f"run `dvc repro`, or `dvc repro {stage}@{variant}` for this variant alone")
+    params = json.loads(config.model_dump_json(include={"train", "variants"}))
+    said = result.config.get("variant")
+    if isinstance(said, dict):  # an older result lacks the keys of newer techniques
+        said = Variant().model_dump(mode="json") | said
+    then = {"train": result.config.get("train"), "variants": {variant: said}}
+    problems = [
+        f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
+        for path, found, asked in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
+        if path.removeprefix("train.") not in Train.OF_RESUMING  # DVC does not train again for these
+    ]
+    if result.variant != variant:
+        problems.append(f"it holds the result of variant {result.variant!r}")
+    if (seeds := [run.seed for run in result.runs]) != config.train.seeds:
+        problems.append(f"it holds runs of the seeds {seeds}, not of train.seeds {config.train.seeds}")
+    if result.score.name != config.train.metric:
+        problems.append(f"its score is {result.score.name!r}, not train.metric {config.train.metric!r}")
+    if problems:
+        raise ResultError(
+            f"{path} is not the result of what params.yaml says now: {'; '.join(problems)}. Run `dvc repro`, or "
+            f"{train_again(variant, stage)} if DVC takes it for up to date."
+        )
+    _refuse(path, of_result(result, config.train), f"run {train_again(variant, stage)}")
+    return result
+
+
+def read_values(path: Path, variant: str) -> dict[str, Any]:
+    """Read the record of a profile or an inference. Raises ResultError if it is not of ``variant``."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or values.get("variant") != variant:
+        raise ResultError(f"{path} is not of variant {variant!r}, after which it is named: remove it, run `dvc repro`.")
+    return values
+
+
+def stage_of(variant: Variant | Mapping[str, Any] | None) -> str:
+    """Return the stage of dvc.yaml, without ``@`` and name, that trains a variant with these settings."""
+    learns = variant.distillation if isinstance(variant, Variant) else (variant or {}).get("distillation")
+    return "distil" if learns else "train"
+
+
+def train_again(variant: str, stage: str = "train") -> str:
+    """Return the command, for a message, that trains ``variant`` whatever DVC's cache holds."""
+    return f"`dvc repro --single-item --force {stage}@{variant}`"
+
+
+def differing(found: Any, asked: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted path of each value that differs from ``asked``, and both values."""
+    if isinstance(found, Mapping) and isinstance(asked, Mapping):
+        for key in dict.fromkeys([*asked, *found]):
+            yield from differing(found.get(key), asked.get(key), f"{path}.{key}" if path else key)
+    elif found != asked:
+        yield path, found, asked
+
+
+def read_bench(path: Path = BENCH_FILE) -> Bench:
+    """Read the bench's file. Raises ResultError, naming the file, if it is not a bench's."""
+    return read_document(path, Bench, "run `dvc repro bench`, which measures it")
+
+
+def read_document(path: Path, kind: type[D], remedy: str) -> D:
+    """Read a file of ``to_json``. Raises ResultError, which names file and wrong keys and ends with ``remedy``."""
+    try:
+        document = kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ResultError(f"{path} is missing; {remedy}.") from None
+    except (OSError, ValueError) as error:
+        what = f"is not a {kind.__name__.lower()} that this version can read"
+        raise ResultError(f"{path} {what}; {remedy}. ({error})") from None
+    _refuse(path, document.problems(), remedy)
+    return document
+
+
+def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
+    """Read the sessions added to the bench's own, the oldest first. Skips an unreadable file and prints its name."""
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        try:
+            found.append(read_document(path, Bench, "make again"))
+        except ResultError as error:
+            print(f"set aside: {error}")
+    return found
+
+
+def write(result: Result, path: Path) -> None:
+    """Write ``path`` whole or not at all."""
+    write_text(path, result.to_json())
+
+
+def read_history(path: Path) -> list[HistoryRow]:
+    """Read the rows in file order. Raises ResultError, naming the file, if it is not a history."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [history_row(row) for row in csv.DictReader(file)]
+    except (ValueError, csv.Error) as error:
+        again = train_again(path.parent.name)
+        raise ResultError(f"{path} is not a history that this version can read: run {again}. ({error})") from None
+
+
+def history_row(fields: Mapping[str, str]) -> HistoryRow:
+    """Parse a row of the file; a blank field becomes None."""
+    return HistoryRow.model_validate({key: value if value != "" else None for key, value in fields.items()})
+
+
+def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
+    """Write all rows, whole or not at all."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(HistoryRow.model_fields))
+    writer.writeheader()
+    writer.writerows(row.model_dump() for row in rows)
+    write_text(path, text.getvalue())
+
+
+def append_history(row: HistoryRow, path: Path) -> None:
+    """Add one row to a file that ``write_history`` began."""
+    with naming(path), path.open("a", newline="", encoding="utf-8") as file:
+        csv.DictWriter(file, list(HistoryRow.model_fields)).writerow(row.model_dump())
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def digest(record: Record) -> str:
+    """Return the SHA-256 of a record's content, the same only for equal records."""
+    return hashlib.sha256(json.dumps(record.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _refuse(path: Path, problems: Sequence[str], remedy: str) -> None:
+    """Raise ResultError if there are any ``problems``."""
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ResultError(f"{path} holds what was not measured: {'; '.join(problems[:5])}{more}. To go on, {remedy}.")

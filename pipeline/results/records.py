@@ -1,0 +1,259 @@
+"""The records of a result: of a variant, each seed's run, the measured window, a row of the history.
+
+The key of a quantity ends in the unit, unless it is a count. ``None`` means unknown: the value was refused
+(``refusals`` says why) or this machine cannot measure it. No guess replaces an unknown value.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import statistics
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.params import Seed, VariantName
+
+
+class Record(BaseModel):
+    """A part of a result's file: frozen, without unknown keys, NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+R = TypeVar("R", bound=Record)
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Amount = Annotated[float, Field(ge=0, lt=1e15)]
+"""Seconds, shares and other amounts that cannot be negative."""
+Positive = Annotated[float, Field(gt=0, lt=1e15)]
+"""Speeds, and the times from which speeds follow: never 0, and below a bound that no measurement reaches."""
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Document(Record):
+    """A record that is a file of its own. As the last base class it puts its keys first."""
+
+    schema_: int = Field(default=1, ge=1, le=1, alias="schema")
+    indent: ClassVar[int] = 2
+
+    def problems(self) -> list[str]:
+        """Return contradictions between figures, not all of which can have been measured; empty: none."""
+        return []
+
+    def to_json(self) -> str:
+        """Return the file's text."""
+        values = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(values, indent=self.indent, allow_nan=False) + "\n"
+
+
+class HistoryRow(Record):
+    """One row of ``history.csv``: the state after ``step`` optimizer steps of one seed's run."""
+
+    seed: Seed
+    epoch: float
+    """Passes over the training set so far; a whole number at the end of an epoch."""
+    step: Count
+    train_seconds: Amount
+    """Wall time spent in training so far, on the main rank, without evaluation and checkpoints."""
+    learning_rate: float
+    train_loss: float
+    """Mean training loss over the steps since the last row."""
+    samples_per_second: Positive | None
+    """Global samples a second since the last row."""
+    test_loss: float | None = None
+    """Only at the end of an epoch, like test_accuracy."""
+    test_accuracy: Share | None = None
+
+
+class Window(Record):
+    """Measurements of a window of steps: after the warm-up, without evaluation, in a steady state."""
+
+    measured_steps: Count
+    """Steps in the window, from which the speeds and step times below are computed."""
+    samples_per_second: Positive | None
+    """Samples of the global batches divided by the slowest rank's wall seconds."""
+    step_p50_ms: Positive | None
+    step_p90_ms: Positive | None
+    step_p99_ms: Positive | None
+    input_wait_fraction: Amount | None
+    """Share of the window spent waiting for input, on the rank that waited longest."""
+    peak_memory_bytes: Count | None
+    """The peak that is compared. On GPUs, each with its own memory, the largest rank's peak; on a CPU, whose memory the
+    ranks share, the sum of their peaks. As these need not coincide, the sum can slightly exceed the real peak."""
+    peak_memory_rank_bytes: tuple[Count | None, ...]
+    """One per rank. CUDA: max_memory_allocated. CPU: the peak resident memory above that after imports, in both cases
+    without the pages of mapped files."""
+    peak_reserved_bytes: Count | None
+    """CUDA: max_memory_reserved, largest rank. None on CPU."""
+    driver_memory_bytes: Count | None = None
+    """CUDA: memory that the driver held for the process at the window's end, with the context and libraries; largest
+    rank. None on CPU, and where the driver does not report it."""
+    allocator_retries: Count | None
+    """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
+    refusals: tuple[str, ...]
+    """Why numbers above are None or not to be trusted; empty when all is well."""
+    joules_per_sample: Positive | None = Field(None, exclude_if=operator.not_)
+    """Energy of all ranks' devices per sample of the global batches. None: rejected, unknown or not requested."""
+    why_no_energy: str | None = Field(None, exclude_if=operator.not_)
+    """Why ``joules_per_sample`` is unknown."""
+
+    def problems(self, batch_size: int) -> list[str]:
+        """Return contradictions between the window's figures. ``batch_size``: the global one of the measured steps."""
+        if not (self.samples_per_second and self.step_p50_ms):
+            return []
+        found = [] if self.measured_steps else ["a speed over a window of no steps"]
+        if not self.step_p50_ms <= (self.step_p90_ms or 0) <= (self.step_p99_ms or 0):
+            found.append("percentiles of the step times that do not rise")
+        # Half of the steps take the median or longer, so the mean step time is at least half the median.
+        if self.samples_per_second > 2.2 * batch_size / (self.step_p50_ms / 1e3):
+            found.append(
+                f"{self.samples_per_second:g} samples/s, although half of the steps of {batch_size} samples took "
+                f"{self.step_p50_ms:g} ms or longer"
+            )
+        return found
+
+
+class Run(Window):
+    """Measurements of one seed's run."""
+
+    seed: Seed
+    test_accuracy: Share
+    """Mean of ``train.metric`` over the test set, 0 to 1: test_correct / test_count."""
+    test_correct: Count | Amount
+    """For accuracy, the number of correct samples; for the user's own metric, the sum of the samples' scores."""
+    test_count: Count
+    test_loss: float
+    """Mean of ``train.loss`` over the test set; cross-entropy without label smoothing."""
+    train_loss: float
+    """Mean training loss of the last epoch."""
+    steps: Count
+    """Optimizer steps, warm-up included."""
+    startup_seconds: Amount | None
+    """Cold start: from the process's start to the first step. Only for the first seed: later seeds start warm."""
+    first_step_seconds: Amount | None
+    """Cold start: the first step, with compilation, autotuning and allocation. Only for the first seed."""
+    train_seconds: Amount
+    """All training steps, first and warm-up steps included, without evaluation and checkpoints."""
+    evaluate_seconds: Amount
+    """All evaluations together."""
+    resumes: Count
+    """How often this run was interrupted and resumed."""
+    model_sha256: str
+    """SHA-256 over names, dtypes, shapes and bytes of the model's state dict, in order."""
+    teacher_sha256: str | None = Field(None, exclude_if=operator.not_)
+    """The same of the teacher's weights, if the variant has a teacher."""
+    findings: dict[str, float] = {}
+    """Numbers that techniques and the task report on the main rank: blocks chosen, say, perplexity, tokens a second."""
+
+
+class Score(Record):
+    """The metric behind ``test_accuracy`` and the margin of accuracy."""
+
+    name: str
+    """``train.metric``."""
+    direction: Literal["higher is better"] = "higher is better"
+    unit: Literal["fraction"] = "fraction"
+
+
+class Dataset(Record):
+    name: str
+    sha256: str
+    train_count: Count
+    test_count: Count
+    test_in_train_count: Count | None = None
+    """Test inputs that are training inputs too; this and ``test_repeated_count`` are copied from ``dataset.json``."""
+    test_repeated_count: Count | None = None
+
+
+class Summary(Record):
+    """The runs, summarised in one number per quantity, for ``dvc metrics``."""
+
+    test_accuracy_mean_fraction: float
+    test_accuracy_spread_fraction: float | None
+    """Sample standard deviation over seeds; None for a single seed."""
+    samples_per_second: float | None
+    """Median over seeds."""
+    step_p50_ms: float | None
+    """Median over seeds."""
+    peak_memory_bytes: int | None
+    """Largest over seeds."""
+    train_seconds: float
+    """Median over seeds."""
+
+
+class Setup(Record):
+    """How a variant ran on this machine."""
+
+    applied: dict[str, Any]
+    """The variant's settings as they were applied."""
+    left_out: dict[str, str]
+    """Technique -> why this machine left it out."""
+    decided: dict[str, str]
+    """Technique -> its automatic choice on this machine, and why."""
+    batch_size: int
+    """Global batch size of the training: with weak scaling a multiple of the job's."""
+    learning_rate: float
+    """Peak learning rate of the training: with weak scaling a multiple of the job's."""
+    micro_batches: int
+    """Micro-batches of each process in one step."""
+    device: str
+    """Name of the GPU or CPU."""
+    backend: str | None
+    """nccl or gloo; None for a single process."""
+    world_size: int
+    threads_per_process: int
+    """Intra-operation CPU threads of each process."""
+    placement: Literal["resident", "streamed", "dataloader"]
+    parameter_count: int
+
+
+class VariantDocument(Document):
+    """A file about one variant."""
+
+    variant: VariantName
+    environment: str
+    """Hash of the environment on which the numbers depend: ``environment.hash_of`` of the fingerprint and the variant,
+    or the forms of inference."""
+    config: dict[str, dict[str, Any]]
+    """``train`` and ``variant``, or ``train`` and ``infer``, as params.yaml asked for them."""
+    dataset: Dataset
+
+
+class Result(Setup, VariantDocument):
+    """``results/<variant>.json``."""
+
+    schema_: Literal[2] = Field(default=2, alias="schema")
+    """1: without the next three fields, so without a record of what the result was made from."""
+    key: str
+    """Digest of the code, plan, settings and environment of the training (``stages.key``)."""
+    history_sha256: str
+    """SHA-256 of the ``history.csv`` that was written with this result."""
+    score: Score
+    summary: Summary
+    runs: tuple[Run, ...]
+
+
+def summarise(runs: Sequence[Run]) -> Summary:
+    """Return one number per quantity over a variant's seeds. A number unknown for any seed is None in the summary."""
+    accuracies = [run.test_accuracy for run in runs]
+    return Summary(
+        test_accuracy_mean_fraction=statistics.fmean(accuracies),
+        test_accuracy_spread_fraction=statistics.stdev(accuracies) if len(runs) > 1 else None,
+        samples_per_second=_median([run.samples_per_second for run in runs]),
+        step_p50_ms=_median([run.step_p50_ms for run in runs]),
+        peak_memory_bytes=_largest([run.peak_memory_bytes for run in runs]),
+        train_seconds=statistics.median(run.train_seconds for run in runs),
+    )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
+
+
+def _largest(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None

@@ -1,0 +1,35 @@
+"""What a job learns from its data: classification, a language model, regression, or a task of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipeline import factories
+from pipeline.data.prepared import Dataset
+from pipeline.params import Train
+from pipeline.tasks.base import CPU, Task, TaskError
+from pipeline.tasks.classification import Classification
+from pipeline.tasks.language_model import LanguageModel
+from pipeline.tasks.regression import Regression
+
+__all__ = ["Task", "TaskError", "of_job"]
+
+_OWN = {"classification": Classification, "language_model": LanguageModel, "regression": Regression}
+
+
+def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
+    """The task ``train.task``, with the job's settings, on the data set. Raises TaskError if the two do not fit."""
+    task = find(train.task)(train, dataset, device)
+    if not isinstance(task, Task):
+        raise TaskError(f"train.task: {train.task} returned {task!r}; expected a pipeline.tasks.Task.")
+    return task
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The class of the task ``name``; the user's own is imported. Raises TaskError."""
+    if ":" not in name:
+        return _OWN[name]
+    return factories.find(name, "train.task", "a task", example="my_tasks:Autoencoding", error=TaskError)

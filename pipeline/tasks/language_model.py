@@ -1,0 +1,84 @@
+"""Language models: each token of a window predicts the next one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.data.batches import Batch
+from pipeline.tasks.base import Task, TaskError
+from pipeline.tasks.classification import divergence, near_ties
+
+
+class LanguageModel(Task):
+    """Cross-entropy and accuracy of the next token; a sample is a window of tokens, its score their mean."""
+
+    arrays = ("inputs",)
+
+    def __post_init__(self) -> None:
+        if self.dataset.vocabulary is None:
+            raise TaskError(
+                f"train.task: found 'language_model', but {self.dataset.name} has no tokens; allowed: a data set of "
+                "text, arrays of integer inputs [N, length + 1] alone, or another task."
+            )
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that a sample predicts."""
+        return self.dataset.train.inputs.shape[1] - 1
+
+    def raw(self, rows: Sequence[Tensor]) -> Batch:
+        (windows,) = rows
+        return windows[:, :-1], windows[:, 1:].long()
+
+    @cached_property
+    def preprocess(self) -> nn.Module:
+        return _AsIndices()
+
+    def input_arguments(self) -> dict[str, Any]:
+        return {"length": self.length}
+
+    def output_arguments(self) -> dict[str, int]:
+        assert self.dataset.vocabulary is not None
+        return {"vocabulary": self.dataset.vocabulary}
+
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.length, *self.output_arguments().values())
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=self.train.label_smoothing)
+
+    def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropies without label smoothing, each window's the mean over its tokens."""
+        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+        return each.view_as(targets).double().mean(1).sum()
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Share of a window's tokens whose largest logit is the next token's."""
+        return (outputs.argmax(-1) == targets).double().mean(1)
+
+    def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
+        return divergence(outputs, taught, temperature)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(-1)
+
+    def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:  # noqa: ARG002
+        return near_ties(outputs, nearness)
+
+    def findings(self, test_loss: float, samples_per_second: float | None) -> dict[str, float]:
+        found = {"perplexity": math.exp(min(test_loss, 700.0))}
+        return found if samples_per_second is None else found | {"tokens_per_second": self.length * samples_per_second}
+
+
+class _AsIndices(nn.Module):
+    """Tokens of any integer type as int64, in which torch looks up embeddings."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.to(torch.int64)

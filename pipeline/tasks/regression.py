@@ -1,0 +1,94 @@
+"""Regression: numbers to predict, standardised with the mean and standard deviation of the training targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.data.batches import Batch
+from pipeline.tasks.base import Task, TaskError
+
+
+class Regression(Task):
+    """Mean squared error, and the share of samples whose every output is near its target.
+
+    Both count in the training targets' standard deviations. ``train.task_options``: ``tolerance``, how many of them
+    are near (0.5).
+    """
+
+    def __post_init__(self) -> None:
+        if "targets" not in self.dataset.statistics:
+            raise TaskError(
+                f"train.task: found 'regression', but {self.dataset.name} has no targets that are floats; allowed: "
+                f"{'language_model' if self.dataset.vocabulary else 'classification'}, or module:class of your own."
+            )
+        unknown, found = set(self.train.task_options) - {"tolerance"}, self.tolerance
+        if unknown or not isinstance(found, int | float) or not found > 0:
+            raise TaskError(
+                f"train.task_options: found {self.train.task_options}; regression takes tolerance, a number above 0."
+            )
+
+    @property
+    def tolerance(self) -> float:
+        found: float = self.train.task_options.get("tolerance", 0.5)
+        return found
+
+    @cached_property
+    def postprocess(self) -> nn.Module:
+        return Standardised(self, inverse=True).to(self.device)
+
+    @cached_property
+    def _standardise(self) -> nn.Module:
+        return Standardised(self).to(self.device)
+
+    def raw(self, rows: Sequence[Tensor]) -> Batch:
+        inputs, targets = rows
+        return inputs, self._standardise(targets.flatten(1) if targets.ndim > 1 else targets.unsqueeze(1))
+
+    def output_arguments(self) -> dict[str, int]:
+        return {"outputs": self.dataset.train.targets[0].numel()}
+
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.dataset.train.targets[0].numel(),)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets)
+
+    def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).double().square().mean(1).sum()
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Whether a sample's outputs are all within the tolerance."""
+        return ((outputs - targets).abs() <= self.tolerance).all(1)
+
+    def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:
+        """How many samples have an error that is as good as the tolerance."""
+        beyond = (outputs - targets).abs() - self.tolerance
+        return int((beyond.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).any(1).sum())
+
+    def findings(self, test_loss: float, samples_per_second: float | None) -> dict[str, float]:  # noqa: ARG002
+        """The share of the training targets' variance that is explained."""
+        return {"explained_variance_fraction": 1.0 - test_loss}
+
+
+class Standardised(nn.Module):
+    """(x - mean) / std of the training targets, or, ``inverse``, x * std + mean, for x [b, outputs]."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, task: Task, *, inverse: bool = False) -> None:
+        super().__init__()
+        found, row = task.dataset.statistics["targets"], task.dataset.train.targets[:1]
+        shape = (-1, *[1] * (row.ndim - 2))
+        for name, values in (("mean", found.mean), ("std", found.std)):
+            each = torch.tensor(values, dtype=torch.float32).view(shape).expand(row.shape[1:] or (1,))
+            self.register_buffer(name, each.flatten())
+        self.inverse = inverse
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.std + self.mean if self.inverse else (values - self.mean) / self.std

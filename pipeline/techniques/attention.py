@@ -1,0 +1,87 @@
+"""The kernel of attention: which of PyTorch's computes ``scaled_dot_product_attention`` in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch._functorch.config
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.plans import Plan
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Inputs, Technique
+
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class Attention(Technique):
+    """``sdpa_kernel`` around a step's forward and backward passes, which allows one kernel and no other.
+
+    The backward pass needs it where checkpointed blocks run again. Evaluation, between steps, keeps PyTorch's choice.
+    """
+
+    name = "attention"
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        super().__init__(plan, world)
+        kernel = plan.applied.attention
+        # A CPU has one fused kernel, which stands in for a GPU's when memory is predicted.
+        self._kernel = _KERNELS["flash" if world.device.type == "cpu" and kernel != "math" else kernel]
+
+    @classmethod
+    def prepare_process(cls) -> None:
+        # Its cache of compiled graphs, across processes, does not look at the kernels that are allowed.
+        torch._functorch.config.enable_autograd_cache = False
+
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        if not _attends(model, inputs):
+            raise ConfigError(
+                f"{self._where}, but {type(model).__name__} calls no scaled_dot_product_attention; allowed: 'auto', or "
+                "a model that calls it, such as vit_b_16."
+            )
+        return model
+
+    def change_step(self, step: TrainingStep) -> None:
+        # A pipeline's schedule calls no ``backward`` of the step, and a trial step calls no ``take``.
+        step.forward = self._alone()(step.forward)
+        step.backward = self._alone()(step.backward)
+        step.take = self._alone()(step.take)
+
+    @property
+    def _where(self) -> str:
+        """The beginning of a ConfigError."""
+        return f"variants.{self.plan.name}.attention: found {self.plan.applied.attention!r}"
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        try:
+            with sdpa_kernel(self._kernel):
+                yield
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self._where}, but this kernel cannot compute the model's attention here (PyTorch's warnings above "
+                "say why); allowed: 'auto', or another kernel."
+            ) from error
+
+
+def _attends(model: nn.Module, inputs: Inputs) -> bool:
+    """Return whether ``model`` calls scaled_dot_product_attention, which fails while every kernel is forbidden."""
+    try:
+        with sdpa_kernel([]):
+            inputs.tried(model)
+    except RuntimeError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return True
+    return False

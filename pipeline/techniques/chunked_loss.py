@@ -1,0 +1,144 @@
+"""Loss in chunks: the outputs of the model's last layer are made, and used up, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from pipeline.errors import ConfigError
+from pipeline.step import TrainingStep
+from pipeline.techniques.base import Inputs, Technique
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+class ChunkedLoss(Technique):
+    """The model's last linear layer, its head, and the loss run on one chunk of rows after the other.
+
+    A row is a token where the loss is a language model's own, else a sample: every loss is promised to be a mean over
+    samples. While the model trains, its head returns what it gets, and the step's criterion applies it. A chunk's
+    logits and their gradient are freed before the next chunk's are made; of all chunks remain the gradients of the
+    head's input and parameters. So no product is computed twice.
+
+    Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024; Wijmans et al., "Cut Your
+    Losses in Large-Vocabulary Language Models", ICLR 2025.
+    """
+
+    name = "chunked_loss"
+
+    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        found = _head(model, inputs)
+        if found is None:
+            raise ConfigError(
+                f"{self._where}, but what {type(model).__name__} returns is not what an nn.Linear of it has computed; "
+                "allowed: 1, or a model that returns the outputs of its last linear layer unchanged."
+            )
+        self._head = found
+        found.__class__ = _Head  # of the module itself, so names in the state dict stay
+        return model
+
+    def change_step(self, step: TrainingStep) -> None:
+        criterion, train = step.criterion, self.plan.train
+        by_token = train.task == "language_model" and ":" not in train.loss
+
+        def chunked(hidden: Tensor, targets: Tensor) -> Tensor:
+            weight, bias = self._head.weight, self._head.bias
+            if isinstance(weight, DTensor):
+                raise ConfigError(
+                    f"{self._where}, but with fsdp the model's last linear layer is in a block, whose parameters are "
+                    "gathered for its forward pass only; allowed: 1, or a last layer that is outside of all blocks."
+                )
+            if by_token:  # as samples of one token
+                hidden, targets = hidden.flatten(0, 1)[:, None], targets.flatten()[:, None]
+            chunks = self.plan.applied.loss_chunks
+            loss: Tensor = _LossOfChunks.apply(hidden, weight, bias, targets, criterion, chunks)
+            return loss
+
+        step.criterion = chunked
+
+    @property
+    def _where(self) -> str:
+        """The beginning of a ConfigError."""
+        return f"variants.{self.plan.name}.loss_chunks: found {self.plan.applied.loss_chunks}"
+
+
+class _Head(nn.Linear):
+    """A linear layer that passes its input on while it trains."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input if self.training else super().forward(input)
+
+
+def _head(model: nn.Module, inputs: Inputs) -> nn.Linear | None:
+    """Return the linear layer whose output is ``model``'s, found by a trial; None if there is none."""
+    seen: list[tuple[nn.Linear, Tensor]] = []
+    linears = [each for each in model.modules() if type(each) is nn.Linear]
+    hooks = [each.register_forward_hook(lambda layer, _, output: seen.append((layer, output))) for each in linears]
+    try:
+        outputs = inputs.tried(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    layers = [layer for layer, _ in seen]
+    found = next((layer for layer, output in seen if output is outputs), None)
+    return found if found is not None and layers.count(found) == 1 else None
+
+
+class _LossOfChunks(torch.autograd.Function):
+    """The mean loss of a linear layer's outputs, whose gradients are computed with the loss, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        criterion: Criterion,
+        chunks: int,
+    ) -> Tensor:
+        slopes = torch.empty_like(hidden), torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
+        parts = zip(hidden.chunk(chunks), targets.chunk(chunks), slopes[0].chunk(chunks), strict=True)
+        losses = [_part(*part, weight, bias, *slopes[1:], criterion, len(hidden)) for part in parts]
+        ctx.save_for_backward(*slopes)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        return hidden.mul_(slope), weight.mul_(slope), None if bias is None else bias.mul_(slope), None, None, None
+
+
+def _part(
+    rows: Tensor,
+    targets: Tensor,
+    slope_of_rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slope_of_weight: Tensor,
+    slope_of_bias: Tensor | None,
+    criterion: Criterion,
+    count: int,
+) -> Tensor:
+    """Return the share of ``rows`` [n, ..., d] in the mean loss of ``count`` rows. Writes the slope of the rows, and
+    adds to those of the layer."""
+    outputs = F.linear(rows, weight, bias).requires_grad_()
+    with torch.enable_grad():
+        loss = criterion(outputs, targets) * (len(rows) / count)
+    (slope,) = torch.autograd.grad(loss, outputs)
+    slope_of_rows.copy_(slope @ weight)
+    slope, rows = slope.flatten(0, -2), rows.flatten(0, -2)
+    if slope.dtype == slope_of_weight.dtype:
+        torch.addmm(slope_of_weight, slope.T, rows, out=slope_of_weight)  # no temporary tensor of the weight's size
+    else:
+        slope_of_weight += slope.T @ rows
+    if slope_of_bias is not None:
+        slope_of_bias += slope.sum(0)
+    return loss.detach()

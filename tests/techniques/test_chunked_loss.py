@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.data.prepared import Dataset, Split
+from pipeline.distributed import World
+from pipeline.errors import ConfigError
+from pipeline.params import Train
+from pipeline.profiling import ledger
+from pipeline.results import Ledger
+from pipeline.training.loop import Training
+from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
+from tests.ranks import run_ranks
+from tests.test_training import make_training, rows_of
+
+BATCH, LENGTH, VOCABULARY = 8, 16, 512
+GPT: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2}
+TRAIN = Train(
+    task="language_model", model="gpt", model_options=GPT, batch_size=BATCH, epochs=1, optimizer="adamw",
+    learning_rate=0.01, warmup_fraction=0.0, schedule="constant", history_every_steps=1, seeds=[0],
+)  # fmt: skip
+
+
+def tokens(count: int) -> Split:
+    generator = torch.Generator().manual_seed(count)
+    return Split({"inputs": torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator).to(torch.uint16)})
+
+
+DATA = Dataset("noise", "0" * 64, (), VOCABULARY, {}, tokens(6 * BATCH), tokens(5))
+
+
+def gpt_training(joined: World = ALONE, train: Train = TRAIN, **applied: Any) -> Training:
+    made = make_plan(train=train, batch_size=BATCH, processes=joined.size, **applied)
+    torch.manual_seed(0)
+    task = task_of(DATA, train, joined.device)
+    return Training(made, task.model(), task, batches_of(DATA, made, joined), joined, 0)
+
+
+def losses_of(joined: World, *cases: dict[str, Any]) -> list[tuple[list[float], float]]:
+    """For each case the loss of each step, and of the evaluation."""
+    found = []
+    for case in cases:
+        training = gpt_training(joined, **case)
+        losses = [row.train_loss for row in rows_of(training.run())]
+        assert training.score is not None
+        found.append((losses, training.score.loss))
+    return found
+
+
+def gradients(training: Training) -> dict[str, torch.Tensor]:
+    training.take_step.accumulate(training.batches.epoch(0))
+    return {name: each.grad for name, each in training.model.named_parameters() if each.grad is not None}
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest number of values that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.seen = max(self.seen, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 1000])
+@pytest.mark.parametrize("applied", [{}, {"gradient_accumulation": 2}, {"activation_checkpointing": True}])
+def test_the_gradients_are_those_of_all_logits_at_once(chunks: int, applied: dict[str, Any]) -> None:
+    whole, chunked = gradients(gpt_training(**applied)), gradients(gpt_training(loss_chunks=chunks, **applied))
+    assert whole.keys() == chunked.keys()
+    torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-7)
+
+
+def test_a_classifier_has_its_gradients_by_chunks_of_samples(digits: Dataset) -> None:
+    """Its last layer has a bias, is in a block that checkpointing runs again, and 32 samples make no 5 equal chunks."""
+    expected = gradients(make_training(digits))
+    for checkpointing in (False, True):
+        found = gradients(make_training(digits, loss_chunks=5, activation_checkpointing=checkpointing))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_loss_of_ones_own_takes_samples_with_all_their_tokens() -> None:
+    train = TRAIN.model_copy(update={"loss": "tests.techniques.test_chunked_loss:of_last_token"})
+    expected, found = (gradients(gpt_training(train=train, loss_chunks=chunks)) for chunks in (1, 3))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def of_last_token(*, vocabulary: int) -> Any:
+    assert vocabulary == VOCABULARY
+    return lambda outputs, targets: nn.functional.cross_entropy(outputs[:, -1], targets[:, -1])
+
+
+def test_all_logits_together_never_are_and_no_product_is_computed_twice() -> None:
+    sizes, flops = [], []
+    for chunks in (1, 16):
+        training = gpt_training(loss_chunks=chunks)
+        with Largest() as largest, FlopCounterMode(display=False) as counter:
+            training.take_step(training.batches.epoch(0))
+        sizes.append(largest.seen)
+        flops.append(counter.get_total_flops())
+    assert sizes == [BATCH * LENGTH * VOCABULARY, VOCABULARY * GPT["width"]]  # logits; the layer's weights
+    assert flops[0] == flops[1]
+
+
+def test_evaluation_takes_the_whole_model_and_names_in_the_state_dict_stay() -> None:
+    (expected,), (found,) = losses_of(ALONE, {}), losses_of(ALONE, {"loss_chunks": 4})
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)
+    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+    whole, chunked = gpt_training(), gpt_training(loss_chunks=4)
+    assert list(whole.model_state.read()) == list(chunked.model_state.read())
+
+
+def test_in_bf16_the_sums_stay_float32() -> None:
+    whole, chunked = (gradients(gpt_training(precision="bf16", loss_chunks=chunks)) for chunks in (1, 4))
+    assert {each.dtype for each in chunked.values()} == {torch.float32}
+    for name, expected in whole.items():
+        assert (chunked[name] - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_ranks_train_a_tied_head_as_one_device() -> None:
+    """The head's weights are the embedding's: ddp waits for the sum of both gradients, fsdp shares them out."""
+    cases = [{"parallelism": name, "loss_chunks": 4} for name in ("ddp", "fsdp", "tensor")]
+    cases.append({"parallelism": "ddp", "loss_chunks": 4, "gradient_accumulation": 2})
+    ((losses, test_loss),) = losses_of(ALONE, {})
+    for rank in run_ranks(losses_of, *cases):
+        for found in rank:
+            assert found[0] == pytest.approx(losses, rel=1e-3)
+            assert found[1] == pytest.approx(test_loss, rel=1e-3)
+
+
+def _refused_on_rank(joined: World, dataset: Dataset) -> str:
+    training = make_training(dataset, joined, parallelism="fsdp", loss_chunks=2)
+    with pytest.raises(ConfigError) as refused:
+        training.advance(1)
+    return str(refused.value)
+
+
+def test_a_model_without_such_a_layer_is_refused(digits: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"^variants\.tried\.loss_chunks: found 2, but what Sequential returns"):
+        make_training(digits, model=nn.Sequential(conv_net(), nn.ReLU()), loss_chunks=2)
+    with pytest.raises(ConfigError, match=r"what Twice returns is not what an nn\.Linear"):
+        make_training(digits, model=Twice(), loss_chunks=2)
+    assert all("last linear layer is in a block" in said for said in run_ranks(_refused_on_rank, digits))
+
+
+class Twice(nn.Module):
+    """A net whose last layer also runs in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        *blocks, _ = conv_net()
+        self.blocks, self.last = nn.Sequential(*blocks, nn.Flatten()), nn.Linear(64, 64)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.last(self.blocks(images)))
+        return out
+
+
+def of(chunks: int, **applied: Any) -> tuple[Ledger, Ledger]:
+    """The measured and the predicted ledger."""
+    training = gpt_training(loss_chunks=chunks, **applied)
+    training.advance(2)
+    measured = ledger.measured(training, 10**9)
+    assert measured is not None
+    return measured, ledger.predicted(training.plan, task_of(DATA, TRAIN))
+
+
+def test_its_memory_is_foreseen() -> None:
+    (whole, _), (chunked, foreseen) = of(1), of(16)
+    assert foreseen.peak_bytes == pytest.approx(chunked.tensors_bytes, rel=0.05)
+    logits = 4 * BATCH * LENGTH * VOCABULARY
+    assert whole.tensors_bytes - chunked.tensors_bytes > 2 * logits  # of three: logits, log-softmax and its gradient

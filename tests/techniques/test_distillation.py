@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+
+from pipeline import results
+from pipeline.data.prepared import Dataset, read
+from pipeline.distributed import World
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.params import Config, Machine, Train, load, parse
+from pipeline.plans import plan
+from pipeline.profiling import flops, ledger
+from pipeline.techniques.distillation import Distillation
+from pipeline.tools.verification import Verifier
+from pipeline.training import job
+from pipeline.training.checkpoints import state_sha256
+from pipeline.training.loop import Training
+from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
+from tests.ranks import run_ranks
+from tests.test_tasks import DATA, TRAIN, settings_of
+from tests.workspaces import PREPARED, enter
+
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+JOB = Train(model="tests.nets:attending_net", batch_size=32, epochs=1, learning_rate=0.05, seeds=[0], warmup_steps=1)
+TEACHER = {"teacher": "models/teacher", "model": "tests.nets:normed_net"}
+
+
+def training_of(
+    dataset: Dataset, joined: World = ALONE, *, train: Train = JOB, seed: int = 0, **applied: Any
+) -> Training:
+    made = make_plan(processes=joined.size, batch_size=train.batch_size, train=train, **applied)
+    torch.manual_seed(seed)
+    task = task_of(dataset, train, joined.device)
+    return Training(made, task.model(), task, batches_of(dataset, made, joined), joined, seed)
+
+
+def teacher_of(training: Training) -> Any:
+    (model,) = (each for technique in training.techniques for each in technique.further_models())
+    return model
+
+
+def trained(joined: World, dataset: Dataset, asked: list[dict[str, Any]], train: Train = JOB) -> list[str]:
+    """Digests of the parameters after some steps, for each of the variants ``asked``."""
+    found = []
+    for each in asked:
+        training = training_of(dataset, joined, train=train, **each)
+        training.advance(6)
+        state, names = training.model_state.read(), dict(training.model.named_parameters())
+        found.append(state_sha256({name: value for name, value in state.items() if name in names}))
+    return found
+
+
+def dropping(**_: int) -> nn.Module:
+    """A teacher with dropout and BatchNorm."""
+    return conv_net(norm=True, dropout=True)
+
+
+def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
+    """Hinton's loss in float64, row by row."""
+    total = 0.0
+    for ours, theirs in zip(logits.double().flatten(0, -2), taught.double().flatten(0, -2), strict=True):
+        p, q = ((each / temperature).exp() / (each / temperature).exp().sum() for each in (theirs, ours))
+        total += float((p * (p / q).log()).sum())
+    return temperature**2 * total / logits[..., 0].numel()
+
+
+@pytest.mark.parametrize("name", ["classification", *TRAIN])
+def test_the_distance_is_what_the_formula_says(digits: Dataset, name: str) -> None:
+    task = task_of(DATA[name], settings_of(name)) if name in DATA else task_of(digits)
+    ours, theirs = torch.randn(2, 7, *task.output_shape(), generator=torch.Generator().manual_seed(0))
+    expected = by_hand(ours, theirs, 3.0) if name != "regression" else float((ours - theirs).square().mean())
+    assert float(task.distance(ours, theirs, 3.0)) == pytest.approx(expected, rel=1e-5)
+    assert float(task.distance(ours, ours, 3.0)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_loss_is_the_mean_of_both_by_alpha(digits: Dataset) -> None:
+    training = training_of(digits, distillation=TEACHER | {"alpha": 0.3, "temperature": 2.0})
+    images, labels = next(training.batches.epoch(0))
+    with torch.no_grad():
+        found = training.take_step.forward(images, labels)
+        logits, taught = training.model(images), teacher_of(training)(images)
+    expected = 0.3 * by_hand(logits, taught, 2.0) + 0.7 * float(F.cross_entropy(logits, labels))
+    assert float(found) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("applied", [{}, {"precision": "bf16", "gradient_accumulation": 4, "channels_last": True}])
+def test_alpha_0_trains_as_without_a_teacher_to_the_bit(digits: Dataset, applied: dict[str, Any]) -> None:
+    taught = {"distillation": TEACHER | {"alpha": 0.0}}
+    plain, idle, learned = trained(ALONE, digits, [applied, applied | taught, applied | {"distillation": TEACHER}])
+    assert idle == plain != learned
+
+
+@pytest.mark.parametrize("applied", [{"parallelism": each} for each in ("ddp", "zero1", "fsdp", "tensor")], ids=str)
+def test_ranks_learn_together(digits: Dataset, applied: dict[str, Any]) -> None:
+    """With alpha 0 they train as without a teacher, and with a teacher otherwise; all of them end in the same."""
+    asked = [applied, applied | {"distillation": TEACHER | {"alpha": 0.0}}, applied | {"distillation": TEACHER}]
+    one, other = run_ranks(trained, digits, asked)
+    assert one == other
+    assert one[0] == one[1] != one[2]
+
+
+def test_the_teacher_stays_as_it_is_and_draws_nothing(digits: Dataset) -> None:
+    training = training_of(digits, distillation=TEACHER | {"model": "tests.techniques.test_distillation:dropping"})
+    teacher = teacher_of(training)
+    before, random = state_sha256(teacher.state_dict()), torch.get_rng_state()
+    training.advance(5)
+    assert state_sha256(teacher.state_dict()) == before
+    assert torch.equal(random, torch.get_rng_state())
+    assert not any(each.requires_grad or each.grad is not None for each in teacher.parameters())
+    assert training.work() == (32, 32, 32)  # what the teacher sees is no work of the model
+
+
+@pytest.mark.parametrize("model", ["resnet18", "mobilenet_v3_small"])
+def test_the_ledger_has_the_teachers_weights(digits: Dataset, model: str) -> None:
+    def made(**variant: Any) -> Config:
+        job_of = {"model": "small_cnn", "batch_size": 64, "device": "cpu", "seeds": [0]}
+        return parse({"train": job_of, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
+
+    taught = made(distillation={"teacher": "weights.pt", "model": model})
+    alone, beside = (
+        ledger.predicted(plan(each, "tried", CPU_ONLY), task_of(digits, each.train)) for each in (made(), taught)
+    )
+    how = plan(taught, "tried", CPU_ONLY)
+    training = training_of(digits, train=how.train, distillation=how.applied.distillation)
+    held = [*teacher_of(training).parameters(), *teacher_of(training).buffers()]
+    assert beside.parameters_bytes - alone.parameters_bytes == sum(each.nbytes for each in held)
+    training.advance(2)
+    measured = ledger.measured(training, 10**12)
+    assert measured is not None
+    assert beside.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+
+
+def test_the_teachers_arithmetic_is_executed_but_not_the_models(digits: Dataset) -> None:
+    config = parse({"variants": {"baseline": {}, "taught": {"distillation": TEACHER | {"model": "small_cnn"}}}})
+    alone, taught = (
+        flops.counted(plan(config, name, CPU_ONLY), task_of(digits), "") for name in ("baseline", "taught")
+    )
+    assert taught.model_per_sample == alone.model_per_sample
+    forward = taught.executed_per_sample - alone.executed_per_sample
+    assert alone.executed_per_sample / 4 < forward < alone.executed_per_sample / 2  # a pass of about three
+
+
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"seeds": [0, 1], "epochs": 1, "batch_size": 64, "learning_rate": 0.05, "model": "small_cnn"},
+    "publish": {"live": False},
+    "variants": {"baseline": {}},
+    "students": {
+        "taught": {
+            "model": "resnet9", "model_options": {"base_width": 2}, "distillation": {"teacher": "models/baseline"}
+        }
+    },
+}  # fmt: skip
+
+
+def with_students(**students: Any) -> dict[str, Any]:
+    return PARAMS | {"students": students}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Config]:
+    return lambda params: enter(tmp_path, monkeypatch, params)
+
+
+def test_a_student_learns_from_the_weights_of_the_same_seed(
+    workspace: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = workspace(PARAMS)
+    with pytest.raises(PipelineError, match=r"results/baseline\.json is missing"):
+        job.run(config, "taught", CPU_ONLY, PREPARED)
+    job.run(config, "baseline", CPU_ONLY, PREPARED)  # the student's first try has left nothing that hinders it
+    learned: list[str] = []
+
+    def noting(self: Distillation, weights: dict[str, Tensor]) -> None:
+        learned.append(state_sha256(weights))
+        self._teacher.load_state_dict(weights)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "learn_from", noting)
+        job.run(config, "taught", CPU_ONLY, PREPARED)
+    teacher, taught = (results.read(results.result_file(name), config) for name in config.variants)
+    assert learned == [run.teacher_sha256 for run in taught.runs] == [run.model_sha256 for run in teacher.runs]
+    assert [run.teacher_sha256 for run in teacher.runs] == [None, None]
+    assert taught.parameter_count < teacher.parameter_count / 2
+    weights = torch.load(results.model_file("taught", 0), weights_only=True)
+    task_of(read(PREPARED), plan(config, "taught", CPU_ONLY).train).model().load_state_dict(weights)
+
+    weights = torch.load(results.model_file("baseline", 1), weights_only=True)
+    torch.save(weights, "given.pt")
+    Path("params.yaml").write_text(yaml.safe_dump(with_students(taught={"distillation": {"teacher": "given.pt"}})))
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "learn_from", noting)
+        job.run(load(), "taught", CPU_ONLY, PREPARED)
+    assert learned[2:] == [state_sha256(weights)] * 2
+
+    torch.save({"other": torch.zeros(1)}, "given.pt")
+    with pytest.raises(PipelineError, match=r"weights of given\.pt do not fit its model small_cnn"):
+        job.run(load(), "taught", CPU_ONLY, PREPARED)
+    Path("given.pt").write_text("no weights")
+    with pytest.raises(PipelineError, match=r"taught\.distillation\.teacher: given\.pt cannot be read as weights"):
+        job.run(load(), "taught", CPU_ONLY, PREPARED)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (PARAMS | {"variants": {"baseline": {}, "taught": {}}}, "students.taught: there is a variant of this name"),
+        (PARAMS | {"variants": PARAMS["variants"] | PARAMS["students"], "students": {}},
+         "variants.taught.distillation: a variant that learns from a teacher stands under students"),
+        (with_students(taught={}), "students.taught: without distillation"),
+        (with_students(taught={"distillation": {"teacher": "models/baselin"}}),
+         "students.taught.distillation.teacher: found 'models/baselin', but there is no such variant; allowed: "
+         "models/baseline"),
+        (with_students(taught={"distillation": {"teacher": "models/taught"}}), "it would learn from itself"),
+        (with_students(one={"distillation": {"teacher": "models/other"}},
+                       other={"distillation": {"teacher": "models/one"}}), "students.one.distillation.teacher: it"),
+        (with_students(taught={"distillation": {"teacher": "models/baseline", "alpha": 2}}), "a number up to 1"),
+        (with_students(taught={"distillation": {"teacher": "models/baseline", "temp": 2}}), "Allowed: teacher, temper"),
+    ],
+)  # fmt: skip
+def test_a_misplaced_student_is_refused_when_params_yaml_is_read(
+    tmp_path: Path, params: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text(yaml.safe_dump(params))
+    with pytest.raises(ConfigError) as refused:
+        load(file)
+    assert said in str(refused.value)
+
+
+def test_the_model_of_a_teacher_is_its_variants(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    chain = {"second": {"distillation": {"teacher": "models/taught"}}, **PARAMS["students"]}
+    file.write_text(yaml.safe_dump(with_students(**chain)))
+    found = load(file).variants
+    assert found["taught"].distillation is not None
+    assert (found["taught"].model, found["taught"].distillation.model) == ("resnet9", "small_cnn")
+    assert found["second"].distillation is not None
+    assert (found["second"].distillation.model, found["second"].distillation.model_options) == (
+        "resnet9", {"base_width": 2},
+    )  # fmt: skip
+
+
+def test_verify_tries_it_without_effect(digits_folder: Path, tmp_path: Path) -> None:
+    config = parse(PARAMS | {"train": {"batch_size": 32, "learning_rate": 0.05}})
+    task = task_of(read(digits_folder), config.train)
+    small = replace(task, dataset=replace(task.dataset, train=task.dataset.train[:96], test=task.dataset.test[:32]))
+    verifier = Verifier(config, CPU_ONLY, digits_folder, small, tmp_path)
+    claims = {each.claim: each.holds for each in verifier.claims("taught")}
+    (idle,) = (claim for claim in claims if "if distillation has no effect: those without it" in claim)
+    assert claims[idle]
+    assert all(claims.values())
+    assert len(claims) == verifier.count("taught")

@@ -1,0 +1,137 @@
+"""What is evaluated and saved of a model that ranks hold in parts: exactly the whole model, which no rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import ALONE, World
+from pipeline.training.checkpoints import state_sha256
+from pipeline.training.evaluation import Score, evaluate
+from tests.nets import conv_net, stopped, task_of
+from tests.parallel import TRAIN, copied, make_training
+from tests.ranks import run_ranks
+from tests.techniques.test_tensor import headed_net
+
+FSDP: dict[str, Any] = {"parallelism": "fsdp"}
+TENSOR: dict[str, Any] = {"parallelism": "tensor"}
+COUNTS = [97, 33, 1]
+"""Test samples: shares of other sizes, of other numbers of batches, and of nothing."""
+
+
+def attending_net() -> nn.Module:
+    """One layer of a transformer over the rows of the images; without gradients torch has a faster way through it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Flatten(1, 2), layer, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+
+
+def _scores(
+    joined: World, dataset: Dataset, cases: list[tuple[Any, dict[str, Any]]]
+) -> list[tuple[list[Score], dict[str, torch.Tensor]]]:
+    """The scores of each case on test sets of ``COUNTS`` samples, and the weights that have them."""
+    found = []
+    for net, applied in cases:
+        training = make_training(dataset, joined, net, **applied)
+        steps = training.run()
+        next(steps)
+        scores = []
+        for count in COUNTS:
+            training.task = task_of(replace(dataset, test=dataset.test[:count]))
+            scores.append(training.evaluate())
+        found.append((scores, copied(training.model_state.read())))
+        next(steps)  # as if there had been no evaluation
+    return found
+
+
+def _check(dataset: Dataset, cases: list[tuple[Any, dict[str, Any]]], size: int) -> None:
+    ranks = run_ranks(_scores, dataset, cases, size=size)
+    for (net, _), *of_ranks in zip(cases, *ranks, strict=True):
+        scores, weights = of_ranks[0]
+        assert all(each == scores for each, _ in of_ranks)
+        model = net()
+        model.load_state_dict(weights)
+        for count, score in zip(COUNTS, scores, strict=True):
+            expected = evaluate(model, task_of(replace(dataset, test=dataset.test[:count])), ALONE, 7)
+            assert (score.correct, score.count) == (expected.correct, count)
+            assert score.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+def test_a_sharded_model_is_scored_as_a_whole_one_whatever_the_shares(digits: Dataset) -> None:
+    cases = [(conv_net, FSDP), (conv_net, FSDP | {"parameter_precision": "bf16"}), (attending_net, FSDP)]
+    _check(digits, [*cases, (headed_net, TENSOR), (attending_net, TENSOR)], size=2)
+
+
+@pytest.mark.slow
+def test_more_ranks_and_replicas_are_scored_so_too(digits: Dataset) -> None:
+    cases = [(conv_net, FSDP), (conv_net, FSDP | {"replicas": 2}), (headed_net, TENSOR | {"replicas": 2})]
+    _check(digits, cases, size=4)
+
+
+class _Spare(nn.Module):
+    """A model with parameters that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = conv_net(), nn.Linear(2, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        return logits
+
+
+def _resumed(joined: World, dataset: Dataset, changes: dict[str, Any]) -> tuple[str, str]:
+    train = TRAIN.model_copy(update=changes)
+    straight = make_training(dataset, joined, _Spare, train, **FSDP)
+    stopped(straight, 6)
+    resumed = make_training(dataset, joined, _Spare, train, **FSDP)
+    resumed.restore(stopped(make_training(dataset, joined, _Spare, train, **FSDP), 3))
+    stopped(resumed, 3)
+    return state_sha256(straight.model_state.read()), state_sha256(resumed.model_state.read())
+
+
+@pytest.mark.parametrize("changes", [{"momentum": 0.0}, {"optimizer": "adamw", "learning_rate": 0.005}])
+def test_parameters_without_optimizer_state_resume_exactly(digits: Dataset, changes: dict[str, Any]) -> None:
+    for straight, resumed in run_ranks(_resumed, digits, changes):
+        assert straight == resumed
+
+
+def wide_net() -> nn.Sequential:
+    """Mostly parameters: 4 MB in eight blocks."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(360, 360), nn.ReLU()) for _ in range(8)]
+    return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 360)), *layers, nn.Linear(360, 10))
+
+
+def _peaks(joined: World, dataset: Dataset) -> dict[str, int]:
+    """Bytes on this rank's GPU: of the whole model, and what is added at the peak of each part of a training."""
+    train = TRAIN.model_copy(update={"optimizer": "adamw"})
+    training = make_training(dataset, joined, wide_net, train, **FSDP)
+    steps = training.run()
+    next(steps)
+    added = {"whole": sum(each.numel() * each.element_size() for each in training.model.parameters())}
+
+    def measured(name: str, part: Any) -> Any:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        value = part()
+        added[name] = torch.cuda.max_memory_allocated() - before
+        return value
+
+    with training.paused():
+        measured("evaluation", training.evaluate)
+        state = measured("checkpoint", lambda: joined.wholes_on_main(training.state()))
+        measured("restoring", lambda: training.restore(joined.announced(state)))
+    return added
+
+
+@pytest.mark.gpu
+def test_no_gpu_holds_the_whole_model(digits: Dataset) -> None:
+    for added in run_ranks(_peaks, digits, device="cuda"):
+        whole = added.pop("whole")
+        assert all(each < whole / 2 for each in added.values()), (whole, added)

@@ -1,0 +1,438 @@
+"""Energy per sample: counters with known answers, from the counter to the verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from pipeline import cli, environment, results
+from pipeline.benchmark import arm
+from pipeline.comparison.comparison_file import Comparison
+from pipeline.distributed import forked
+from pipeline.environment import stages
+from pipeline.measurement import energy
+from pipeline.measurement.detectors import Refusal
+from pipeline.measurement.energy import Energy, per_sample
+from pipeline.params import Bench as BenchSettings
+from pipeline.params import Compare, Machine, Margins, parse
+from pipeline.plans import plan
+from pipeline.report import html, markdown, metrics, ratios_csv
+from pipeline.results import Bench, Window
+from pipeline.tools import evidence, inference
+from pipeline.tools.inference import timing
+from pipeline.tracking.metrics import _figures_of, compared_points
+from pipeline.training import job
+from tests import test_evidence
+from tests.drivers import plug
+from tests.factories import (
+    make_bench,
+    make_comparison,
+    make_histories,
+    make_result,
+    make_results,
+    make_run,
+    make_window,
+)
+from tests.report.conftest import plain
+from tests.workspaces import PREPARED, enter
+
+CPU, GPUS = torch.device("cpu"), [torch.device("cuda", index) for index in range(2)]
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+
+
+class Clockwork:
+    """A clock that advances when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
+    clock = Clockwork()
+    monkeypatch.setattr(energy, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def zones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``zones(name=microjoules)`` writes RAPL's files as Linux shows them, one zone per name."""
+
+    def show(**counts: int) -> None:
+        for zone, count in counts.items():
+            folder = tmp_path / zone.replace("_", ":").replace("rapl", "intel-rapl")
+            folder.mkdir(exist_ok=True)
+            of = {"rapl_2": "psys", "rapl_0_0": "core", "rapl_1_0": "dram"}.get(zone, f"package-{zone[-1]}")
+            for name, value in (("name", of), ("energy_uj", count), ("max_energy_range_uj", 999_999)):
+                (folder / name).write_text(f"{value}\n")
+
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
+    return show
+
+
+def window(counters: Energy, clock: Clockwork, during: Callable[[], None], seconds: float = 1.0) -> None:
+    counters.open()
+    clock.now += seconds
+    during()
+    counters.close(measured=True)
+
+
+def test_packages_add_up_each_once_and_a_counter_that_wraps_goes_on(
+    zones: Callable[..., None], clock: Clockwork
+) -> None:
+    zones(rapl_0=900_000, rapl_0_0=0, rapl_1=100_000, rapl_1_0=0, rapl_2=0)
+    counters = Energy([CPU])
+    window(counters, clock, lambda: zones(rapl_0=100_000, rapl_0_0=50_000, rapl_1=350_000, rapl_1_0=9, rapl_2=700_000))
+    zones(rapl_0=600_000)  # between windows: nobody's
+    window(counters, clock, lambda: zones(rapl_0=700_000, rapl_1=400_000))
+    joules = 0.2 + 0.25 + 0.1 + 0.05
+    assert per_sample([counters.read()], 8) == {"joules_per_sample": pytest.approx(joules / 8)}
+    both = [counters.read()] * 2  # two processes of one CPU
+    assert per_sample(both, 8) == {"joules_per_sample": pytest.approx(joules / 8)}
+
+
+def test_what_is_not_measured_is_forgotten(zones: Callable[..., None], clock: Clockwork) -> None:
+    zones(rapl_0=0)
+    counters = Energy([CPU])
+    counters.open()
+    zones(rapl_0=700_000)
+    counters.close(measured=False)
+    window(counters, clock, lambda: zones(rapl_0=900_000))
+    assert per_sample([counters.read()], 1) == {"joules_per_sample": pytest.approx(0.2)}
+
+
+def test_two_gpus_of_two_ranks_add_up_and_a_shared_one_counts_once(
+    clock: Clockwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    power = {"GPU-a": 100, "GPU-b": 250}  # watts
+    plug(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=lambda gpu: 7_000 + round(1e3 * power[gpu] * clock.now))
+    ranks = [Energy([gpu]) for gpu in GPUS]
+    for rank in ranks:
+        window(rank, clock, lambda: None, seconds=2.0)
+    one, other = (rank.read() for rank in ranks)
+    assert per_sample([one, other], 1000) == {"joules_per_sample": pytest.approx(0.7)}
+    assert per_sample([one, one], 1000) == {"joules_per_sample": pytest.approx(0.2)}
+    both = Energy(GPUS)  # one process with two
+    window(both, clock, lambda: None, seconds=2.0)
+    assert per_sample([both.read()], 1000) == {"joules_per_sample": pytest.approx(0.7)}
+
+
+def why_not(*ranks: Energy) -> str:
+    [(name, why)] = per_sample([rank.read() for rank in ranks], 8).items()
+    assert name == "why_no_energy"
+    return str(why)
+
+
+def test_without_a_counter_it_is_unknown(
+    zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = Energy([CPU])
+    window(counters, clock, lambda: None)
+    assert "shows no package" in why_not(counters)
+    zones(rapl_2=0, rapl_0_0=0)
+    assert "shows no package" in why_not(Energy([CPU]))
+
+    def fails(_: str) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    plug(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=fails)
+    counters = Energy(GPUS[:1])
+    window(counters, clock, lambda: None)
+    assert "Not Supported" in why_not(counters)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+def test_without_permission_it_is_unknown(
+    reads: int, zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the start or from some moment on; if one rank's energy is unknown, so is the energy of all."""
+    zones(rapl_0=0)
+    other = Energy([CPU])
+    window(other, clock, lambda: zones(rapl_0=5))
+    number, left = energy._number, itertools.count(reads, -1)
+
+    def refused(path: Path) -> int:
+        if path.name == "energy_uj" and next(left) <= 0:
+            raise PermissionError(13, "Permission denied", str(path))
+        return number(path)
+
+    monkeypatch.setattr(energy, "_number", refused)
+    counters = Energy([CPU])
+    for count in (10, 20):
+        window(counters, clock, lambda count=count: zones(rapl_0=count))  # type: ignore[misc]
+    assert "Permission denied" in why_not(counters)
+    assert "rapl:0/energy_uj" in why_not(other, counters)
+
+
+def test_a_counter_that_stands_still_tells_nothing(zones: Callable[..., None], clock: Clockwork) -> None:
+    zones(rapl_0=77, rapl_1=0)
+    counters = Energy([CPU])
+    window(counters, clock, lambda: zones(rapl_0=99))
+    assert "stood still" in why_not(counters)
+
+
+def test_windows_that_are_too_short_tell_nothing_but_what_to_raise(
+    zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plug(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=lambda _: round(1e5 * clock.now))
+    counters = Energy(GPUS[:1], "raise bench.window_seconds")
+    for seconds in (0.5, 1.5, 0.4):
+        window(counters, clock, lambda: None, seconds)
+    assert "windows of 1 s, and these took 0.800 s: raise bench.window_seconds" in why_not(counters)
+    zones(rapl_0=0)  # which moves more often
+    counters = Energy([CPU])
+    window(counters, clock, lambda: zones(rapl_0=9), seconds=0.4)
+    assert per_sample([counters.read()], 9) == {"joules_per_sample": pytest.approx(1e-6)}
+
+
+# In the bench.
+
+
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [3], "batch_size": 64, "warmup_steps": 1},
+    "bench": {"energy": True, "max_input_wait": 1.0},
+    "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
+}
+
+
+def _with_a_joule_a_window(refused: list[Refusal], *arguments: Any) -> Generator[Any, Any, None]:
+    """An arm in a process of its own, whose energy counter grows by a joule with each read."""
+    reads = itertools.count()
+    energy._of_packages = lambda: {"package-0": energy._Counter(lambda: next(reads), 1.0, 2**64)}
+    energy.SHORTEST_SECONDS["cpu"] = 0.0
+    for name, found in (("detectors", []), ("of_turns", refused)):  # this test ignores other load
+        setattr(arm, name, lambda *_, found=found, **__: found)
+    yield from arm._measure_in_turns(*arguments)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_an_arm_of_two_ranks_counts_their_cpu_once_in_measured_windows_alone(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = enter(tmp_path, monkeypatch, PARAMS)
+    refusals = [Refusal("others were at work")] if refused else []
+    arguments = (refusals, config, plan(config, "ddp", CPU_ONLY), PREPARED, environment.read(), 6, False)
+    with forked(_with_a_joule_a_window, arguments, 2, preload=arm.PRELOAD) as ask:
+        for request in (None, 2, 2, 2):
+            ask(request)
+        measured, _ = ask(None)
+    assert bool(measured.window.refusals) is refused
+    known = None if refused else 3 / (6 * 64)  # three turns, of which none holds the end of an epoch
+    assert (measured.window.joules_per_sample, measured.window.why_no_energy) == (known, None)
+
+
+# From the samples to the verdict.
+
+
+def with_energy(bench: Bench, joules: Mapping[str, float], why_not: str | None = None) -> Bench:
+    """``joules``: energy per sample, by variant, as a multiple of the baseline's 5 mJ; ``why_not``: why unknown."""
+
+    def sample(window: Window, draw: random.Random, factor: float) -> Window:
+        known = {"joules_per_sample": 0.005 * factor * math.exp(draw.gauss(0, 0.01))}
+        return window.model_copy(update={"why_no_energy": why_not} if why_not else known)
+
+    arms = []
+    for each in bench.arms:
+        draw = random.Random(each.name)
+        samples = tuple(sample(window, draw, joules.get(each.variant, 1.0)) for window in each.samples)
+        arms.append(each.model_copy(update={"samples": samples}))
+    return bench.model_copy(update={"arms": tuple(arms)})
+
+
+def comparison(margin: float | None, why_not: str | None = None, **changes: Any) -> Comparison:
+    bench = with_energy(make_bench(**changes), {"ddp": 2.0, "memory": 0.5}, why_not)
+    return make_comparison(bench=bench, margins=Margins(energy=margin))
+
+
+def test_a_margin_lets_verdicts_take_it_in() -> None:
+    usual, shown, judged = make_comparison(), comparison(None), comparison(0.05)
+    verdicts = [[each.verdict for each in one.variants] for one in (usual, shown, judged)]
+    assert verdicts == [[None, "pays", "trades"], [None, "pays", "trades"], [None, "trades", "trades"]]
+    for found in (shown, judged):
+        baseline, ddp, memory = found.variants
+        assert baseline.joules_per_sample == pytest.approx(0.005, rel=0.02)
+        assert baseline.energy is None
+        assert ddp.energy
+        assert memory.energy
+        assert ddp.energy.estimate == pytest.approx(2.0, rel=0.02)
+        assert memory.energy.estimate == pytest.approx(0.5, rel=0.02)
+        assert (ddp.energy.decision, memory.energy.decision) == ("worse", "better")
+        assert (ddp.energy.pairs, ddp.energy.refused) == (12, 0)
+    assert judged.champion is None
+    assert shown.champion == usual.champion
+
+
+def test_the_champion_may_be_the_one_that_saves_most_energy() -> None:
+    bench = with_energy(make_bench(throughput={}, memory={}, refused={}), {"ddp": 0.8, "memory": 0.5})
+    found = make_comparison(bench=bench, margins=Margins(energy=0.05)).champion
+    assert found
+    assert (found.variant, found.quantity, found.runner_up) == ("memory", "energy a sample", "ddp")
+    assert make_comparison(bench=bench).champion is None
+    measured = [
+        make_result(),
+        make_result("right", [make_run(seed, test_correct=9500 + 5 * seed) for seed in range(3)]),
+    ]
+    saving = with_energy(make_bench(measured), {"right": 0.5})
+    assert [
+        make_comparison(measured, saving, margins=Margins(energy=margin)).champion.quantity  # type: ignore[union-attr]
+        for margin in (None, 0.05)
+    ] == [None, "energy a sample"]
+
+
+def test_where_the_baseline_differs_from_itself_none_is_believed() -> None:
+    bench = with_energy(make_bench(), {})
+    base = bench.arms[0].samples
+    wild = tuple(
+        each.model_copy(update={"joules_per_sample": 0.005 * (1 + number)}) for number, each in enumerate(base)
+    )
+    arms = (bench.arms[0].model_copy(update={"samples": wild}), *bench.arms[1:])
+    found = make_comparison(bench=bench.model_copy(update={"arms": arms}), margins=Margins(energy=0.05))
+    ddp = found.variants[1]
+    assert (ddp.verdict, ddp.joules_per_sample) == ("untrusted", None)
+    assert "energy a sample: the baseline measured against itself" in " ".join(ddp.reasons)
+
+
+def test_the_report_shows_it_only_where_it_was_asked_for() -> None:
+    usual, shown, judged, unknown = (
+        make_comparison(), comparison(None), comparison(0.05), comparison(0.05, "its counter stood still"),
+    )  # fmt: skip
+    histories = make_histories(make_results())
+    for found in (shown, judged, unknown):
+        assert "Energy a sample" in markdown(found)
+        assert "Energy a sample" in html(found, histories)
+    for text in (
+        markdown(usual),
+        html(usual, histories),
+        usual.to_json(),
+        ratios_csv(usual),
+        str(metrics(usual.variants[1])),
+    ):
+        assert not {"nergy", "joules"} & {word for word in ("nergy", "joules") if word in text}
+    said = plain(markdown(judged))
+    assert "2.01x the energy a sample" in said or "2.00x the energy a sample" in said
+    assert "5% of energy a sample" in said
+    assert "the energy a sample (" not in plain(markdown(shown)).split("A/A")[0]
+    assert "its counter stood still" in markdown(unknown)
+    assert unknown.variants[1].verdict == "pays"  # what this machine does not tell is in no verdict
+    assert metrics(judged.variants[1])["energy_ratio"] == pytest.approx(2.0, rel=0.02)
+    assert ratios_csv(judged).count("energy a sample") == 3  # with A/A
+
+
+def test_stores_and_evidence_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child: Any = SimpleNamespace(variant="ddp")
+    (point,) = (
+        each for each in compared_points(json.loads(comparison(None).to_json()), child, {}) if "joules" in each.key
+    )
+    assert point.key == "bench/joules_per_sample"
+    assert point.value == pytest.approx(0.01, rel=0.02)
+    assert not [
+        each for each in compared_points(json.loads(make_comparison().to_json()), child, {}) if "joules" in each.key
+    ]
+    made = iter((2.0, 2.1))
+    monkeypatch.setattr(
+        test_evidence, "make_bench", lambda *given, **more: with_energy(make_bench(*given, **more), {"ddp": next(made)})
+    )
+    with contextlib.chdir(tmp_path):
+        test_evidence.write_job()
+        evidence.write()
+        assert cli.main(["evidence", "check", "evidence.zip"]) == 0
+        file = tmp_path / "bench.json"
+        file.write_text(file.read_text().replace('"joules_per_sample": 0.00', '"joules_per_sample": 0.01', 1))
+        with pytest.raises(evidence.EvidenceError, match=r"energy|joules"):
+            evidence.write()
+
+
+def test_files_and_digests_are_as_before_where_it_is_off() -> None:
+    assert "energy" not in BenchSettings().model_dump() | Margins().model_dump()
+    assert not {"joules_per_sample", "why_no_energy"} & make_window().model_dump().keys()
+    on = parse({"variants": {"baseline": {}}, "bench": {"energy": True}, "infer": {"energy": True}})
+    off = parse({"variants": {"baseline": {}}})
+    said = [stages.described(config, {}, ["bench", "infer", "compare"])["stages"] for config in (on, off)]
+    for stage in ("bench", "infer"):
+        assert said[0][stage]["settings"] == said[1][stage]["settings"] | {"energy": True}
+    assert not [stage for stage in said[1].values() if "energy" in stage["settings"]]
+    assert said[0]["compare"] == said[1]["compare"]
+    assert Compare(margins=Margins(energy=0.1)).model_dump()["margins"]["energy"] == 0.1
+
+
+# In inference.
+
+
+def test_inference_tells_joules_a_sample_or_why_not(
+    zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten watts, and 1/64 and 1/128 s an image."""
+    monkeypatch.setattr(timing, "time", clock)
+    zones(rapl_0=0)
+    count = energy._number
+    monkeypatch.setattr(
+        energy, "_number", lambda path: round(1e7 * clock.now) % 1_000_000 if path.name == "energy_uj" else count(path)
+    )
+
+    def form(seconds: float) -> Any:
+        def predict(images: torch.Tensor) -> torch.Tensor:
+            clock.now += seconds * len(images)
+            return images
+
+        return predict
+
+    forms, images = {"slow": form(1 / 64), "fast": form(1 / 128)}, torch.zeros(8, 1, 2, 2, dtype=torch.uint8)
+    for seconds, known in ((0.0625, True), (0.01, False)):
+        found = timing.in_rounds(forms, images, [1], rounds=6, seconds=seconds, synchronise=lambda: None, devices=[CPU])
+        noise = timing.noise_of(found["slow"], found["slow"], 0.15, "cpu")
+        (slow,), (fast,) = (timing.throughput_of(found[name], found["slow"], noise) for name in forms)
+        if known:
+            assert (slow.joules_per_sample, fast.joules_per_sample) == pytest.approx((10 / 64, 10 / 128), rel=1e-5)
+            assert slow.low_joules_per_sample == pytest.approx(slow.high_joules_per_sample, rel=1e-5)
+            assert slow.why_no_energy is None
+        else:
+            assert (fast.joules_per_sample, fast.low_joules_per_sample) == (None, None)
+            assert "raise infer.window_seconds" in str(fast.why_no_energy)
+    plain_forms = timing.in_rounds(forms, images, [1], rounds=6, seconds=0.1, synchronise=lambda: None)
+    (off,) = timing.throughput_of(plain_forms["fast"], plain_forms["slow"], noise)
+    assert not [name for name in off.model_dump() if "joules" in name or "energy" in name]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_stage_writes_it_where_it_is_asked_for(
+    there: bool, zones: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infer = {"energy": True, "forms": ["eager"], "batch_sizes": [8], "rounds": 2, "window_seconds": 0.001}
+    config = enter(tmp_path, monkeypatch, PARAMS | {"infer": infer, "publish": {"live": False}})
+    job.run(config, "baseline", CPU_ONLY, PREPARED)
+    if there:
+        zones(rapl_0=0)
+        reads = itertools.count()
+        monkeypatch.setattr(energy, "_number", lambda path: 999_999 if "max" in path.name else next(reads))
+        monkeypatch.setitem(energy.SHORTEST_SECONDS, "cpu", 0.0)
+    inference.run(config, "baseline", CPU_ONLY, PREPARED)
+    record = json.loads(results.inference_file("baseline", "json").read_text())
+    page = results.inference_file("baseline", "md").read_text()
+    single, batch = record["forms"][0]["measured"]["throughput"]
+    published = {name.rpartition("/")[2] for name, _ in _figures_of("baseline", record)}
+    assert "| joules a sample, of the device alone | batch 1 | batch 8 |" in page
+    if there:
+        assert min(each["joules_per_sample"] for each in (single, batch)) > 0
+        assert {"batch_1_joules_per_sample", "batch_8_joules_per_sample"} <= published
+        assert "No energy" not in page
+    else:
+        assert "shows no package" in single["why_no_energy"]
+        assert "- No energy with batch 8, at least of one form: " in page
+        assert not [name for name in published if "joules" in name]

@@ -1,0 +1,317 @@
+"""``python -m pipeline init``: in an empty repository, and in one that already has files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from pipeline import cli, files
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.params import Machine, load
+from pipeline.tools import init
+from tests.conftest import ROOT, Terminal
+from tests.test_variant_sets import LAPTOP, SERVER
+
+NAMES = (*init.WHOLE, *init.AT_THE_TOP)
+NET = "def net(*, channels, height, width, classes):\n    raise NotImplementedError\n"
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty git repository; the current directory."""
+    path = tmp_path / "repository"
+    path.mkdir()
+    monkeypatch.chdir(path)
+    git("init", "--quiet")
+    return path
+
+
+@pytest.fixture
+def upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of a later version, which ``init`` takes from now on."""
+    later = tmp_path / "later"
+    for name in (*NAMES, *init.ONCE, *init.LINES, "params.yaml", "variants/speed.yaml"):
+        (later / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, later / name)
+    monkeypatch.setattr(init, "PROJECT", later)
+    return later
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.relative_to(folder).parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def add(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init.run(LAPTOP)
+    for name in (*NAMES, "params.yaml", "params.schema.json", ".dvc/config", ".dvc/.gitignore"):
+        assert (repository / name).read_bytes() == (ROOT / name).read_bytes(), name
+    assert {name for name in NAMES if os.access(repository / name, os.X_OK)} == {".ci/gpu", ".github/session"}
+    made = {"data/raw/x", "results/ddp.json", "models/ddp/x", "bench.json", "profiles/ddp/x", "mlflow.db", ".cache/x"}
+    kept = {"dvc.lock", "profiles/README.md", "reports/ratios.csv", "sessions/x.json", ".env"}
+    assert set(git("check-ignore", *made).split()) == made
+    assert subprocess.run(["git", "check-ignore", *kept], capture_output=True).stdout == b""
+    before, said = contents(repository), capsys.readouterr().out
+    assert said.startswith("init: wrote params.yaml, .dvc/config, ")
+    assert "3 variants, 2.5 minutes of bench" in said
+    init.run(LAPTOP)
+    assert contents(repository) == before
+    assert capsys.readouterr().out == "init: wrote nothing: all is as this version would write it\n"
+
+
+@pytest.mark.parametrize("beside", [{}, {".dockerignore": "*\n"}], ids=["Dockerfile", "and .dockerignore"])
+def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
+    beside: dict[str, str], repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = {"Dockerfile": "FROM scratch\n", ".github/workflows/gpu.yml": "on: push\n", "nets.py": NET} | beside
+    for name, text in theirs.items():
+        add(repository / name, text)
+    add(repository / ".gitignore", "/mine\n/data")
+    before = contents(repository)
+    with pytest.raises(PipelineError, match="nothing was written; run it again with --yes"):
+        init.run(LAPTOP, model="nets:net")
+    assert contents(repository) == before
+    assert "+/results" in capsys.readouterr().out
+    init.run(LAPTOP, model="nets:net", yes=True)
+    assert {name: (repository / name).read_text(encoding="utf-8") for name in theirs} == theirs
+    assert beside or not (repository / ".dockerignore").exists(), "it would change what their Dockerfile is built from"
+    ignored = (repository / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert ignored[:2] == ["/mine", "/data"]
+    assert ignored.count("/data") == 1
+    assert "kept Dockerfile, .github/workflows/gpu.yml as you have them" in capsys.readouterr().out
+    before = contents(repository)
+    init.run(LAPTOP)
+    assert contents(repository) == before
+    assert "@@" not in capsys.readouterr().out, "their differences were shown"
+
+
+def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
+    repository: Path, upgraded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init.run(LAPTOP)
+    add(repository / "Dockerfile", "RUN mine\n")
+    add(repository / "params.yaml", "# mine\n")
+    (repository / ".github/session").unlink()
+    for name in ("dvc.yaml", "Dockerfile", ".github/session", "params.yaml"):
+        add(upgraded / name, "# later\n")
+    add(upgraded / ".gitignore", "/later\n")
+    before, _ = contents(repository), capsys.readouterr()
+    with pytest.raises(PipelineError, match="nothing was written"):
+        init.run(LAPTOP)
+    assert contents(repository) == before
+    shown = capsys.readouterr().out
+    named = re.findall(r"^\+\+\+ (\S+), as init has it$", shown, re.MULTILINE)
+    assert named == [".gitignore", "dvc.yaml", "Dockerfile"]
+    assert shown.count("+# later") == 2
+    assert "-RUN mine" in shown
+    init.run(LAPTOP, yes=True)
+    changed = {name for name, content in contents(repository).items() if content != before.get(name)}
+    assert changed == {"dvc.yaml", ".gitignore", ".dvc/init.json"}
+    assert (repository / "dvc.yaml").read_text(encoding="utf-8").endswith("# later\n")
+    capsys.readouterr()
+    init.run(LAPTOP)
+    assert capsys.readouterr().out == (
+        "init: wrote nothing: all is as this version would write it\n"
+        "init: kept Dockerfile, .github/session as you have them (changed, deleted, or yours from the start)\n"
+    )
+
+
+def test_data_that_git_ignores_is_in_the_way_too_but_not_what_the_stages_made(repository: Path) -> None:
+    add(repository / ".gitignore", "/data\n")
+    add(repository / "data/raw/x", "theirs\n")
+    before = contents(repository)
+    with pytest.raises(ConfigError, match="found data, but the stages take these names"):
+        init.run(LAPTOP, yes=True)
+    assert contents(repository) == before
+    shutil.rmtree(repository / "data")
+    init.run(LAPTOP, yes=True)
+    add(repository / "data/raw/x", "what fetch made\n")
+    before = contents(repository)
+    init.run(LAPTOP)
+    (repository / ".dvc/init.json").unlink()
+    init.run(LAPTOP)
+    assert contents(repository) == before
+
+
+@pytest.mark.parametrize(("answer", "written"), [("y", True), ("", False)])
+def test_on_a_terminal_it_asks(
+    answer: str, written: bool, repository: Path, upgraded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init.run(LAPTOP)
+    add(upgraded / "dvc.yaml", "# later\n")
+    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    if written:
+        init.run(LAPTOP)
+    else:
+        with pytest.raises(PipelineError):
+            init.run(LAPTOP)
+    assert ("# later" in (repository / "dvc.yaml").read_text(encoding="utf-8")) is written
+
+
+def test_beside_a_pipeline_of_their_own_it_asks_for_a_folder_and_leaves_the_rest_alone(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("params.yaml", "dvc.yaml", "models/__init__.py", "own_nets/__init__.py"):
+        add(repository / name, "train: {lr: 0.1}\n" if name.endswith("yaml") else NET)
+    before = contents(repository)
+    with pytest.raises(ConfigError, match=r"found dvc\.yaml, models, params\.yaml, but the stages take these names"):
+        init.run(LAPTOP)
+    assert contents(repository) == before
+    (repository / "performance").mkdir()
+    monkeypatch.chdir(repository / "performance")
+    with pytest.raises(ConfigError, match=r"no module 'own_nets'.* `ln -s \.\./own_nets \.` brings it here"):
+        init.run(LAPTOP, model="own_nets:net")
+    assert contents(repository) == before
+    (repository / "performance/own_nets").symlink_to("../own_nets")
+    init.run(LAPTOP, model="own_nets:net")
+    after = contents(repository)
+    assert {name: after[name] for name in before} == before
+    others = {name for name in after.keys() - before.keys() if not name.startswith("performance/")}
+    assert others == set(init.AT_THE_TOP)
+    workflow = (repository / ".github/workflows/gpu.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(workflow)["jobs"]
+    runs = [step.get("run", "").rstrip() for job in jobs.values() for step in job["steps"]]
+    assert sum(run.endswith('REVISION="$GITHUB_SHA" performance') for run in runs) == 1
+    assert sum('"$CONTAINER" performance/.ci/gpu ' in run for run in runs) == 1
+    assert 'cd performance && "$GITHUB_WORKSPACE/.github/session" "$RUNNER_TEMP/gpu/sessions"' in runs
+    (uploaded,) = (step["with"]["path"].split() for step in jobs["gpu"]["steps"] if "path" in step.get("with", {}))
+    paths = [line for line in workflow.splitlines() if "runner.temp }}/copy/" in line]
+    assert len(paths) == 7
+    assert all("/copy/performance/" in line for line in paths)
+    assert uploaded[-1] == "}}/copy/performance/sessions"
+
+
+def images(folder: Path, sides: list[int]) -> None:
+    for number, side in enumerate(sides):
+        path = folder / "train" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (side + 9, side)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("machine", "variants", "minutes"),
+    [
+        (LAPTOP, ["baseline", "memory", "channels-last"], 2.5),
+        (SERVER, ["baseline", "ddp", "memory", "channels-last", "bf16", "tf32", "compiled"], 5.0),
+    ],
+    ids=["laptop", "server"],
+)
+def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
+    machine: Machine, variants: list[str], minutes: float, repository: Path
+) -> None:
+    images(repository / "shots", [60, 70, 70, 400] * 40)
+    (repository / "shots/train/0/broken.png").write_bytes(b"no image")
+    init.run(machine, images="shots")
+    config = load()
+    assert list(config.variants) == variants
+    assert config.bench.max_minutes == minutes
+    assert (config.fetch.dataset, config.fetch.image_folder) == ("image_folder", "shots")
+    assert config.train.model == "resnet18"
+    assert (config.prepare.image_size, config.train.batch_size) == ([64, 64], 8)
+    assert config.variants["memory"].activation_checkpointing is True
+    text = (repository / "params.yaml").read_text(encoding="utf-8")
+    assert text.count("#") > 40, "its comments stay"
+    assert "#   batch_size 8: about twenty steps an epoch of 161 images" in text
+    assert ("#   no ddp: with fewer than 2 GPU(s)" in text) is (machine is LAPTOP)
+    assert text.count("variants:\n") == 1
+    assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text
+
+
+def test_a_model_of_ones_own_need_have_no_blocks(repository: Path) -> None:
+    add(repository / "nets.py", NET)
+    init.run(SERVER, model="nets:net")
+    assert load().train.model == "nets:net"
+    assert load().variants["memory"].activation_checkpointing is False
+    assert load().fetch.dataset == "fashion_mnist"
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_model_of_the_pipeline_has_blocks() -> None:
+    init.run(SERVER, model="resnet18")
+    assert load().variants["memory"].activation_checkpointing is True
+
+
+def test_one_of_the_splits_is_no_image_folder_and_its_parent_is_named(repository: Path) -> None:
+    images(repository / "shots", [8])
+    with pytest.raises(ConfigError, match=r"found 'shots/train'; expected .* Did you mean 'shots'"):
+        init.run(LAPTOP, images="shots/train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--images", "nowhere"], "--images: found 'nowhere'; expected a folder with images as train/CLASS/*"),
+        (["--model", "nets:net"], "error: --model: found 'nets:net', but there is no module 'nets'"),
+        (["--model", "resnet81"], "error: --model: found 'resnet81'; did you mean"),
+    ],
+)
+def test_a_job_that_cannot_be_writes_nothing(
+    arguments: list[str], message: str, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert contents(repository) == {}
+
+
+def test_what_is_in_the_way_is_named(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> str:
+        assert cli.main(["init"]) == 2
+        return capsys.readouterr().err
+
+    (repository / ".gitignore").write_bytes(b"\xff")
+    assert ".gitignore is no text in UTF-8" in refused()
+    (repository / ".gitignore").unlink()
+    (repository / ".ci").touch()
+    assert "Not a directory" in refused()
+    (repository / ".ci").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_text", _read_only)
+        assert "params.yaml: Read-only file system; let this user read and write there" in refused()
+    assert contents(repository) == {}
+    init.run(LAPTOP)
+    (repository / ".dvc/init.json").write_text("<<<<<<< HEAD\n", encoding="utf-8")
+    assert ".dvc/init.json is damaged; delete it" in refused()
+    (repository / ".dvc/init.json").unlink()
+    assert cli.main(["init", "--model", "resnet18"]) == 2
+    assert "params.yaml is there; set fetch.image_folder and train.model in it" in capsys.readouterr().err
+    (repository / "two words").mkdir()
+    monkeypatch.chdir("two words")
+    assert "found the folder 'two words'" in refused()
+
+
+def _read_only(path: Path, _: str) -> None:
+    raise OSError(errno.EROFS, "Read-only file system", path.name)
+
+
+def test_elsewhere_than_in_a_repository_of_theirs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(ConfigError, match="need a git repository; `git init` first"):
+        init.run(LAPTOP)
+    assert contents(tmp_path) == {}
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match="this is the pipeline's own checkout"):
+        init.run(LAPTOP)

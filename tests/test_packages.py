@@ -1,0 +1,136 @@
+"""The wheel and the sdist: their content, which suffices to run the pipeline in a repository of the user's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.tools import init
+from tests.conftest import Clone
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("make") is None, reason="needs make"),  # the image has none
+]
+NET = """
+from torch import nn
+
+
+def net(*, channels, height, width, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))
+"""
+TINY = {
+    "fetch": {"dataset": "digits"},
+    "train": {"epochs": 1, "seeds": [0], "batch_size": 64},
+    "bench": {"max_rounds": 1, "window_seconds": 0.05, "max_foreign_load": 1.0, "max_input_wait": 1.0},
+    "profile": {"variants": []},
+    "compare": {"max_spread": 1000.0},
+    "gate": {"accuracy": False},
+    "publish": {"live": False},
+    "variants": {"baseline": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """A checkout in which `make packages` was run."""
+    made = Clone(tmp_path_factory.mktemp("source"), {})
+    made.run("make", "--assume-old=.venv/installed", f"BIN={Path(sys.executable).parent}", "packages")
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Clone) -> Path:
+    [found] = (source.path / "dist").glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The unpacked wheel, to be found by PYTHONPATH."""
+    site = tmp_path_factory.mktemp("site")
+    shutil.unpack_archive(wheel, site, "zip")
+    return str(site)
+
+
+def test_the_wheel_has_the_package_and_what_init_writes_and_nothing_else(source: Clone, wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    tracked = source.run("git", "ls-files", "pipeline", "variants").splitlines()
+    project = {*init.WHOLE, *init.AT_THE_TOP, *init.ONCE, *init.LINES, "params.yaml"}
+    project |= {name for name in tracked if name.startswith("variants/")}
+    code = {name for name in tracked if name.startswith("pipeline/")}
+    assert inside == code | {f"pipeline/project/{name}" for name in project}
+
+
+def test_the_sdist_makes_the_same_wheel(source: Clone, wheel: Path, tmp_path: Path) -> None:
+    [sdist] = (source.path / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [unpacked] = tmp_path.iterdir()
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= {path.name for path in unpacked.iterdir()}
+    build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+    source.run("sh", "-c", f'cd "{unpacked}" && exec python -c "{build}"')
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(unpacked / "dist" / wheel.name) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
+
+
+def test_its_version_is_the_one_of_pyproject(source: Clone, wheel: Path) -> None:
+    """The release's tag is compared with these names."""
+    about = tomllib.loads((source.path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert wheel.name.split("-")[:2] == [about["name"], about["version"]]
+
+
+def test_an_empty_repository_can_plan_and_take_ready_made_variants(installed: str, tmp_path: Path) -> None:
+    repository = Clone(tmp_path / "repository", {}, only="LICENSE")
+    assert "init: wrote params.yaml" in repository.run("python", "-m", "pipeline", "init", PYTHONPATH=installed)
+    assert "ddp: 2 process(es)" in repository.run("python", "-m", "pipeline", "plan", "ddp", PYTHONPATH=installed)
+    added = repository.run("python", "-m", "pipeline", "variants", "memory", "--add", PYTHONPATH=installed)
+    assert "params.yaml: added checkpointing" in added
+    stages = repository.run("dvc", "stage", "list", "--name-only", PYTHONPATH=installed).split()
+    assert {"environment", "train@ddp", "train@checkpointing", "publish"} <= set(stages)
+
+
+@pytest.mark.timeout(1800)
+def test_a_lived_in_repository_measures_its_own_model(installed: str, tmp_path: Path) -> None:
+    """In a folder, for it has a params.yaml, a dvc.yaml and models/ already; all of it through the gate."""
+    repository = Clone(tmp_path / "repository", {}, only="LICENSE")
+    theirs = {"params.yaml": "lr: 0.1\n", "dvc.yaml": "stages: {}\n", ".gitignore": "/data\n", "models/nets.py": NET}
+    for name, text in theirs.items():
+        (repository.path / name).parent.mkdir(exist_ok=True)
+        (repository.path / name).write_text(text, encoding="utf-8")
+    repository.run("dvc", "init", "--quiet")
+    repository.commit()
+    python = ("python", "-m", "pipeline")
+    assert "cd performance" in repository.run(*python, "init", PYTHONPATH=installed, fails=True)
+    folder = repository.path / "performance"
+    folder.mkdir()
+    (folder / "own").symlink_to("../models")
+    inside = Clone.__new__(Clone)
+    inside.path = folder
+    inside.run(*python, "init", "--model", "own.nets:net", PYTHONPATH=installed)
+    assert {name: (repository.path / name).read_text(encoding="utf-8") for name in theirs} == theirs
+    values = yaml.safe_load((folder / "params.yaml").read_text(encoding="utf-8"))
+    for section, change in TINY.items():
+        values[section] = change if section == "variants" else values[section] | change
+    (folder / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    repository.commit()
+    inside.run("dvc", "repro", PYTHONPATH=installed)
+    result = json.loads((folder / "results/baseline.json").read_text(encoding="utf-8"))
+    assert result["runs"][0]["test_accuracy"] > 0.5
+    repository.commit()
+    assert "Running stage 'train" not in inside.run("dvc", "repro", PYTHONPATH=installed)
+    nets = repository.path / "models/nets.py"
+    nets.write_text(NET.replace("Flatten()", "Flatten(), nn.Identity()"), "utf-8")
+    assert "Running stage 'train@baseline'" in inside.run("dvc", "repro", "train@baseline", PYTHONPATH=installed)
+    values["bench"]["max_rounds"] = 6
+    (folder / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    inside.run("sh", "-c", f"{' '.join(python)} gate --against HEAD; test -s reports/gate.json", PYTHONPATH=installed)

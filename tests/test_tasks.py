@@ -1,0 +1,325 @@
+"""The same promises for every task: batches, evaluation, resuming, verify's claims; and a job from data to result."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline import results, tasks
+from pipeline.data.batches import TrainBatches
+from pipeline.data.prepared import Dataset, Split, Statistics, read
+from pipeline.distributed import World
+from pipeline.models import ModelError
+from pipeline.params import Augment, Config, Machine, Train, parse
+from pipeline.profiling import flops, ledger
+from pipeline.tasks import Task, TaskError
+from pipeline.tools.verification import Verifier
+from pipeline.training import job
+from pipeline.training.evaluation import Score, evaluate
+from pipeline.training.loop import Training
+from tests.conftest import ROOT
+from tests.nets import ALONE, batches_of, make_plan, stopped, task_of
+from tests.pages import blocks
+from tests.ranks import run_ranks
+from tests.workspaces import PREPARED, enter
+
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+LENGTH, VOCABULARY, FEATURES = 12, 32, 5
+OWN = next(code for code in blocks(ROOT / "docs" / "your-job.md", "python") if "Autoencoding" in code)
+TRAIN: dict[str, dict[str, Any]] = {
+    "language_model": {"model": "gpt", "model_options": {"width": 16, "depth": 2, "heads": 2}, "optimizer": "adamw"},
+    "regression": {"model": "mlp", "model_options": {"width": 8}, "learning_rate": 0.1},
+}
+
+
+def tokens(count: int) -> Split:
+    """Windows in which each token is the one before it plus one, from where the seed says."""
+    start = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(count))
+    return Split({"inputs": ((start + torch.arange(LENGTH + 1)) % VOCABULARY).to(torch.uint16)})
+
+
+def table(count: int) -> Split:
+    """Rows of a table, and a linear function of them far from 0."""
+    inputs = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(count))
+    return Split({"inputs": inputs, "targets": 100 + 3 * inputs.sum(1)})
+
+
+KNOWN = Statistics(mean=(0.0,) * FEATURES, std=(1.0,) * FEATURES)
+DATA = {
+    "language_model": Dataset("steps", "0" * 64, (), VOCABULARY, {}, tokens(200), tokens(37)),
+    "regression": Dataset(
+        "table", "0" * 64, (), None, {"inputs": KNOWN, "targets": Statistics(mean=(100.0,), std=(6.7,))}, table(200),
+        table(37),
+    ),
+}  # fmt: skip
+
+
+def settings_of(name: str, **changes: Any) -> Train:
+    own: dict[str, Any] = {"task": name, "batch_size": 16, "epochs": 2, "learning_rate": 0.01, "seeds": [0]}
+    return Train(**own | TRAIN[name] | changes)
+
+
+def training_of(name: str, joined: World = ALONE, **applied: Any) -> Training:
+    train = settings_of(name)
+    made = make_plan(train=train, batch_size=16, processes=joined.size, **applied)
+    torch.manual_seed(0)
+    task = task_of(DATA[name], train, joined.device)
+    return Training(made, task.model(), task, batches_of(DATA[name], made, joined), joined, 0)
+
+
+both = pytest.mark.parametrize("name", TRAIN)
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=3),
+    dtype=st.sampled_from([torch.uint8, torch.uint16, torch.int32, torch.float32]),
+    world_size=st.sampled_from([1, 2, 3]),
+    placement=st.sampled_from(["resident", "streamed", "dataloader"]),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_arrays_make_the_same_global_batches_for_any_world(
+    shape: list[int], dtype: torch.dtype, world_size: int, placement: Any, seed: int
+) -> None:
+    rows = (torch.arange(50 * math.prod(shape)) % 251).reshape(50, *shape).to(dtype)
+    split = Split({"inputs": rows, "targets": torch.arange(50)})
+    dataset = Dataset("any", "0" * 64, (), None, {}, split, split)
+    made = [
+        TrainBatches(
+            _Plain(Train(), dataset), batch_size=12, micro_batches=2, rank=rank, world_size=world_size, seed=seed,
+            augment=Augment(), placement=placement,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    found = [list(each.epoch(3)) for each in made]
+    for each in made:
+        each.close()
+    for step in range(0, 2 * (50 // 12), 2):
+        numbers = [micro[1] for rank in found for micro in rank[step : step + 2]]
+        for inputs, targets in (micro for rank in found for micro in rank[step : step + 2]):
+            assert inputs.dtype == dtype
+            assert torch.equal(inputs.long(), rows.long()[targets])
+        order = np.random.SeedSequence((seed, 3)).generate_state(1, np.uint64)
+        expected = torch.randperm(50, generator=torch.Generator().manual_seed(int(order[0])))
+        assert torch.equal(torch.cat(numbers), expected[6 * step : 6 * step + 12])
+
+
+class _Plain(Task):
+    """Rows as they are."""
+
+    @property
+    def preprocess(self) -> torch.nn.Module:
+        return torch.nn.Identity()
+
+    def output_arguments(self) -> dict[str, int]:
+        return {}
+
+    def output_shape(self) -> tuple[int, ...]:
+        return ()
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).mean()
+
+    def scores(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs == targets
+
+
+def test_a_language_model_predicts_the_next_token() -> None:
+    task = task_of(DATA["language_model"], settings_of("language_model"))
+    inputs, targets = task.batch([tokens(4).inputs])
+    assert (inputs.dtype, inputs.shape, targets.shape) == (torch.int64, (4, LENGTH), (4, LENGTH))
+    assert torch.equal(targets, (inputs + 1) % VOCABULARY)
+    right = F.one_hot(targets, VOCABULARY).float()
+    right[0, :3] = right[0, :3].roll(1, -1)
+    assert task.scores(right, targets).tolist() == [0.75, 1.0, 1.0, 1.0]
+    logits = torch.randn(4, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    assert task.loss(logits, targets).item() == pytest.approx(task.test_losses(logits, targets).item() / 4)
+    assert task.findings(math.log(7.0), 10.0) == pytest.approx({"perplexity": 7.0, "tokens_per_second": 10.0 * LENGTH})
+
+
+def test_regression_counts_in_standard_deviations_of_the_training_targets() -> None:
+    task = task_of(DATA["regression"], settings_of("regression", task_options={"tolerance": 0.25}))
+    split = DATA["regression"].test
+    _, targets = task.batch([split.inputs, split.targets])
+    torch.testing.assert_close(targets, ((split.targets - 100) / 6.7).unsqueeze(1))
+    assert task.scores(targets + 0.2, targets).all()
+    assert not task.scores(targets + 0.3, targets).any()
+    assert task.ties(targets + 0.25, targets, 1e-5) > 0
+    torch.testing.assert_close(task.postprocess(targets).squeeze(1), split.targets)
+
+
+@both
+def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
+    training = training_of(name)
+    rows = [row for row in training.run() if row]
+    assert rows[-1].train_loss < 0.8 * rows[0].train_loss
+    found = ledger.predicted(training.plan, task_of(DATA[name], training.train))
+    assert found.activations_bytes > 0
+    counted = flops.counted(training.plan, task_of(DATA[name], training.train), "Some CPU")
+    assert counted.model_per_sample == counted.executed_per_sample > 0
+
+
+@pytest.mark.parametrize(("asked", "repeats"), [(True, True), ("selective", False), (0.5, True)])
+def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats: bool) -> None:
+    counted, kept = [], []
+    for each in (False, asked):
+        training = training_of("language_model", activation_checkpointing=each)
+        training.advance(1)
+        with FlopCounterMode(display=False) as counter:
+            training.take_step(training.batches.epoch(0))
+        counted.append(counter.get_total_flops())
+        measured = ledger.measured(training, 10**9)
+        assert measured is not None
+        kept.append(measured)
+    assert (counted[1] > counted[0]) is repeats  # selective keeps products and attention
+    assert kept[1].activations_bytes < kept[0].activations_bytes
+    foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
+    assert foreseen.peak_bytes == pytest.approx(kept[1].tensors_bytes, rel=0.05)
+
+
+def _trained(joined: World, name: str) -> tuple[dict[str, torch.Tensor], Score | None]:
+    training = training_of(name, joined, parallelism="ddp" if joined.size > 1 else "none")
+    for _ in training.run():
+        pass
+    return {key: value.clone() for key, value in training.model_state.read().items()}, training.score
+
+
+@both
+def test_two_processes_train_and_evaluate_as_one(name: str) -> None:
+    alone, score = _trained(ALONE, name)
+    (found, theirs), (_, others) = run_ranks(_trained, name, size=2)
+    assert theirs == others
+    assert score is not None
+    assert theirs is not None
+    assert theirs.count == score.count == 37
+    assert theirs.loss == pytest.approx(score.loss, rel=1e-3)
+    for key, value in alone.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
+
+
+def _evaluated(joined: World, name: str, batch_size: int) -> Score:
+    torch.manual_seed(3)
+    task = task_of(DATA[name], settings_of(name), joined.device)
+    return evaluate(task.model(), task, joined, batch_size)
+
+
+@both
+def test_every_test_sample_counts_once_on_any_number_of_ranks(name: str) -> None:
+    assert len({_evaluated(ALONE, name, 37).correct, _evaluated(ALONE, name, 5).correct}) == 1
+    assert {each.correct for each in run_ranks(_evaluated, name, 5, size=3)} == {_evaluated(ALONE, name, 5).correct}
+
+
+@both
+def test_a_resumed_training_ends_with_the_same_bits(name: str) -> None:
+    whole = training_of(name)
+    for _ in whole.run():
+        pass
+    resumed = training_of(name)
+    resumed.restore(stopped(training_of(name), after=15))
+    for _ in resumed.run():
+        pass
+    ours, theirs = resumed.model_state.read(), whole.model_state.read()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert resumed.score == whole.score
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "language_model": {"fetch": {"dataset": "text_folder", "text_folder": "texts"}, "prepare": {"window": 16}},
+    "regression": {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}},
+    "my_tasks:Autoencoding": {"fetch": {"dataset": "digits"}, "prepare": {"train_limit": 400, "test_limit": 37}},
+}
+VARIANTS = {"baseline": {}, "stack": {"parallelism": "ddp", "gradient_accumulation": 2, "precision": "bf16"}}
+
+
+@pytest.fixture(params=list(JOBS))
+def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A checkout with a small job of each task."""
+    name: str = request.param
+    (tmp_path / "texts").mkdir()
+    for index in range(8):
+        words = " ".join(f"{number} hills" for number in range(index, 60 + index))
+        (tmp_path / "texts" / f"{index}.txt").write_text(words, encoding="utf-8")
+    split = table(300)
+    np.savez(tmp_path / "houses.npz", inputs=split.inputs.numpy(), targets=split.targets.numpy())
+    (tmp_path / "my_tasks.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
+    own = TRAIN.get(name, {"model": "my_tasks:net"})
+    train = {"task": name, "device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 16, "without_native": "run"}
+    return enter(
+        tmp_path, monkeypatch, JOBS[name] | {"train": train | own, "publish": {"live": False}, "variants": VARIANTS}
+    )
+
+
+@pytest.mark.slow
+def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.CaptureFixture[str]) -> None:
+    for variant in VARIANTS:
+        job.run(config, variant, CPU_ONLY, PREPARED)
+        found = results.read(results.result_file(variant), config)
+        assert found.score.name == config.train.metric
+        assert found.runs[0].test_count == found.dataset.test_count > 0
+    assert 0 <= found.runs[0].test_accuracy <= 1
+    ledger.show(config, CPU_ONLY, ["baseline"], PREPARED)
+    said = capfd.readouterr().out
+    expected = {
+        "token_accuracy": r"perplexity \d.*tokens per second \d(?s:.*)global batch of 16 samples of 16 tokens:",
+        "within_tolerance": r"explained variance fraction",
+    }
+    assert re.search(expected.get(config.train.metric, "test accuracy"), said)
+
+
+@pytest.mark.slow
+def test_verify_holds_for_each_task(config: Config, tmp_path: Path) -> None:
+    task = tasks.of_job(config.train, read(PREPARED))
+    task.check()
+    verifier = Verifier(config, CPU_ONLY, PREPARED, task, tmp_path)
+    claims = [claim for name in VARIANTS for claim in verifier.claims(name)]
+    assert all(claim.holds or claim.undecided for claim in claims), claims
+    assert sum(bool(claim.holds) for claim in claims) >= 5, claims
+
+
+def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:
+    for name, other, message in (
+        ("language_model", "regression", "has no tokens"),
+        ("regression", "language_model", "has no targets that are floats; allowed: language_model"),
+    ):
+        with pytest.raises(TaskError, match=message):
+            task_of(DATA[other], settings_of(name))
+    with pytest.raises(TaskError, match="has no labels; allowed: regression"):
+        task_of(DATA["regression"])
+    with pytest.raises(TaskError, match="regression takes tolerance, a number above 0"):
+        task_of(DATA["regression"], settings_of("regression", task_options={"tolerance": "much"}))
+    with pytest.raises(ModelError, match=r"gpt is made for .*vocabulary.*, but the job's data have features, outputs"):
+        task_of(DATA["regression"], settings_of("regression", model="gpt", model_options={})).model()
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"task": "translation"},
+            "train.task: found 'translation'; expected classification, language_model, regression",
+        ),
+        ({"task": "regression", "loss": "cross_entropy"}, "expected 'mean_squared_error' or module:function"),
+        ({"task": "regression", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, but train.loss is"),
+        ({"task": "no_such_module:Task"}, ""),
+    ],
+)
+def test_what_params_yaml_cannot_mean_is_said(train: dict[str, Any], message: str) -> None:
+    values = {"train": train, "variants": {"baseline": {}}}
+    if not message:
+        assert parse(values).train.metric == "score"
+        return
+    with pytest.raises(Exception, match=re.escape(message)):
+        parse(values)
