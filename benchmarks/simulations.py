@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.machines import FIGURES
 from pipeline import files
-from pipeline.benchmark.rounds import NEGLIGIBLE, SETTLED_ROUNDS, equal, settled
+from pipeline.benchmark.settling import NEGLIGIBLE, SETTLED_ROUNDS, equal, settled
 from pipeline.comparison.champion import choices, no_narrower
 from pipeline.comparison.sessions import over_sessions
 from pipeline.comparison.stats import Interval, decide, distrust, paired_ratio, widened

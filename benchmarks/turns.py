@@ -11,8 +11,9 @@ from typing import Any
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import params
-from pipeline.benchmark.rounds import ArmSpec, measure, steps_of
-from pipeline.benchmark.server import Server
+from pipeline.benchmark.calibration import steps_of
+from pipeline.benchmark.rounds import measure
+from pipeline.benchmark.server import ArmSpec, Server
 
 
 def noise(rounds: int = 10) -> dict[str, Any]:

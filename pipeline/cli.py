@@ -212,9 +212,9 @@ def _train(parsed: argparse.Namespace) -> None:
 
 
 def _bench(parsed: argparse.Namespace) -> None:
-    from pipeline.benchmark import rounds
+    from pipeline.benchmark import stage
 
-    rounds.run(*_ready(), again=parsed.again)
+    stage.run(*_ready(), again=parsed.again)
 
 
 def _arms(_: argparse.Namespace) -> None:

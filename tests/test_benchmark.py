@@ -19,21 +19,12 @@ import yaml
 from tqdm import tqdm
 
 from pipeline import environment, files, results
-from pipeline.benchmark import rounds
+from pipeline.benchmark import ablation_arms, rounds, settling, stage
 from pipeline.benchmark.arm import _allowed_wait
-from pipeline.benchmark.rounds import (
-    CALIBRATION_STEPS,
-    FEWEST_STEPS,
-    ArmSpec,
-    Calibration,
-    Rounds,
-    fewest_rounds,
-    measure,
-    outlook,
-    steps_of,
-    turns_on,
-)
-from pipeline.benchmark.server import BenchError, Server
+from pipeline.benchmark.calibration import CALIBRATION_STEPS, FEWEST_STEPS, Calibration, steps_of
+from pipeline.benchmark.outlook import outlook
+from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, turns_on
+from pipeline.benchmark.server import ArmSpec, BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.environment import stages
 from pipeline.params import Bench, Machine, Variant, parse
@@ -166,7 +157,7 @@ def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no
 ) -> None:
     shown: list[int] = []
 
-    def leaves_open(found: rounds.Rounds) -> bool:
+    def leaves_open(found: Rounds) -> bool:
         shown.append(len(found.arms[0].samples))
         return shown[-1] <= open_after
 
@@ -228,7 +219,7 @@ def paced(server: FakeServer, speeds: dict[str, list[float]]) -> FakeServer:
     return server
 
 
-def counts(found: rounds.Rounds) -> dict[str, int]:
+def counts(found: Rounds) -> dict[str, int]:
     return {arm.name: len(arm.samples) for arm in found.arms}
 
 
@@ -246,7 +237,7 @@ def test_a_variant_that_is_decided_stops_and_its_minutes_go_to_the_others(slow: 
 def test_where_all_are_decided_it_ends_and_a_baseline_alone_goes_on() -> None:
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 15, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(paced(FakeServer(), {"fast": [1500.0]}), "baseline", "fast"), **limits)
-    assert set(counts(found).values()) == {rounds.SETTLED_ROUNDS}
+    assert set(counts(found).values()) == {settling.SETTLED_ROUNDS}
     assert [arm.settled for arm in found.arms] == [False, True, False]  # also the last one, which has all rounds
     assert counts(measure(with_control(paced(FakeServer(), {}), "baseline"), **limits)) == {
         "baseline": 15,
@@ -274,8 +265,8 @@ def test_ten_rounds_on_one_side_of_each_margin_decide(tenth: dict[str, Window], 
     usual = {"baseline": window(), "fast": window(1500.0), "control": window()}
     measured = [usual] * 9 + [usual | tenth]
     specs = with_control(FakeServer(), "baseline", "fast")
-    assert rounds.unsettled(specs, measured[1:], MARGINS) == specs
-    left = rounds.unsettled(specs, [*measured[:5], usual, *measured[5:]], MARGINS)
+    assert settling.unsettled(specs, measured[1:], MARGINS) == specs
+    left = settling.unsettled(specs, [*measured[:5], usual, *measured[5:]], MARGINS)
     assert [each.name for each in left] == (["baseline", "control"] if stops else [each.name for each in specs])
 
 
@@ -299,7 +290,7 @@ def test_nothing_is_settled_where_equal_arms_differ(control: dict[str, list[Any]
         usual = {"baseline": window(), "fast": window(2000.0, peak_memory_bytes=2**20)}
         measured.append(usual | {"control": make_window(**{"samples_per_second": 1000.0} | changes)})
     specs = with_control(FakeServer(), "baseline", "fast")
-    left = rounds.unsettled(specs, measured, MARGINS, 0.15)
+    left = settling.unsettled(specs, measured, MARGINS, 0.15)
     assert [each.name for each in left] == (["baseline", "control"] if ends else [each.name for each in specs])
 
 
@@ -313,7 +304,7 @@ def test_it_goes_on_while_equal_arms_scatter_and_ends_once_they_do_not() -> None
 def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
     untold = [{name: window(speed, peak_memory_bytes=2**20).model_copy(update={"peak_memory_bytes": None})
                for name, speed in (("baseline", 1000.0), ("fast", 1500.0), ("control", 1000.0))}] * 10  # fmt: skip
-    left = rounds.unsettled(with_control(FakeServer(), "baseline", "fast"), untold, MARGINS)
+    left = settling.unsettled(with_control(FakeServer(), "baseline", "fast"), untold, MARGINS)
     assert [each.name for each in left] == ["baseline", "control"]
 
 
@@ -326,19 +317,19 @@ def test_an_ablated_variant_stops_with_its_techniques(reduced: float, stops: boo
     speeds = {"baseline": 1000.0, "stack": 1500.0, "control": 1000.0, "with": 1300.0, "without": reduced}
     measured = [{name: window(speed) for name, speed in speeds.items()} for _ in range(10)]
     measured[4]["without"] = window(1200.0)
-    left = [each.name for each in rounds.unsettled(specs, measured, MARGINS)]
+    left = [each.name for each in settling.unsettled(specs, measured, MARGINS)]
     assert left == (["baseline", "control"] if stops else [each.name for each in specs])
 
 
 def test_a_ratio_is_settled_on_one_side_of_its_margin() -> None:
     above, below, between = [[1.04, 1.1]], [[0.96, 0.9]], [[0.99, 1.02]]
     for each in (above, below, between):
-        assert rounds.settled(each * 10, 0.03)
-        assert not rounds.settled(each * 9, 0.03)
-    assert not rounds.settled([*above * 9, [1.04, 1.02]], 0.03)
-    assert rounds.settled([*below, *above * 10], 0.03)
-    assert rounds.settled([[1 / 1.029]] * 10, 0.03)
-    assert not rounds.settled([[1.02], [1.005]] * 5, 0.01)
+        assert settling.settled(each * 10, 0.03)
+        assert not settling.settled(each * 9, 0.03)
+    assert not settling.settled([*above * 9, [1.04, 1.02]], 0.03)
+    assert settling.settled([*below, *above * 10], 0.03)
+    assert settling.settled([[1 / 1.029]] * 10, 0.03)
+    assert not settling.settled([[1.02], [1.005]] * 5, 0.01)
 
 
 def kept(day: int, **changes: Any) -> results.Bench:
@@ -364,8 +355,8 @@ def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
     first, second, file = kept(1, **earlier), kept(2), Path("sessions/20261101T123000.json")
     files.write_text(results.KEPT_BENCHES / file.name, first.to_json())
     other_data = kept(3, dataset=second.dataset.model_copy(update={"sha256": "0" * 64}))
-    assert rounds.recalled(other_data) == []
-    assert rounds.recalled(second) == ([file] if is_session else [])
+    assert stage.recalled(other_data) == []
+    assert stage.recalled(second) == ([file] if is_session else [])
     assert results.read_sessions() == ([first] if is_session else [])
     assert results.read_sessions(results.KEPT_BENCHES) == ([] if is_session else [first])
 
@@ -395,7 +386,7 @@ def test_what_is_about_to_be_measured_is_said(
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    monkeypatch.setattr("pipeline.benchmark.rounds.time.time", lambda: 12 * 3600.0)
+    monkeypatch.setattr("pipeline.benchmark.outlook.time.time", lambda: 12 * 3600.0)
     seconds, max_rounds, fewest = limits
     told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
     assert told == f"5 arms of 23 steps, a round takes about 40 s: {said} UTC"
@@ -496,7 +487,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
-    rounds.run(parse(PARAMS), CPU_ONLY)
+    stage.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
     line = rf"bench: 8 arms of {bench.steps} steps, a round takes about \d+ s: 2 round\(s\) .*, until about \d\d:\d\d "
     looks = [
@@ -539,21 +530,21 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
 ) -> None:
     limits: dict[str, Any] = {}
 
-    def limited(*arguments: Any, **given: Any) -> rounds.Rounds:
+    def limited(*arguments: Any, **given: Any) -> Rounds:
         limits.update(given)
         return measure(*arguments, **given)
 
-    monkeypatch.setattr(rounds, "measure", limited)
+    monkeypatch.setattr(stage, "measure", limited)
     bench = PARAMS["bench"] | {"max_input_wait": 0.0, "ablate": []}
     params = PARAMS | {"bench": bench, "variants": {"baseline": {}}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    rounds.run(parse(params), CPU_ONLY)
+    stage.run(parse(params), CPU_ONLY)
     said = [line.partition(" the steps waited")[0] for line in capsys.readouterr().out.splitlines()]
     assert said[-2:] == [
         f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline, A/A control")
     ]
     assert limits["margins"] == MARGINS
-    rounds.run(parse(params), CPU_ONLY, again=True)
+    stage.run(parse(params), CPU_ONLY, again=True)
     (added,), first = results.read_sessions(), read_bench()
     assert results.read_sessions(results.KEPT_BENCHES) == [first]
     assert f"in sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out
@@ -570,7 +561,7 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
 def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:
     tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
     config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})
-    found, without = rounds._ablation(config, CPU_ONLY, FakeServer())
+    found, without = ablation_arms.isolating(config, CPU_ONLY, FakeServer())
     assert [(each.role, each.technique) for each in found] == [
         (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
     ]
@@ -584,7 +575,7 @@ def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     params = PARAMS | {"train": PARAMS["train"] | {"model": "broken:net"}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     with pytest.raises(BenchError, match=r"(?s)baseline.*planted"):
-        rounds.run(parse(params), CPU_ONLY)
+        stage.run(parse(params), CPU_ONLY)
     assert not Path("bench.json").exists()
 
 

@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from pipeline import environment, gate
-from pipeline.benchmark.rounds import ArmSpec, Rounds
+from pipeline.benchmark.rounds import Rounds
+from pipeline.benchmark.server import ArmSpec
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, hash_of, stages

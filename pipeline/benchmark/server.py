@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import PipelineError
 
@@ -86,3 +87,15 @@ class Server(AbstractContextManager["Server"]):
         if "error" in answer:
             raise BenchError(answer["error"])
         return answer
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """One arm to measure: a variant's values, on the server that measures them."""
+
+    name: str
+    role: Literal["variant", "aa_control", "with", "without"]
+    variant: str
+    technique: str | None
+    server: Server
+    values: dict[str, Any]

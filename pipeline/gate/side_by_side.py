@@ -12,9 +12,10 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pipeline import environment, results
-from pipeline.benchmark import rounds as benchmark
-from pipeline.benchmark.rounds import ArmSpec, Rounds, measure
-from pipeline.benchmark.server import Server
+from pipeline.benchmark import calibration
+from pipeline.benchmark.outlook import outlook
+from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, turns_on
+from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy
@@ -91,7 +92,7 @@ def measured(config: Config, revision: str) -> Gated:
                 dvc(side, "repro", *anew, *(f"{results.stage_of(effective.variants[name])}@{name}" for name in names))
             trained = [_test_accuracies(root, names) for root in roots]
         baseline = effective.compare.baseline
-        turns = benchmark.turns_on(here["device"], effective.bench)
+        turns = turns_on(here["device"], effective.bench)
         compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], effective.compare.margins.accuracy)
         specs = arms_of(names, baseline, {"base": (base, there), "head": (head, here)})
         rounds = _rounds(effective, specs, turns, compared)
@@ -171,17 +172,17 @@ def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float
 
     Measures every arm once first, which warms it up.
     """
-    others = [benchmark.calibrate(each) for each in arms[1:]]
-    steps, first = benchmark.steps_of(arms[0], window_seconds, others)
+    others = [calibration.calibrate(each) for each in arms[1:]]
+    steps, first = calibration.steps_of(arms[0], window_seconds, others)
     return steps, sum(each.seconds(steps) for each in (first, *others))
 
 
 def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mapping[str, Accuracy]) -> Rounds:
     seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
-    fewest = benchmark.fewest_rounds(config.bench)
+    fewest = fewest_rounds(config.bench)
     try:
         steps, taken = steps_of(arms, config.bench.window_seconds)
-        said = benchmark.outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+        said = outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
         print(f"gate: {said}", file=sys.stderr, flush=True)
         return measure(
             arms,

@@ -1,0 +1,60 @@
+"""Short samples before the rounds: how many steps fill a window, and how long a round takes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipeline.benchmark.server import ArmSpec
+from pipeline.results import Window
+
+CALIBRATION_STEPS = 10
+CALIBRATIONS = 5
+"""Most tries for the calibration sample, from which the number of steps follows; other load can spoil a try."""
+FEWEST_STEPS = 5
+OPENING_SECONDS = 1.7
+"""Start-up time of the arms for which windows of 1.5 s were found to be the best (docs/measuring.md)."""
+
+
+class Calibration(NamedTuple):
+    """A short sample of an arm, taken before the rounds."""
+
+    answer: dict[str, Any]
+    """The answer of ``Server.close``."""
+    opening_seconds: float
+    """From the start of the arm's processes to the first measured step."""
+    step_seconds: float
+
+    def seconds(self, steps: int) -> float:
+        """Return about how long the arm takes in a round of ``steps`` steps."""
+        return self.opening_seconds + steps * self.step_seconds
+
+
+def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
+    """Measure ``CALIBRATION_STEPS`` of ``arm``. Its times do not include the time that ``ledgers`` take."""
+    began = time.monotonic()
+    arm.server.open(arm.name, arm.values, CALIBRATION_STEPS, ledgers=ledgers)
+    opened = time.monotonic()
+    arm.server.turn(arm.name, CALIBRATION_STEPS)
+    ended = time.monotonic()
+    steps = CALIBRATION_STEPS + 1  # the only turn ends with the step whose samples are counted
+    return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / steps)
+
+
+def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -> tuple[int, Calibration]:
+    """Return how many steps of ``arm`` fill a window, from short samples, and the last of these samples.
+
+    A window takes ``seconds``. Where the arms take r times ``OPENING_SECONDS`` to start, r > 1, it takes sqrt(r) times
+    as long, which yields the most information per minute (Kalibera and Jones, ISMM 2013).
+    """
+    for _ in range(CALIBRATIONS):
+        sample = calibrate(arm)
+        window = Window.model_validate(sample.answer["window"])
+        if window.step_p50_ms:
+            opening = statistics.fmean(each.opening_seconds for each in (sample, *others))
+            seconds *= max(1.0, math.sqrt(opening / OPENING_SECONDS))
+            return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))), sample
+    return CALIBRATION_STEPS, sample
