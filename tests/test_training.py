@@ -22,7 +22,7 @@ from pipeline.results import HistoryRow
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
-from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
+from tests.nets import ALONE, batches_of, conv_net, make_plan, stopped, task_of
 from tests.ranks import run_ranks
 
 TRAIN = Train(
@@ -154,6 +154,21 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(
     assert resumed.epoch_loss == whole.epoch_loss
     # The steps that warm the new process up are not measured.
     assert len(resumed.clock.step_seconds) == whole.total_steps - 2 * TRAIN.warmup_steps
+
+
+def _speed_after_resuming(joined: World, digits: Dataset) -> float:
+    half = make_training(digits, joined)
+    half.clock.train_seconds = 0.0 if joined.rank else 100.0
+    state = stopped(half, TRAIN.history_every_steps)
+    resumed = make_training(digits, joined)
+    resumed.restore(state)
+    steps = resumed.run()
+    (row,) = rows_of(next(steps) for _ in range(TRAIN.history_every_steps))
+    return row.samples_per_second
+
+
+def test_each_rank_goes_on_from_its_own_clock(digits: Dataset) -> None:
+    assert min(run_ranks(_speed_after_resuming, digits)) > 0
 
 
 class _BreaksAt(nn.Module):

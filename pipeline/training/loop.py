@@ -260,6 +260,7 @@ class Training:
         ranks = self.world.gather(
             {
                 "random": checkpoints.random_state(),
+                "last_row": self._last_row,  # its seconds are of this rank's clock
                 "losses": float(self.losses.total),
                 "clock": self.clock.state(),
                 "memory": self.memory.state(),
@@ -274,7 +275,6 @@ class Training:
             "steps": self.steps,
             "evaluate_seconds": self.evaluate_seconds,
             "epoch_loss": self.epoch_loss,
-            "last_row": self._last_row,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ class Training:
             detector.restore(remembered)
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
         self.settled = self.steps + self.train.warmup_steps
-        self.epoch_loss, self._last_row = state["epoch_loss"], tuple(state["last_row"])
+        self.epoch_loss, self._last_row = state["epoch_loss"], tuple(mine["last_row"])
         checkpoints.restore_random_state(mine["random"])
 
     def _open(self) -> None:
