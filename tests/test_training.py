@@ -164,6 +164,7 @@ def _speed_after_resuming(joined: World, digits: Dataset) -> float:
     resumed.restore(state)
     steps = resumed.run()
     (row,) = rows_of(next(steps) for _ in range(TRAIN.history_every_steps))
+    assert row.samples_per_second is not None
     return row.samples_per_second
 
 
