@@ -32,6 +32,7 @@ from pipeline.plans import plans
 from pipeline.results import Window, read_bench
 from tests.conftest import ROOT
 from tests.factories import JOB, make_bench, make_window
+from tests.nets import make_plan
 from tests.workspaces import enter
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -646,8 +647,9 @@ def test_input_that_belongs_to_what_is_compared_may_take_its_time(
     placement: str, chosen: str | None, replays: bool, limit: float | None
 ) -> None:
     """When a CUDA graph replays the step of a small model, reading the input takes most of the step's time."""
-    technique = SimpleNamespace(placement=chosen, replays=replays)
-    training: Any = SimpleNamespace(batches=SimpleNamespace(placement=placement), techniques=[technique])
+    plan = make_plan(data_loading=chosen or "auto")
+    technique = SimpleNamespace(replays=replays)
+    training: Any = SimpleNamespace(plan=plan, batches=SimpleNamespace(placement=placement), techniques=[technique])
     assert (
         _allowed_wait(training, parse(PARAMS | {"bench": {"max_input_wait": 0.5}, "variants": {"baseline": {}}}))
         == limit

@@ -179,6 +179,7 @@ def _applied(made: Plan) -> frozenset[str]:
 def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, str]:
     """Train each plan a few steps and evaluate it; return the index of each that failed -> its error."""
     from pipeline.data.batches import Placement
+    from pipeline.params.catalogue import acting
     from pipeline.techniques import of_plan
     from pipeline.training.assembly import Assembly
 
@@ -186,10 +187,9 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
     failures = {}
     for index, each in tries.items():
         try:
-            techniques = of_plan(each)
-            for technique in techniques:
+            for technique in of_plan(each):
                 technique.prepare_process()
-            wanted = (technique.placement for technique in techniques if technique.placement)
+            wanted = (one.placement for one in acting(each.applied) if one.placement)
             placement: Placement = next(wanted, "resident")
             with Assembly(each, world, task_of(dataset, each.train), placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]

@@ -27,7 +27,7 @@ from pipeline.interpreter import terminate_with_parent
 from pipeline.measurement.detectors import children_seconds, detectors, of_turns
 from pipeline.measurement.energy import Energy, per_sample
 from pipeline.measurement.malloc import keep_freed_memory, return_freed_memory
-from pipeline.params import Config, Machine, Variant
+from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.results import Flops, Ledgers, Setup, Window
@@ -183,9 +183,9 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     steps: little more is left of a small model's step than the input, which is made on the device outside of the graph.
     """
     resident = training.batches.placement == "resident"
-    if any(each.placement or (each.replays and resident) for each in training.techniques):
-        return None
-    return config.bench.max_input_wait
+    chosen = any(each.placement for each in catalogue.acting(training.plan.applied))
+    replayed = resident and any(each.replays for each in training.techniques)
+    return None if chosen or replayed else config.bench.max_input_wait
 
 
 def _ledgers(training: Training, window: Window) -> Ledgers | None:

@@ -18,6 +18,7 @@ from pipeline.params.catalogue import (
     without,
 )
 from pipeline.params.catalogue.base import COMPILER, Entry
+from pipeline.params.catalogue.communication import LOCAL_STEPS
 from pipeline.params.catalogue.speed import GRAPH_WARMUP_STEPS
 from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, TEACHERS, Config, load, parse, schema
 from pipeline.params.machine import Machine
@@ -42,6 +43,7 @@ __all__ = [
     "CATALOGUE",
     "COMPILER",
     "GRAPH_WARMUP_STEPS",
+    "LOCAL_STEPS",
     "OWN_MODELS",
     "PARAMS_FILE",
     "SCHEMA_FILE",

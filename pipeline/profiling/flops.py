@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.distributed import ALONE
+from pipeline.params import entry
 from pipeline.plans import Plan
 from pipeline.results import Flops
 from pipeline.tasks import Task
@@ -68,7 +69,7 @@ def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     """
     with torch.random.fork_rng(devices=[]):
         model, inputs = task.model(), task.zeros(_SAMPLES)
-        recomputing = [each(plan, ALONE) for each in of_plan(plan) if each.recomputes]
+        recomputing = [each(plan, ALONE) for each in of_plan(plan) if entry(each.name).recomputes]
         counts = [_count(model, techniques, inputs) for techniques in ([], recomputing)]
         if taught_by := plan.applied.distillation:
             teacher = task.model(taught_by.model, taught_by.model_options).requires_grad_(False)

@@ -7,7 +7,7 @@ import importlib
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import outside
-from pipeline.params.catalogue import in_order
+from pipeline.params.catalogue import acting
 from pipeline.plans import Plan
 from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
 
@@ -16,9 +16,11 @@ __all__ = ["Checkpointed", "Inputs", "Stored", "Technique", "chosen", "of_plan"]
 
 def of_plan(plan: Plan) -> list[type[Technique]]:
     """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken entry point."""
-    acting = [each for each in in_order(plan.applied) if each.hooks or each.key == "extra"]
-    found = [_own(each.hooks) if each.hooks else _from_outside(each.name) for each in acting]
-    return [each for each in found if each.is_asked(plan)]
+    return [
+        _own(each.hooks) if each.hooks else _from_outside(each.name)
+        for each in acting(plan.applied)
+        if each.hooks or each.key == "extra"
+    ]
 
 
 def _own(hooks: str) -> type[Technique]:

@@ -47,7 +47,6 @@ class ActivationCheckpointing(Technique):
     """
 
     name = "activation_checkpointing"
-    recomputes = True
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         found = list(blocks(model))

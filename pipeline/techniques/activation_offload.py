@@ -28,7 +28,6 @@ class ActivationOffload(Technique):
     """
 
     name = "activation_offload"
-    estimable = False
 
     def change_step(self, step: TrainingStep) -> None:
         forward, copies = step.forward, torch.cuda.Stream(self.world.device)

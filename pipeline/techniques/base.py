@@ -15,10 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from pipeline.data.batches import Placement
 from pipeline.distributed import World
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.params import entry
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import TrainingStep
 
@@ -81,31 +79,12 @@ class Technique:
 
     name: ClassVar[str]
     """The name of the technique's entry in ``pipeline.params.CATALOGUE``."""
-    casts_to_evaluate: ClassVar[bool] = False
-    """True if evaluation cannot run the trained model, which is a stage, say, or one of several to average. Evaluation
-    then runs the single-device model, as ``for_evaluation`` changes it, with the state that a checkpoint reads."""
-    shared_rng: ClassVar[bool] = False
-    """Whether the ranks that hold one model together must draw the same random numbers."""
-    max_step_skew: ClassVar[int] = 0
-    """How many steps a rank may be ahead of another: above 0 if some steps do not wait for all ranks."""
-    recomputes: ClassVar[bool] = False
-    """Whether the technique makes a step repeat floating-point operations."""
-    estimable: ClassVar[bool] = True
-    """Whether the prediction on fake tensors (``pipeline.profiling.ledger``) foresees the technique's memory."""
-    placement: ClassVar[Placement | None] = None
-    """Where the training reads the data set from; None: as ``train.placement`` says."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan = plan
         self.world = world
         self.replays = False
         """Whether steps are replayed from CUDA graphs, so that the allocator does not see the memory that they use."""
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        """Whether the plan applies this technique."""
-        known = entry(cls.name)
-        return known.asked_by(plan.applied) and (not known.needs or plan.applied.parallelism in known.needs)
 
     @classmethod
     def why_not_held_by(cls, model: nn.Module, inputs: torch.Tensor) -> WhyNotHeldBy:  # noqa: ARG003

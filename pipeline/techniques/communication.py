@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
+from pipeline.params import LOCAL_STEPS
 from pipeline.plans import Plan
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
@@ -26,14 +27,10 @@ DENSE_STEPS = 2
 """The fewest steps before PowerSGD begins: torch requires them, because DDP rebuilds its buckets after the first."""
 NEVER_ZERO = 1e-8
 """Added to the norm of PowerSGD's columns, for gradients that are all zero."""
-LOCAL_STEPS = 4
-"""Steps of post-local SGD from one averaging to the next."""
 
 
 class _Hook(Technique):
     """A communication hook: ``reduce`` decides what is sent, and how."""
-
-    estimable = False
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         assert isinstance(model, DistributedDataParallel)
@@ -204,8 +201,6 @@ class PostLocalSGD(_Hook):
     """
 
     name = "post_local_sgd"
-    casts_to_evaluate = True
-    max_step_skew = LOCAL_STEPS - 1
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)

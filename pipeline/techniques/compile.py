@@ -41,7 +41,6 @@ class Compile(Technique):
     """
 
     name = "compile"
-    estimable = False
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)

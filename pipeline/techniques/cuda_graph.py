@@ -29,7 +29,6 @@ class CudaGraph(Technique):
     """
 
     name = "cuda_graph"
-    estimable = False
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)

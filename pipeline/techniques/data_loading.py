@@ -8,20 +8,6 @@ from __future__ import annotations
 from pipeline.techniques.base import Technique
 
 
-class ResidentData(Technique):
-    """The training images lie on the device."""
-
-    name = "resident_data"
-    placement = "resident"
-
-
-class StreamedData(Technique):
-    """A thread reads the images from the memory map and copies them to the device ahead of the step."""
-
-    name = "streamed_data"
-    placement = "streamed"
-
-
 class DataLoaderData(Technique):
     """PyTorch's DataLoader with worker processes (``pipeline.data.loader``).
 
@@ -30,8 +16,6 @@ class DataLoaderData(Technique):
     """
 
     name = "dataloader"
-    placement = "dataloader"
-    estimable = False
 
     @classmethod
     def prepare_process(cls) -> None:

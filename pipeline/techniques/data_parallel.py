@@ -19,7 +19,6 @@ class DataParallel(Technique):
     """
 
     name = "data_parallel"
-    estimable = False
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         return nn.DataParallel(model, device_ids=list(range(self.plan.devices_per_process)))

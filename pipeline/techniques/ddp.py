@@ -27,7 +27,6 @@ class GradientsBesideBuckets(Technique):
     """Gradients have their own memory, instead of being views of DDP's buckets."""
 
     name = "gradients_beside_buckets"
-    estimable = False
 
     def change_step(self, step: TrainingStep) -> None:
         self._gradients = [parameter for parameter in step.model.parameters() if parameter.requires_grad]

@@ -44,8 +44,6 @@ class FSDP(Technique):
     """
 
     name = "fsdp"
-    casts_to_evaluate = True
-    estimable = False
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         units = list(blocks(model))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.plans import Plan
 from pipeline.step import TrainingStep
 from pipeline.techniques.base import Technique
 
@@ -16,10 +15,6 @@ class GradientAccumulation(Technique):
     """
 
     name = "gradient_accumulation"
-
-    @classmethod
-    def is_asked(cls, plan: Plan) -> bool:
-        return super().is_asked(plan) and plan.applied.parallelism != "pipeline"
 
     def change_step(self, step: TrainingStep) -> None:
         forward = step.forward

@@ -20,7 +20,6 @@ class LowBitOptimizer(Technique):
     """
 
     name = "low_bit_optimizer"
-    estimable = False
 
     @classmethod
     def prepare_process(cls) -> None:

@@ -39,7 +39,6 @@ class FactoredOptimizer(Technique):
     """
 
     name = "factored_optimizer"
-    estimable = False  # each step reads a tensor's value: the count of steps
 
     def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
         options = {key: choice.options[key] for key in ("lr", "weight_decay")}

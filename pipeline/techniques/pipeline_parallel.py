@@ -44,8 +44,6 @@ class Pipeline(Technique):
     """
 
     name = "pipeline"
-    casts_to_evaluate = True
-    estimable = False
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)

@@ -16,7 +16,6 @@ class SyncBatchNorm(Technique):
     """
 
     name = "sync_batchnorm"
-    estimable = False
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
         if not any(isinstance(module, _BatchNorm) for module in model.modules()):

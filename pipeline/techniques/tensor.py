@@ -40,8 +40,6 @@ class Tensor(Replicated):
     """
 
     name = "tensor"
-    shared_rng = True
-    estimable = False
 
     @classmethod
     def why_not_held_by(cls, model: nn.Module, inputs: torch.Tensor) -> WhyNotHeldBy:  # noqa: ARG003

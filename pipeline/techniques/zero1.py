@@ -24,7 +24,6 @@ class Zero1(DDP):
     """
 
     name = "zero1"
-    estimable = False
 
     def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         types = {parameter.dtype for parameter in model.parameters()}

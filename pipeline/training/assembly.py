@@ -25,7 +25,7 @@ from pipeline.interpreter import importing
 from pipeline.measurement.detectors import Detector
 from pipeline.measurement.windows import Memory
 from pipeline.models import loss_and_metric
-from pipeline.params import Config, Machine
+from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.tasks import Task
@@ -77,15 +77,14 @@ def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
             models.load(plan.applied.distillation.model)
         tasks.find(train.task)
         loss_and_metric.load(train)
-    techniques = of_plan(plan)
-    for technique in techniques:
+    for technique in of_plan(plan):
         technique.prepare_process()
     Memory.note_imports()
     task = tasks.of_job(train, read_dataset(prepared))
     task.check()
     with joined_world(plan.device, cores()) as world:
         _make_exact()
-        wanted = next((each.placement for each in techniques if each.placement), train.placement)
+        wanted = next((each.placement for each in catalogue.acting(plan.applied) if each.placement), train.placement)
         chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
         yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), check_imports)
 

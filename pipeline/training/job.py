@@ -27,11 +27,10 @@ from pipeline.interpreter import age_seconds
 from pipeline.measurement.detectors import detectors
 from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.measurement.sampling import SystemSampler
-from pipeline.params import Config, Machine
+from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.results import HistoryRow, Result, Run, Score, Setup, sha256, summarise
-from pipeline.techniques import of_plan
 from pipeline.training import checkpoints, teachers
 from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
 from pipeline.training.counting import WorkLeftOut
@@ -79,7 +78,7 @@ def _work(
         everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
         here = dict.fromkeys(device for host, devices in everywhere if host == platform.node() for device in devices)
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
-        max_step_skew = max((technique.max_step_skew for technique in of_plan(plan)), default=0)
+        max_step_skew = max((each.max_step_skew for each in catalogue.acting(plan.applied)), default=0)
         with following, sampler or nullcontext(), interruption(world, max_step_skew) as heard:
             environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
             job = Job(config, assembly, environment_hash, depends_on, device_name, started, sampler, heard)

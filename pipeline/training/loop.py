@@ -19,7 +19,7 @@ from pipeline.measurement.detectors import Detector
 from pipeline.measurement.energy import Energy
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.models import optimizers
-from pipeline.params import GRAPH_WARMUP_STEPS
+from pipeline.params import GRAPH_WARMUP_STEPS, catalogue
 from pipeline.plans import Plan
 from pipeline.results import HistoryRow
 from pipeline.step import Losses, TrainingStep
@@ -64,8 +64,8 @@ class Training:
         self.model = model.to(world.device)
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.techniques = chosen(plan, world)
-        casts = any(technique.casts_to_evaluate for technique in self.techniques)
-        self._unsharded = without_weights(self.model) if casts else None
+        acting = catalogue.acting(plan.applied)
+        self._unsharded = without_weights(self.model) if any(each.evaluates_whole for each in acting) else None
         wrapped, optimizer = self.model, optimizers.of_job(train)
         like = task.zeros(1)
         inputs = Inputs(tuple(like.shape[1:]), lambda: next(batches.epoch(0)), like.dtype, task)
@@ -83,7 +83,7 @@ class Training:
             technique.change_step(self.take_step)
             technique.change_checkpoint(checkpoint, self.optimizer)
         self.model_state, self.optimizer_state = checkpoint.model, checkpoint.optimizer
-        alike = any(technique.shared_rng for technique in self.techniques)
+        alike = any(each.shared_rng for each in acting)
         stream = world.rank // plan.model_processes if alike else world.rank
         torch.manual_seed(seed + 1_000_003 * (stream + 1))
 

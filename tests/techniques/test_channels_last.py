@@ -36,8 +36,3 @@ def test_what_is_learned_is_the_same_within_rounding(digits: Dataset) -> None:
     assert changed.losses.take() == pytest.approx(plain.losses.take(), rel=1e-3)
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(changed.model.state_dict()[name], value, check_stride=False, rtol=1e-3, atol=1e-4)
-
-
-def test_it_applies_only_when_asked() -> None:
-    assert ChannelsLast.is_asked(make_plan(channels_last=True))
-    assert not ChannelsLast.is_asked(make_plan())

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.techniques import of_plan
-from pipeline.techniques.communication import LOCAL_STEPS, RANK
+from pipeline.params import LOCAL_STEPS
+from pipeline.params.catalogue import acting
+from pipeline.techniques.communication import RANK
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
@@ -203,4 +204,4 @@ def test_a_hook_does_not_keep_its_model(digits: Dataset) -> None:
 
 def test_post_local_sgd_says_how_far_ranks_may_be_apart() -> None:
     plans = [make_plan(parallelism="ddp", processes=2, communication_hook=hook) for hook in ("none", "post_local_sgd")]
-    assert [max(technique.max_step_skew for technique in of_plan(plan)) for plan in plans] == [0, LOCAL_STEPS - 1]
+    assert [max(each.max_step_skew for each in acting(plan.applied)) for plan in plans] == [0, LOCAL_STEPS - 1]

@@ -8,7 +8,7 @@ import torch
 from pipeline.data.prepared import Dataset
 from pipeline.errors import PipelineError
 from pipeline.measurement.windows import graphs_bytes
-from pipeline.params import GRAPH_WARMUP_STEPS, Train
+from pipeline.params import GRAPH_WARMUP_STEPS, Train, entry
 from pipeline.profiling.ledger import measured
 from pipeline.techniques import chosen
 from pipeline.techniques.cuda_graph import CudaGraph
@@ -21,7 +21,7 @@ from tests.test_training import TRAIN, make_training, rows_of, weights
 def test_it_wraps_all_of_a_step() -> None:
     techniques = chosen(make_plan(cuda_graph=True, cudnn_benchmark=True, gradient_accumulation=2), ALONE)
     assert [technique.name for technique in techniques][-2:] == ["cuda_graph", "cudnn_benchmark"]
-    assert not CudaGraph.estimable
+    assert entry(CudaGraph.name).needs_measuring
 
 
 # On a GPU.

@@ -14,8 +14,9 @@ from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.params import Augment, Machine, Train, parse, techniques
+from pipeline.params.catalogue import acting
 from pipeline.plans import plan
-from pipeline.techniques import chosen
+from pipeline.techniques import of_plan
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.loop import Training
@@ -38,7 +39,7 @@ CHOICES: list[dict[str, Any]] = [
 def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
     processes: dict[str, Any] = {"parallelism": "ddp" if joined.size > 1 else "none", "processes": joined.size}
     made = make_plan(train=TRAIN, **processes, **applied)
-    (placement,) = (technique.placement for technique in chosen(made, joined) if technique.placement)
+    (placement,) = (each.placement for each in acting(made.applied) if each.placement)
     batches = batches_of(dataset, made, joined, placement=placement)
     return Training(made, conv_net(dropout=True), task_of(dataset, made.train, joined.device), batches, joined, seed=0)
 
@@ -143,5 +144,5 @@ def test_the_techniques_are_told_apart() -> None:
         {"compare": {"baseline": "a"}, "variants": {"a": {"data_loading": "dataloader", "loader_workers": 3}}}
     )
     here = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-    assert [technique.name for technique in chosen(plan(config, "a", here), ALONE)] == ["dataloader"]
+    assert [technique.name for technique in of_plan(plan(config, "a", here))] == ["dataloader"]
     assert techniques(config.variants["a"]) == {"dataloader": ("data_loading", "loader_workers")}

@@ -75,6 +75,16 @@ def in_order(variant: Variant) -> list[Entry]:
     return sorted(asked(variant), key=lambda each: get_args(Layer).index(each.layer))
 
 
+def acting(variant: Variant) -> list[Entry]:
+    """Return the techniques that act in the variant's training, in the order in which they apply."""
+    parallelism = variant.parallelism
+    return [
+        each
+        for each in in_order(variant)
+        if parallelism not in each.done_by and (not each.needs or parallelism in each.needs)
+    ]
+
+
 def keys(technique: Entry) -> tuple[str, ...]:
     """Return the key that asks for the technique, and the keys that configure it."""
     details = (key for each in CATALOGUE if each.key == technique.key for key in each.details)

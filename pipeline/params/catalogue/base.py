@@ -55,8 +55,8 @@ class Entry:
     changes: Changes
     hooks: str = ""
     """Module under ``pipeline/techniques``, and class: a job imports what it applies, as some import much of torch.
-    Empty: the technique is part of the one it ``needs``, or of the plan, or another package's, whose entry point names
-    the class."""
+    Empty: the technique is part of the one it ``needs``, or of the plan, or a ``placement``, or another package's,
+    whose entry point names the class."""
     layer: Layer = "step"
     asked: Callable[[Variant], bool] | None = None
     """Whether a variant applies the technique. None: if the variant has ``setting``, or the name under ``extra``."""
@@ -77,6 +77,22 @@ class Entry:
     why_not_beside: Callable[[Variant, bool], str | None] = _nothing
     """The whole variant, and whether the job runs on GPUs -> why the technique cannot run with the variant's other
     settings, for conditions that ``excludes`` cannot express; None if it can."""
+    done_by: tuple[str, ...] = ()
+    """Values of ``parallelism`` that do themselves what the technique does, which then changes nothing more."""
+    placement: Literal["resident", "streamed", "dataloader"] | None = None
+    """Where the training reads the data set from; None: as ``train.placement`` says."""
+    evaluates_whole: bool = False
+    """True if evaluation cannot run the trained model, which is a stage, say, or one of several to average. Evaluation
+    then runs the single-device model, as ``Technique.for_evaluation`` changes it, with the state that a checkpoint
+    reads."""
+    shared_rng: bool = False
+    """Whether the processes that hold one model together must draw the same random numbers."""
+    max_step_skew: int = 0
+    """How many steps a process may be ahead of another: above 0 if some steps do not wait for all."""
+    recomputes: bool = False
+    """Whether the technique makes a step repeat floating-point operations."""
+    needs_measuring: bool = False
+    """Whether the technique's memory has to be measured, because the estimate on fake tensors does not foresee it."""
     roundoff: float = 2.0**-24
     """If ``changes`` is rounding: the unit roundoff (half the distance from 1 to the next number) of the coarsest
     format in which the technique computes or sends; by default float32's. ``verify`` derives its bounds from it."""

@@ -10,6 +10,8 @@ from pipeline.params.catalogue.base import Entry, needs_gpu
 from pipeline.params.sections import Section
 
 _OVER_DDP = ("ddp", "zero1")
+LOCAL_STEPS = 4
+"""Post-local SGD: steps from one averaging of the weights to the next."""
 
 
 class CommunicationSettings(Section):
@@ -58,6 +60,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         changes="nothing",
         layer="parallelism",
         hooks="ddp.GradientsBesideBuckets",
+        needs_measuring=True,
         needs=_OVER_DDP,
     ),
     Entry(
@@ -87,6 +90,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         changes="statistics",
         layer="model",
         hooks="sync_batchnorm.SyncBatchNorm",
+        needs_measuring=True,
         needs=_OVER_DDP,
         excludes={
             **dict.fromkeys(
@@ -109,6 +113,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         roundoff=2.0**-11,
         layer="parallelism",
         hooks="communication.FP16Compression",
+        needs_measuring=True,
         needs=_OVER_DDP,
     ),
     Entry(
@@ -123,6 +128,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         roundoff=2.0**-8,
         layer="parallelism",
         hooks="communication.BF16Compression",
+        needs_measuring=True,
         needs=_OVER_DDP,
     ),
     Entry(
@@ -138,6 +144,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         changes="statistics",
         layer="parallelism",
         hooks="communication.PowerSGD",
+        needs_measuring=True,
         needs=_OVER_DDP,
         excludes={
             "channels_last": "torch's PowerSGD views gradients as matrices, which the strides of NHWC do not allow",
@@ -162,6 +169,9 @@ COMMUNICATION: tuple[Entry, ...] = (
         changes="statistics",
         layer="parallelism",
         hooks="communication.PostLocalSGD",
+        max_step_skew=LOCAL_STEPS - 1,
+        evaluates_whole=True,
+        needs_measuring=True,
         needs=("ddp",),
     ),
 )

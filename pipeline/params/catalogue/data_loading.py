@@ -33,7 +33,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         costs="a byte a pixel and channel of the training set",
         source="Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024",
         changes="nothing",
-        hooks="data_loading.ResidentData",
+        placement="resident",
     ),
     Entry(
         name="streamed_data",
@@ -44,7 +44,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         costs="a processor's share for the gathering; four batches of memory",
         source="PyTorch tutorial: pin_memory() and non_blocking",
         changes="nothing",
-        hooks="data_loading.StreamedData",
+        placement="streamed",
     ),
     Entry(
         name="dataloader",
@@ -57,6 +57,8 @@ DATA_LOADING: tuple[Entry, ...] = (
         source="PyTorch documentation: torch.utils.data",
         changes="nothing",
         hooks="data_loading.DataLoaderData",
+        placement="dataloader",
+        needs_measuring=True,
         details=("loader_workers",),
     ),
 )

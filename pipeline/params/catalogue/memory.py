@@ -86,6 +86,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="nothing",
         layer="blocks",
         hooks="activation_checkpointing.ActivationCheckpointing",
+        recomputes=True,
     ),
     Entry(
         name="selective_checkpointing",
@@ -100,6 +101,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="nothing",
         layer="blocks",
         hooks="activation_checkpointing.SelectiveCheckpointing",
+        recomputes=True,
         excludes={"activation_offload": "what it keeps passes by the hooks that would offload it"},
     ),
     Entry(
@@ -114,6 +116,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="nothing",
         layer="blocks",
         hooks="checkpointing_budget.CheckpointingBudget",
+        recomputes=True,
         asked=lambda variant: isinstance(variant.activation_checkpointing, float),
     ),
     Entry(
@@ -127,6 +130,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="nothing",
         layer="forward",
         hooks="activation_offload.ActivationOffload",
+        needs_measuring=True,
         why_not=_why_no_offload,
     ),
     Entry(
@@ -140,6 +144,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="rounding",
         layer="forward",
         hooks="gradient_accumulation.GradientAccumulation",
+        done_by=("pipeline",),
         asked=lambda variant: variant.gradient_accumulation not in (1, "auto"),
     ),
     Entry(
@@ -221,6 +226,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="statistics",
         layer="model",
         hooks="low_bit_optimizer.LowBitOptimizer",
+        needs_measuring=True,
         why_not=_why_no_8bit,
         relies_on=("bitsandbytes",),
         why_not_with=needs_adamw,
@@ -242,6 +248,7 @@ MEMORY: tuple[Entry, ...] = (
         changes="statistics",
         layer="model",
         hooks="optimizer_choices.FactoredOptimizer",
+        needs_measuring=True,
         why_not_with=needs_adamw,
         excludes={
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),

@@ -66,6 +66,7 @@ PARALLELISM: tuple[Entry, ...] = (
         changes="rounding",
         layer="parallelism",
         hooks="data_parallel.DataParallel",
+        needs_measuring=True,
         excludes={
             "bf16": "its threads do not take over autocast's type, and would compute in float16",
             "activation_checkpointing": _ONE_FORWARD,
@@ -100,6 +101,7 @@ PARALLELISM: tuple[Entry, ...] = (
         changes="rounding",
         layer="parallelism",
         hooks="zero1.Zero1",
+        needs_measuring=True,
         details=("processes",),
         excludes={
             "optimizer_in_backward": "the shares of the new parameters are sent on after one update of all of them",
@@ -130,6 +132,8 @@ PARALLELISM: tuple[Entry, ...] = (
         changes="rounding",
         layer="parallelism",
         hooks="fsdp.FSDP",
+        evaluates_whole=True,
+        needs_measuring=True,
         details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
@@ -199,6 +203,8 @@ PARALLELISM: tuple[Entry, ...] = (
         changes="rounding",
         layer="parallelism",
         hooks="pipeline_parallel.Pipeline",
+        evaluates_whole=True,
+        needs_measuring=True,
         details=("processes", "replicas", "schedule"),
         excludes={
             "fp16": "each stage would find overflows, and follow a loss scale, of its own",
@@ -218,6 +224,8 @@ PARALLELISM: tuple[Entry, ...] = (
         changes="rounding",
         layer="parallelism",
         hooks="tensor.Tensor",
+        shared_rng=True,
+        needs_measuring=True,
         details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",

@@ -147,6 +147,7 @@ SPEED: tuple[Entry, ...] = (
         changes="rounding",
         layer="compiler",
         hooks="compile.Compile",
+        needs_measuring=True,
         asked=lambda variant: variant.compile != "none",
         excludes={
             "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
@@ -170,6 +171,7 @@ SPEED: tuple[Entry, ...] = (
         source="PyTorch documentation: CUDA semantics, CUDA Graphs",
         changes="rounding",
         hooks="cuda_graph.CudaGraph",
+        needs_measuring=True,
         excludes={
             **dict.fromkeys(
                 ("ddp", "pipeline", "data_parallel"), "the recording holds one GPU's step, without communication"

@@ -18,12 +18,12 @@ from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE
 from pipeline.environment import cores
 from pipeline.errors import PipelineError, first_line
+from pipeline.params import catalogue
 from pipeline.plans import Plan
 from pipeline.profiling.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_task
 from pipeline.profiling.ledger.tracker import Call, KernelWatch, Standing, resident_bytes, watched_step
 from pipeline.results import Ledger
 from pipeline.tasks import Task
-from pipeline.techniques import of_plan
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
 
@@ -85,7 +85,7 @@ class Rehearsal:
 
         Raises PredictionError if the model cannot run on fake tensors, because it reads a value, say.
         """
-        unforeseen = [each.name for each in of_plan(self.plan) if not each.estimable]
+        unforeseen = [each.name for each in catalogue.acting(self.plan.applied) if each.needs_measuring]
         if unforeseen:
             raise PredictionError(
                 f"variants.{self.plan.name}: what {' and '.join(unforeseen)} takes cannot be foreseen; measure it."
