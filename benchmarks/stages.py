@@ -28,6 +28,7 @@ from pipeline.measurement.sampling import SystemSampler
 from pipeline.models import optimizers
 from pipeline.params import Train, parse
 from pipeline.plans import plan
+from pipeline.training.composition import compose
 from pipeline.training.loop import Training
 
 BASELINE: dict[str, Any] = {"baseline": {}}
@@ -193,7 +194,7 @@ class Steady:
             placement="resident",
         ) as batches:
             results.write_history([], self.history)
-            for row in Training(job, self.net(), self.task, batches, self.world, seed=0).run():
+            for row in Training(compose(job, self.net(), self.task, batches, self.world, ()), seed=0).run():
                 if row:
                     results.append_history(row, self.history)
                 yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from pipeline.params import Train, Variant
 from pipeline.plans import Plan
 from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
-from pipeline.techniques import Inputs, Technique
+from pipeline.techniques import Setup, Technique, of_plan
+from pipeline.training.assembly import Assembly
+from pipeline.training.composition import compose
 from pipeline.training.loop import Training
 from pipeline.training.losses import HostLosses
 
@@ -137,9 +140,31 @@ def stopped(training: Training, after: int) -> dict[str, Any]:
 
 def changed(model: nn.Module, techniques: Sequence[Technique]) -> nn.Module:
     """Return the model after the techniques have changed it."""
+    setup = setup_of(model)
     for technique in techniques:
-        model = technique.change_model(model, INPUTS)
-    return model
+        technique.change_model(setup)
+    return setup.model
+
+
+def chosen(plan: Plan, world: World) -> list[Technique]:
+    """The techniques that the plan applies, in order, ready to be set up."""
+    return [technique(plan, world) for technique in of_plan(plan)]
+
+
+def training_of(
+    plan: Plan, model: nn.Module, task: Task, batches: TrainBatches, world: World, seed: int = 0, **options: Any
+) -> Training:
+    return Training(compose(plan, model, task, batches, world, of_plan(plan), **options), seed)
+
+
+def assembly_of(plan: Plan, world: World, dataset: Dataset, placement: Placement = "resident") -> Assembly:
+    return Assembly(plan, world, task_of(dataset, plan.train), placement, of_plan(plan))
+
+
+def setup_of(model: nn.Module) -> Setup:
+    """What a technique gets to change ``model`` with, which takes images [b, 1, 8, 8]."""
+    task: Any = SimpleNamespace(zeros=lambda count: torch.zeros(count, 1, 8, 8))
+    return Setup(model, task, batch)
 
 
 def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +186,6 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-INPUTS = Inputs((1, 8, 8), batch)
 GPU = World(rank=0, size=1, device=torch.device("cuda", 0), backend=None)
 
 
@@ -176,14 +200,17 @@ def make_step(
     """The training step of a model that the techniques have changed. The default optimizer changes no weight."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
     step = TrainingStep(model, F.cross_entropy, optimizer, losses or HostLosses(ALONE), micro_batches)
+    setup = setup_of(model)
+    setup.step = step
     for technique in techniques:
-        technique.change_step(step)
+        technique.change_step(setup)
     return step
 
 
 def take_within(technique: Technique, take: Callable[[Any], None]) -> None:
     """Run a step, as the technique changes it, that only calls ``take``."""
-    step = make_step(nn.Linear(1, 1))
-    step.take = take
-    technique.change_step(step)
-    step(iter(()))
+    setup = setup_of(nn.Linear(1, 1))
+    setup.step = make_step(setup.model)
+    setup.step.take = take
+    technique.change_step(setup)
+    setup.step(iter(()))

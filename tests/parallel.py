@@ -15,7 +15,7 @@ from pipeline.params import Config, Machine, Train, Variant
 from pipeline.plans import plan
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
-from tests.nets import batches_of, stopped, task_of
+from tests.nets import batches_of, stopped, task_of, training_of
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -55,7 +55,7 @@ def make_training(
     machine = CPU if joined.device.type == "cpu" else CPU.model_copy(update={"gpus": joined.size})
     made = plan(Config(train=train, variants={"tried": Variant(**applied)}), "tried", machine)
     few = replace(dataset, train=dataset.train[: STEPS * train.batch_size])
-    return Training(made, net(), task_of(few, made.train, joined.device), batches_of(few, made, joined), joined, 0)
+    return training_of(made, net(), task_of(few, made.train, joined.device), batches_of(few, made, joined), joined, 0)
 
 
 def observe(

@@ -648,8 +648,8 @@ def test_input_that_belongs_to_what_is_compared_may_take_its_time(
 ) -> None:
     """When a CUDA graph replays the step of a small model, reading the input takes most of the step's time."""
     plan = make_plan(data_loading=chosen or "auto")
-    technique = SimpleNamespace(replays=replays)
-    training: Any = SimpleNamespace(plan=plan, batches=SimpleNamespace(placement=placement), techniques=[technique])
+    setup, batches = SimpleNamespace(replays=replays), SimpleNamespace(placement=placement)
+    training: Any = SimpleNamespace(plan=plan, batches=batches, setup=setup)
     assert (
         _allowed_wait(training, parse(PARAMS | {"bench": {"max_input_wait": 0.5}, "variants": {"baseline": {}}}))
         == limit

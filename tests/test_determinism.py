@@ -15,8 +15,8 @@ from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.params import Machine, parse
 from pipeline.plans import Plan, plan
-from pipeline.training.assembly import Assembly, assembled
-from tests.nets import ALONE, conv_net, task_of
+from pipeline.training.assembly import assembled
+from tests.nets import ALONE, assembly_of, conv_net
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -71,7 +71,7 @@ def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     random = torch.get_rng_state()
-    with Assembly(made, ALONE, task_of(digits, made.train), "resident")._repeating(made, model) as plan:
+    with assembly_of(made, ALONE, digits)._repeating(made, model) as plan:
         assert plan is made
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -81,9 +81,7 @@ def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
 def test_an_operation_that_comes_later_is_told_with_its_remedy(digits: Dataset) -> None:
     made = job({})
     with (
-        Assembly(made, ALONE, task_of(digits, made.train), "resident").training(
-            0, change_model=_puts_in_the_third_step
-        ) as training,
+        assembly_of(made, ALONE, digits).training(0, change_model=_puts_in_the_third_step) as training,
         pytest.raises(PipelineError, match=r"train.deterministic: found true.*epoch 1, step 3 put_ has no"),
     ):
         training.advance(5)
@@ -95,9 +93,7 @@ def _puts_in_the_third_step(model: nn.Module) -> nn.Module:
 
 def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:
     made = job({"parallelism": "ddp"})
-    with Assembly(made, joined, task_of(read(folder), made.train), "resident").training(
-        0, change_model=_puts_on_rank_1
-    ) as training:
+    with assembly_of(made, joined, read(folder)).training(0, change_model=_puts_on_rank_1) as training:
         return training.plan.decided, torch.get_deterministic_debug_mode()
 
 

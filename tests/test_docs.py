@@ -144,13 +144,13 @@ def test_the_architecture_s_stages_are_those_of_dvc() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(stages)
 
 
-def test_the_hooks_of_the_page_are_ones_that_there_are() -> None:
+def test_the_page_lists_every_hook_in_its_order() -> None:
     page = (ROOT / "docs" / "adding-a-technique.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`.*?) \|", page, re.MULTILINE)))
-    assert "change_model" in named
     (technique,) = (
         each
         for each in tree("pipeline.techniques.base").body
         if isinstance(each, ast.ClassDef) and each.name == "Technique"
     )
-    assert set(named) <= {each.name for each in technique.body if isinstance(each, ast.FunctionDef)}
+    methods = [each.name for each in technique.body if isinstance(each, ast.FunctionDef)]
+    assert named == [name for name in methods if name != "__init__"]

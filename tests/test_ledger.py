@@ -22,7 +22,7 @@ from pipeline.profiling import ledger
 from pipeline.profiling.ledger.allocation_trace import Tape
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
-from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of
+from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of, training_of
 from tests.ranks import run_ranks
 
 PEAK = 10**9
@@ -71,7 +71,7 @@ def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, s
     """A training on this rank after some steps."""
     torch.manual_seed(0)
     task = task_of(dataset, config.train)
-    training = Training(how, task.model(), task, batches_of(dataset, how, world), world, seed=0)
+    training = training_of(how, task.model(), task, batches_of(dataset, how, world), world, seed=0)
     for _ in islice(training.run(), steps):
         pass
     return training

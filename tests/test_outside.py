@@ -18,8 +18,8 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Variant, outside, parse
-from pipeline.techniques import chosen, of_plan
-from tests.nets import ALONE, make_plan
+from pipeline.techniques import of_plan
+from tests.nets import ALONE, chosen, make_plan
 from tests.outside import EXAMPLE, forget, put_on_path, write_example_metadata, write_metadata
 from tests.ranks import run_ranks
 from tests.test_params import PLAIN_CPU, SHIPPED

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Config, Entry, Machine, entry, exclusions, parse
 from pipeline.plans import Plan, plan
 from tests.factories import alone, setting_of
-from tests.nets import task_of
+from tests.nets import assembly_of
 from tests.ranks import run_ranks
 
 JOB = {"model": "small_cnn", "batch_size": 32, "epochs": 1, "seeds": [0], "warmup_steps": 4, "without_native": "run"}
@@ -181,7 +181,6 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
     from pipeline.data.batches import Placement
     from pipeline.params.catalogue import acting
     from pipeline.techniques import of_plan
-    from pipeline.training.assembly import Assembly
 
     torch.compile = functools.partial(_without_kernels, torch.compile)  # this process is nobody else's
     failures = {}
@@ -191,7 +190,7 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
                 technique.prepare_process()
             wanted = (one.placement for one in acting(each.applied) if one.placement)
             placement: Placement = next(wanted, "resident")
-            with Assembly(each, world, task_of(dataset, each.train), placement).training(0) as training:
+            with assembly_of(each, world, dataset, placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
                 assert training.work() == (each.train.batch_size,) * 3

@@ -29,7 +29,7 @@ from pipeline.training import job
 from pipeline.training.evaluation import Score, evaluate
 from pipeline.training.loop import Training
 from tests.conftest import ROOT
-from tests.nets import ALONE, batches_of, make_plan, stopped, task_of
+from tests.nets import ALONE, batches_of, make_plan, stopped, task_of, training_of
 from tests.pages import blocks
 from tests.ranks import run_ranks
 from tests.workspaces import PREPARED, enter
@@ -70,12 +70,12 @@ def settings_of(name: str, **changes: Any) -> Train:
     return Train(**own | TRAIN[name] | changes)
 
 
-def training_of(name: str, joined: World = ALONE, **applied: Any) -> Training:
+def training_on(name: str, joined: World = ALONE, **applied: Any) -> Training:
     train = settings_of(name)
     made = make_plan(train=train, batch_size=16, processes=joined.size, **applied)
     torch.manual_seed(0)
     task = task_of(DATA[name], train, joined.device)
-    return Training(made, task.model(), task, batches_of(DATA[name], made, joined), joined, 0)
+    return training_of(made, task.model(), task, batches_of(DATA[name], made, joined), joined, 0)
 
 
 both = pytest.mark.parametrize("name", TRAIN)
@@ -161,7 +161,7 @@ def test_regression_counts_in_standard_deviations_of_the_training_targets() -> N
 
 @both
 def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
-    training = training_of(name)
+    training = training_on(name)
     rows = [row for row in training.run() if row]
     assert rows[-1].train_loss < 0.8 * rows[0].train_loss
     found = ledger.predicted(training.plan, task_of(DATA[name], training.train))
@@ -174,7 +174,7 @@ def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
 def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats: bool) -> None:
     counted, kept = [], []
     for each in (False, asked):
-        training = training_of("language_model", activation_checkpointing=each)
+        training = training_on("language_model", activation_checkpointing=each)
         training.advance(1)
         with FlopCounterMode(display=False) as counter:
             training.take_step(training.batches.epoch(0))
@@ -189,7 +189,7 @@ def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats:
 
 
 def _trained(joined: World, name: str) -> tuple[dict[str, torch.Tensor], Score | None]:
-    training = training_of(name, joined, parallelism="ddp" if joined.size > 1 else "none")
+    training = training_on(name, joined, parallelism="ddp" if joined.size > 1 else "none")
     for _ in training.run():
         pass
     return {key: value.clone() for key, value in training.model_state.read().items()}, training.score
@@ -222,11 +222,11 @@ def test_every_test_sample_counts_once_on_any_number_of_ranks(name: str) -> None
 
 @both
 def test_a_resumed_training_ends_with_the_same_bits(name: str) -> None:
-    whole = training_of(name)
+    whole = training_on(name)
     for _ in whole.run():
         pass
-    resumed = training_of(name)
-    resumed.restore(stopped(training_of(name), after=15))
+    resumed = training_on(name)
+    resumed.restore(stopped(training_on(name), after=15))
     for _ in resumed.run():
         pass
     ours, theirs = resumed.model_state.read(), whole.model_state.read()

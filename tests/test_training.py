@@ -22,7 +22,7 @@ from pipeline.results import HistoryRow
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
-from tests.nets import ALONE, batches_of, conv_net, make_plan, stopped, task_of
+from tests.nets import ALONE, batches_of, conv_net, make_plan, stopped, task_of, training_of
 from tests.ranks import run_ranks
 
 TRAIN = Train(
@@ -47,7 +47,7 @@ def make_training(
         **{"parallelism": "ddp" if joined.size > 1 else "none"} | applied,
     )
     batches = batches_of(dataset, plan, joined, seed)
-    return Training(
+    return training_of(
         plan, model or conv_net(seed=seed), task_of(dataset, plan.train, joined.device), batches, joined, seed
     )
 

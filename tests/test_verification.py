@@ -38,8 +38,7 @@ from pipeline.tools.verification.claims import (
 from pipeline.tools.verification.natures import Nature, keep_still, nature, statistics
 from pipeline.tools.verification.observing import PLAIN_SGD, Observed, Task, miniature, observe
 from pipeline.training import evaluation
-from pipeline.training.assembly import Assembly
-from tests.nets import batch, conv_net, task_of
+from tests.nets import assembly_of, batch, conv_net, task_of
 from tests.outside import forget, put_on_path, write_metadata
 from tests.ranks import run_ranks
 
@@ -124,7 +123,8 @@ rough = replace(entry("rough", "rounding"), roundoff=2.0**20)
 class Drops(Technique):
     name = "drops_gradient"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         update, parameters = step.update, step.optimizer.param_groups[0]["params"]
         def dropped():
             parameters[-1].grad.zero_()  # the last bias
@@ -134,14 +134,16 @@ class Drops(Technique):
 class Doubles(Technique):
     name = "doubles_gradients"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         backward = step.backward
         step.backward = lambda loss: backward(loss * 2)
 
 class Loses(Technique):
     name = "loses_a_rank"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         import os
         backward = step.backward
         step.backward = lambda loss: backward(loss * (os.environ["RANK"] != "1"))
@@ -149,7 +151,8 @@ class Loses(Technique):
 class Skips(Technique):
     name = "skips_a_micro_batch"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         backward, self.taken = step.backward, 0
         def skipping(loss):
             self.taken += 1
@@ -159,17 +162,17 @@ class Skips(Technique):
 class Explodes(Technique):
     name = "explodes"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         backward = step.backward
         step.backward = lambda loss: backward(loss * 1e30)
 
 class Forgets(Technique):
     name = "forgets_dropout"
 
-    def change_model(self, model, inputs):
-        for block in model.children():
+    def change_model(self, setup):
+        for block in setup.model.children():
             self.wrap(block)
-        return model
 
     def wrap(self, block):
         forward = block.forward
@@ -178,21 +181,24 @@ class Forgets(Technique):
 class Nearly(Technique):
     name = "nearly_nothing"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         backward = step.backward
         step.backward = lambda loss: backward(loss * (1 + 2.0 ** -22))
 
 class Decays(Technique):
     name = "forgets_decay"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         for group in step.optimizer.param_groups:
             group["weight_decay"] = 0.0
 
 class Differs(Technique):
     name = "differs_by_process"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         import os
         amount, update = 1e-5 * (os.getpid() % 1000), step.update
         def scaled():
@@ -204,7 +210,7 @@ class Differs(Technique):
 class Refuses(Technique):
     name = "refuses_to_train"
 
-    def change_model(self, model, inputs):
+    def change_model(self, setup):
         raise RuntimeError("not today")
 
 class Rough(Technique):
@@ -436,7 +442,7 @@ def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed
 
     vars(evaluation)["evaluation_batches"] = padded  # this process ends with the test
     plan = plan_of(config, "ddp", MACHINE)
-    return observe(Task("run"), file, Assembly(plan, joined, task_of(read(folder), plan.train), "resident"))
+    return observe(Task("run"), file, assembly_of(plan, joined, read(folder)))
 
 
 def test_an_evaluation_that_pads_is_found(digits_folder: Path, tmp_path: Path) -> None:

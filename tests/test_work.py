@@ -59,7 +59,8 @@ inside = replace(entry("inside"), layer="model")
 class Half(Technique):
     name = "half"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         forward = step.forward
         step.forward = lambda images, labels: forward(images[::2], labels[::2])
 
@@ -67,7 +68,8 @@ class Half(Technique):
 class Later(Technique):
     name = "later"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         whole, take = step.forward, step.take
 
         def halving(batches):
@@ -81,8 +83,9 @@ class Replayed(Technique):
     name = "replayed"
     every = 1
 
-    def change_step(self, step):
-        self.replays = True
+    def change_step(self, setup):
+        step = setup.step
+        setup.replays = True
         whole, take, taken = step.forward, step.take, []
 
         def forward(images, labels):
@@ -105,7 +108,8 @@ class Misrecorded(Replayed):
 class Fewer(Technique):
     name = "fewer"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         step.syncs = [True]  # of all micro-batches, the first
 
 
@@ -121,8 +125,8 @@ class Padding(nn.Module):
 class Padded(Technique):
     name = "padded"
 
-    def change_model(self, model, inputs):
-        return Padding(model)
+    def change_model(self, setup):
+        setup.model = Padding(setup.model)
 
 
 class Inside(Padded):
@@ -137,14 +141,15 @@ class Recomputed(Padding):
 class Whole(Technique):
     name = "whole"
 
-    def change_model(self, model, inputs):
-        return Recomputed(model)
+    def change_model(self, setup):
+        setup.model = Recomputed(setup.model)
 
 
 class Twice(Technique):
     name = "twice"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         forward = step.forward
         step.forward = lambda images, labels: (forward(images, labels) + forward(images, labels)) / 2
 
@@ -152,7 +157,8 @@ class Twice(Technique):
 class Busy(Technique):
     name = "busy"
 
-    def change_step(self, step):
+    def change_step(self, setup):
+        step = setup.step
         def work():
             values = torch.ones(2**16)
             while True:

@@ -134,9 +134,7 @@ def _measure_in_turns(
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
-        with replace(assembly, plan=plan).training(seed) as training:
-            for technique in training.techniques:
-                technique.begin_after(0)
+        with replace(assembly, plan=plan).training(seed, steady=True) as training:
             if on_cpu:
                 training.settle(MEMORY_STEPS[0])
                 training.advance(wanted[0])
@@ -184,7 +182,7 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     """
     resident = training.batches.placement == "resident"
     chosen = any(each.placement for each in catalogue.acting(training.plan.applied))
-    replayed = resident and any(each.replays for each in training.techniques)
+    replayed = resident and training.setup.replays
     return None if chosen or replayed else config.bench.max_input_wait
 
 

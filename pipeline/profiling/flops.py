@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from pipeline.params import entry
 from pipeline.plans import Plan
 from pipeline.results import Flops
 from pipeline.tasks import Task
-from pipeline.techniques import Inputs, Technique, of_plan
+from pipeline.techniques import Setup, Technique, of_plan
 
 _SAMPLES = 2
 """Samples in one count: BatchNorm cannot train on a single value per channel. The count is proportional to them."""
@@ -68,12 +69,12 @@ def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     an attention kernel is not counted. Raises ModelError.
     """
     with torch.random.fork_rng(devices=[]):
-        model, inputs = task.model(), task.zeros(_SAMPLES)
+        model = task.model()
         recomputing = [each(plan, ALONE) for each in of_plan(plan) if entry(each.name).recomputes]
-        counts = [_count(model, techniques, inputs) for techniques in ([], recomputing)]
+        counts = [_count(model, task, changing) for changing in ([], recomputing)]
         if taught_by := plan.applied.distillation:
             teacher = task.model(taught_by.model, taught_by.model_options).requires_grad_(False)
-            counts[1] += _count(teacher, [], inputs)
+            counts[1] += _count(teacher, task, [])
     applied = plan.applied
     precision = "bf16" if applied.parameter_precision == "bf16" else applied.precision
     peak = getattr(PEAKS.get(device_name), precision, None) if plan.device == "cuda" else None
@@ -84,25 +85,22 @@ def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     )
 
 
-def _count(model: nn.Module, techniques: list[Technique], inputs: torch.Tensor) -> int:
+def _count(model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int:
     """Count the operations of a step's forward and backward pass; the latter if the model trains."""
     try:
-        return _count_on("meta", model, techniques, inputs)
+        return _count_on("meta", model, task, techniques)
     except Exception:  # an operation that needs values can raise anything; a bug in the model is raised again below
-        return _count_on("cpu", model, techniques, inputs)
+        return _count_on("cpu", model, task, techniques)
 
 
-def _count_on(device: str, model: nn.Module, techniques: list[Technique], inputs: torch.Tensor) -> int:
-    model, inputs = copy.deepcopy(model).to(device), inputs.to(device)
+def _count_on(device: str, model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int:
+    setup = Setup(copy.deepcopy(model).to(device), task)
+    inputs = task.zeros(_SAMPLES).to(device)
     for technique in techniques:
-        model = technique.change_model(model, Inputs(tuple(inputs.shape[1:]), _no_sample, inputs.dtype))
+        technique.change_model(setup)
     with FlopCounterMode(display=False) as counter:
-        total = model(inputs).sum()  # a loss has no operation that is counted
+        total = setup.model(inputs).sum()  # a loss has no operation that is counted
         if total.requires_grad:
             total.backward()
     count: int = counter.get_total_flops()
     return count
-
-
-def _no_sample() -> NoReturn:
-    raise AssertionError("no technique that recomputes tries the model")

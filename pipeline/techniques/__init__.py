@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 
-from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import outside
 from pipeline.params.catalogue import acting
 from pipeline.plans import Plan
-from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
+from pipeline.techniques.base import Setup, Stored, Technique
 
-__all__ = ["Checkpointed", "Inputs", "Stored", "Technique", "chosen", "of_plan"]
+__all__ = ["Setup", "Stored", "Technique", "of_plan"]
 
 
 def of_plan(plan: Plan) -> list[type[Technique]]:
@@ -27,11 +26,6 @@ def _own(hooks: str) -> type[Technique]:
     module, _, attribute = hooks.partition(".")
     found: type[Technique] = getattr(importlib.import_module(f"pipeline.techniques.{module}"), attribute)
     return found
-
-
-def chosen(plan: Plan, world: World) -> list[Technique]:
-    """The techniques that the plan applies, in order, ready to be set up."""
-    return [technique(plan, world) for technique in of_plan(plan)]
 
 
 def _from_outside(name: str) -> type[Technique]:

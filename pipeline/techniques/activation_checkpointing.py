@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from pipeline.errors import ConfigError
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of a block's forward pass and of its recomputation."""
@@ -48,16 +48,16 @@ class ActivationCheckpointing(Technique):
 
     name = "activation_checkpointing"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def change_model(self, setup: Setup) -> None:
+        model = setup.model
         found = list(blocks(model))
         if not found:
             raise ConfigError(
                 f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its parts has parts of "
                 "its own. Put layers that belong together into an nn.Sequential, or take activation_checkpointing out."
             )
-        for block in self.choice(model, found, inputs):
+        for block in self.choice(setup, found):
             block.forward = _recomputed(block, self.contexts())  # on the instance, so names in the state dict stay
-        return model
 
     @property
     def where(self) -> str:
@@ -65,12 +65,7 @@ class ActivationCheckpointing(Technique):
         asked = self.plan.applied.activation_checkpointing
         return f"variants.{self.plan.name}.activation_checkpointing: found {str(asked).lower()}"
 
-    def choice(
-        self,
-        model: nn.Module,  # noqa: ARG002
-        found: Sequence[nn.Module],
-        inputs: Inputs,  # noqa: ARG002
-    ) -> Sequence[nn.Module]:
+    def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
         """Return the blocks to checkpoint, out of those that were ``found``."""
         return found
 
@@ -88,12 +83,12 @@ class SelectiveCheckpointing(ActivationCheckpointing):
 
     name = "selective_checkpointing"
 
-    def choice(self, model: nn.Module, found: Sequence[nn.Module], inputs: Inputs) -> Sequence[nn.Module]:
+    def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
         for block in found:
             for module in block.modules():
                 if getattr(module, "inplace", False) is True:
                     module.inplace = False  # type: ignore[assignment]
-        return super().choice(model, found, inputs)
+        return super().choice(setup, found)
 
     def contexts(self) -> Callable[[], Contexts]:
         return partial(create_selective_checkpoint_contexts, _KEPT)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Setup, Technique
 
 LEAST_BYTES = 2**16
 """The smallest tensor that is moved: the copy of a smaller tensor costs more than its memory is worth."""
@@ -29,8 +28,9 @@ class ActivationOffload(Technique):
 
     name = "activation_offload"
 
-    def change_step(self, step: TrainingStep) -> None:
-        forward, copies = step.forward, torch.cuda.Stream(self.world.device)
+    def change_step(self, setup: Setup) -> None:
+        step, copies = setup.step, torch.cuda.Stream(self.world.device)
+        forward = step.forward
 
         def offloaded(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             with _offloaded(copies, {_storage(tensor) for tensor in (*step.model.parameters(), images)}):

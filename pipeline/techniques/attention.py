@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch._functorch.config
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.plans import Plan
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -42,15 +40,15 @@ class Attention(Technique):
         # Its cache of compiled graphs, across processes, does not look at the kernels that are allowed.
         torch._functorch.config.enable_autograd_cache = False
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        if not _attends(model, inputs):
+    def change_model(self, setup: Setup) -> None:
+        if not _attends(setup):
             raise ConfigError(
-                f"{self._where}, but {type(model).__name__} calls no scaled_dot_product_attention; allowed: 'auto', or "
-                "a model that calls it, such as vit_b_16."
+                f"{self._where}, but {type(setup.model).__name__} calls no scaled_dot_product_attention; allowed: "
+                "'auto', or a model that calls it, such as vit_b_16."
             )
-        return model
 
-    def change_step(self, step: TrainingStep) -> None:
+    def change_step(self, setup: Setup) -> None:
+        step = setup.step
         # A pipeline's schedule calls no ``backward`` of the step, and a trial step calls no ``take``.
         step.forward = self._alone()(step.forward)
         step.backward = self._alone()(step.backward)
@@ -75,11 +73,11 @@ class Attention(Technique):
             ) from error
 
 
-def _attends(model: nn.Module, inputs: Inputs) -> bool:
-    """Return whether ``model`` calls scaled_dot_product_attention, which fails while every kernel is forbidden."""
+def _attends(setup: Setup) -> bool:
+    """Return whether the model calls scaled_dot_product_attention, which fails while every kernel is forbidden."""
     try:
         with sdpa_kernel([]):
-            inputs.tried(model)
+            setup.outputs()
     except RuntimeError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class ChannelsLast(Technique):
@@ -17,15 +15,15 @@ class ChannelsLast(Technique):
 
     name = "channels_last"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
-        return model.to(memory_format=torch.channels_last)
+    def change_model(self, setup: Setup) -> None:
+        setup.model = setup.model.to(memory_format=torch.channels_last)
 
-    def change_step(self, step: TrainingStep) -> None:
-        forward = step.forward
+    def change_step(self, setup: Setup) -> None:
+        forward = setup.step.forward
 
         def channels_last(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             if images.dim() == 4:
                 images = images.contiguous(memory_format=torch.channels_last)
             return forward(images, labels)
 
-        step.forward = channels_last
+        setup.step.forward = channels_last

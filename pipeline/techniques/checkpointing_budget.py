@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.errors import ConfigError, first_line
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
-from pipeline.techniques.base import Inputs
+from pipeline.techniques.base import Setup
 from pipeline.techniques.precision import DTYPES
 
 
@@ -29,11 +29,12 @@ class CheckpointingBudget(ActivationCheckpointing):
 
     name = "checkpointing_budget"
 
-    def choice(self, model: nn.Module, found: Sequence[nn.Module], inputs: Inputs) -> Sequence[nn.Module]:
-        fraction = float(self.plan.applied.activation_checkpointing)
+    def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        fraction, model = float(self.plan.applied.activation_checkpointing), setup.model
+        like = setup.task.zeros(1)
         try:
-            shape = (self.plan.micro_batch_size, *inputs.shape)
-            kept = measured(model, found, shape, DTYPES.get(self.plan.applied.precision), inputs.dtype)
+            shape = (self.plan.micro_batch_size, *like.shape[1:])
+            kept = measured(model, found, shape, DTYPES.get(self.plan.applied.precision), like.dtype)
         except Exception as error:  # the model may do anything that needs values
             raise ConfigError(
                 f"{self.where}, but what {type(model).__name__} keeps cannot be measured on tensors without values "

@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from pipeline.errors import ConfigError
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -32,19 +31,18 @@ class ChunkedLoss(Technique):
 
     name = "chunked_loss"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        found = _head(model, inputs)
+    def change_model(self, setup: Setup) -> None:
+        found = _head(setup)
         if found is None:
             raise ConfigError(
-                f"{self._where}, but what {type(model).__name__} returns is not what an nn.Linear of it has computed; "
-                "allowed: 1, or a model that returns the outputs of its last linear layer unchanged."
+                f"{self._where}, but what {type(setup.model).__name__} returns is not what an nn.Linear of it has "
+                "computed; allowed: 1, or a model that returns the outputs of its last linear layer unchanged."
             )
         self._head = found
         found.__class__ = _Head  # of the module itself, so names in the state dict stay
-        return model
 
-    def change_step(self, step: TrainingStep) -> None:
-        criterion, train = step.criterion, self.plan.train
+    def change_step(self, setup: Setup) -> None:
+        criterion, train = setup.step.criterion, self.plan.train
         by_token = train.task == "language_model" and ":" not in train.loss
 
         def chunked(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -60,7 +58,7 @@ class ChunkedLoss(Technique):
             loss: Tensor = _LossOfChunks.apply(hidden, weight, bias, targets, criterion, chunks)
             return loss
 
-        step.criterion = chunked
+        setup.step.criterion = chunked
 
     @property
     def _where(self) -> str:
@@ -75,13 +73,13 @@ class _Head(nn.Linear):
         return input if self.training else super().forward(input)
 
 
-def _head(model: nn.Module, inputs: Inputs) -> nn.Linear | None:
-    """Return the linear layer whose output is ``model``'s, found by a trial; None if there is none."""
+def _head(setup: Setup) -> nn.Linear | None:
+    """Return the linear layer whose output is the model's, found by a trial; None if there is none."""
     seen: list[tuple[nn.Linear, Tensor]] = []
-    linears = [each for each in model.modules() if type(each) is nn.Linear]
+    linears = [each for each in setup.model.modules() if type(each) is nn.Linear]
     hooks = [each.register_forward_hook(lambda layer, _, output: seen.append((layer, output))) for each in linears]
     try:
-        outputs = inputs.tried(model)
+        outputs = setup.outputs()
     finally:
         for hook in hooks:
             hook.remove()

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.futures import Future
@@ -18,8 +17,8 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import LOCAL_STEPS
 from pipeline.plans import Plan
-from pipeline.step import MicroBatches, TrainingStep
-from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
+from pipeline.step import MicroBatches
+from pipeline.techniques.base import Setup, Stored, Technique
 
 RANK = 2
 """The rank of PowerSGD's factors, as the paper has it for image classifiers."""
@@ -32,12 +31,11 @@ NEVER_ZERO = 1e-8
 class _Hook(Technique):
     """A communication hook: ``reduce`` decides what is sent, and how."""
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
-        assert isinstance(model, DistributedDataParallel)
+    def change_model(self, setup: Setup) -> None:
+        assert isinstance(setup.model, DistributedDataParallel)
         # A lambda, because DDP refuses annotations that are strings. Nothing that it refers to may refer to the model:
         # Python would never free a reference cycle through DDP's reducer, which is C++.
-        model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
-        return model
+        setup.model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Reduce the bucket's gradients over the ranks."""
@@ -85,7 +83,8 @@ class PowerSGD(_Hook):
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
         """Place of a parameter -> its error and Q, for parameters that are in no bucket yet."""
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def change_model(self, setup: Setup) -> None:
+        model = setup.model
         self._parameters = list(model.parameters())
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
@@ -99,10 +98,9 @@ class PowerSGD(_Hook):
                 f"variants.{self.plan.name}.communication_hook: found 'powersgd', but the model has no matrix of which "
                 f"factors of rank {RANK} would leave less than half; allowed: another hook."
             )
-        return super().change_model(model, inputs)
-
-    def begin_after(self, warmup_steps: int) -> None:
-        self.torch_state.start_powerSGD_iter = max(DENSE_STEPS, warmup_steps)
+        self.torch_state.start_powerSGD_iter = max(DENSE_STEPS, setup.delay_steps)
+        setup.kept_bytes.append(self._memory_bytes)
+        super().change_model(setup)
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         if self.torch_state.iter >= self.torch_state.start_powerSGD_iter:
@@ -116,7 +114,7 @@ class PowerSGD(_Hook):
             future.wait()
         return future
 
-    def communication_bytes(self) -> int:
+    def _memory_bytes(self) -> int:
         state = self.torch_state
         kept = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
         return sum(tensor.nbytes for memory in kept for tensor in memory.values())
@@ -207,20 +205,17 @@ class PostLocalSGD(_Hook):
         self.torch_state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
         self.steps = 0
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        model = super().change_model(model, inputs)
+    def change_model(self, setup: Setup) -> None:
+        super().change_model(setup)
+        model, self.torch_state.start_localSGD_iter = setup.model, setup.delay_steps
         self._parameters = list(model.parameters())
         self._names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]  # type: ignore[union-attr]
-        return model
-
-    def begin_after(self, warmup_steps: int) -> None:
-        self.torch_state.start_localSGD_iter = warmup_steps
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         return post_localSGD_hook.post_localSGD_hook(self.torch_state, bucket)
 
-    def change_step(self, step: TrainingStep) -> None:
-        take = step.take
+    def change_step(self, setup: Setup) -> None:
+        take = setup.step.take
 
         def averaged(micro_batches: MicroBatches) -> None:
             take(micro_batches)
@@ -229,10 +224,10 @@ class PostLocalSGD(_Hook):
             if local_steps > 0 and local_steps % LOCAL_STEPS == 0:
                 self.world.average_(self._parameters)
 
-        step.take = averaged
+        setup.step.take = averaged
 
-    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
-        stored, self._optimizer = checkpoint.model, optimizer
+    def change_checkpoint(self, setup: Setup) -> None:
+        stored, self._optimizer = setup.model_state, setup.step.optimizer
 
         def read() -> dict[str, Any]:
             own = stored.read()
@@ -240,7 +235,7 @@ class PostLocalSGD(_Hook):
             self.world.average_(list(mean.values()))
             return own | mean
 
-        checkpoint.model = Stored(read, stored.load)
+        setup.model_state = Stored(read, stored.load)
 
     def state(self) -> dict[str, Any]:
         own = {"parameters": [p.detach() for p in self._parameters], "optimizer": self._optimizer.state_dict()}

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.plans import Plan
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 CACHE = Path(".cache/inductor")
 """Below the checkout: code that TorchInductor and Triton generated, for later processes to reuse."""
@@ -45,9 +44,7 @@ class Compile(Technique):
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         self.mode: str = plan.applied.compile
-        on_gpu = world.device.type == "cuda"
-        self.replays = self.mode != "default" and on_gpu
-        if self.mode == "max-autotune" and not on_gpu:
+        if self.mode == "max-autotune" and world.device.type != "cuda":
             self.mode = "max-autotune-no-cudagraphs"
 
     @classmethod
@@ -55,13 +52,14 @@ class Compile(Technique):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read at its first use
         import torch._inductor.compile_fx  # noqa: F401
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
+    def change_model(self, setup: Setup) -> None:
         self.prepare_process()
         torch._dynamo.reset()  # earlier seeds' compilations count against a limit
-        if isinstance(model, DistributedDataParallel):
-            model.module = self._compiled(model.module)
-            return model
-        return self._compiled(model)
+        if isinstance(setup.model, DistributedDataParallel):
+            setup.model.module = self._compiled(setup.model.module)
+        else:
+            setup.model = self._compiled(setup.model)
+        setup.replays |= self.mode != "default" and self.world.device.type == "cuda"
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         from torch._inductor import list_mode_options
@@ -71,7 +69,8 @@ class Compile(Technique):
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 
-    def change_step(self, step: TrainingStep) -> None:
+    def change_step(self, setup: Setup) -> None:
+        step = setup.step
         step.forward = self._explained()(step.forward)
         step.backward = self._explained()(step.backward)  # the backward pass is compiled when it first runs
 

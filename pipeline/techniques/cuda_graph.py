@@ -12,8 +12,8 @@ from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
 from pipeline.params import GRAPH_WARMUP_STEPS
 from pipeline.plans import Plan
-from pipeline.step import MicroBatches, TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.step import MicroBatches
+from pipeline.techniques.base import Setup, Technique
 
 Take = Callable[[MicroBatches], None]
 
@@ -32,15 +32,15 @@ class CudaGraph(Technique):
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
-        self.replays = True
         self.graph: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None
         self._warmup_steps = 0
         self._rates: list[torch.Tensor] = []
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def change_step(self, step: TrainingStep) -> None:
-        self._optimizer, take = step.optimizer, step.take
+    def change_step(self, setup: Setup) -> None:
+        setup.replays = True
+        self._optimizer, take = setup.step.optimizer, setup.step.take
 
         def graphed(micro_batches: MicroBatches) -> None:
             batch = list(islice(micro_batches, self.plan.micro_batches))
@@ -57,7 +57,7 @@ class CudaGraph(Technique):
                     place[1].copy_(values[1])
             self.graph.replay()
 
-        step.take = graphed
+        setup.step.take = graphed
 
     def _beside(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the step without a graph, on the stream on which it will be recorded."""

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class CudnnBenchmark(Technique):
@@ -19,8 +18,8 @@ class CudnnBenchmark(Technique):
 
     name = "cudnn_benchmark"
 
-    def change_step(self, step: TrainingStep) -> None:
-        step.take = _searching()(step.take)
+    def change_step(self, setup: Setup) -> None:
+        setup.step.take = _searching()(setup.step.take)
 
 
 @contextmanager

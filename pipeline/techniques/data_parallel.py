@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class DataParallel(Technique):
@@ -20,8 +20,8 @@ class DataParallel(Technique):
 
     name = "data_parallel"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
-        return nn.DataParallel(model, device_ids=list(range(self.plan.devices_per_process)))
+    def change_model(self, setup: Setup) -> None:
+        setup.model = nn.DataParallel(setup.model, device_ids=list(range(self.plan.devices_per_process)))
 
     def state(self) -> dict[str, Any]:
         """The random states of all GPUs; the training itself saves only the first GPU's."""

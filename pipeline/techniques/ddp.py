@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.plans import Plan
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 _NO_BROADCAST = (
     "forward_sync_buffers"
@@ -28,11 +27,9 @@ class GradientsBesideBuckets(Technique):
 
     name = "gradients_beside_buckets"
 
-    def change_step(self, step: TrainingStep) -> None:
-        self._gradients = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
-
-    def communication_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._gradients)
+    def change_step(self, setup: Setup) -> None:
+        gradients = [parameter for parameter in setup.model.parameters() if parameter.requires_grad]
+        setup.kept_bytes.append(lambda: sum(parameter.nbytes for parameter in gradients))
 
 
 def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> DistributedDataParallel:
@@ -57,17 +54,16 @@ class Replicated(Technique):
     a batch through the model, and discards the gradients.
     """
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        self._inputs = inputs
-        return model
+    def change_model(self, setup: Setup) -> None:
+        self._sample = setup.sample
 
-    def change_step(self, step: TrainingStep) -> None:
-        self._step = step
+    def change_step(self, setup: Setup) -> None:
+        self._step = setup.step
 
     def arrange_buckets(self, model: DistributedDataParallel) -> None:
         """Rebuild DDP's buckets as a first step does. The model's buffers stay unchanged; random states do not."""
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._step.forward(*self._inputs.sample()).backward()
+        self._step.forward(*self._sample()).backward()
         for parameter in model.parameters():
             parameter.grad = None
         for buffer, values in before:
@@ -86,14 +82,14 @@ class DDP(Replicated):
     def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
         self.arrange_buckets(self.model)
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        self.model = replicated(super().change_model(model, inputs), self.plan, self.world)
-        return self.model
+    def change_model(self, setup: Setup) -> None:
+        super().change_model(setup)
+        setup.model = self.model = replicated(setup.model, self.plan, self.world)
 
-    def change_step(self, step: TrainingStep) -> None:
-        super().change_step(step)
-        step.forward = self._explained()(step.forward)
-        step.no_sync = self.model.no_sync
+    def change_step(self, setup: Setup) -> None:
+        super().change_step(setup)
+        setup.step.forward = self._explained()(setup.step.forward)
+        setup.step.no_sync = self.model.no_sync
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

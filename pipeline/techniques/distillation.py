@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.errors import PipelineError, first_line
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class Distillation(Technique):
@@ -22,19 +21,21 @@ class Distillation(Technique):
 
     name = "distillation"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def change_model(self, setup: Setup) -> None:
         settings, device = self.plan.applied.distillation, self.world.device
         assert settings is not None
-        assert inputs.task is not None
-        self._settings, self._task = settings, inputs.task
+        self._settings, self._task = settings, setup.task
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             made = self._task.model(settings.model, settings.model_options)
         # Parameters without values, of a prediction, cannot be moved; they are on the CPU already.
         self._teacher = (made if device.type == "cpu" else made.to(device)).eval().requires_grad_(False)
-        return model
+        setup.kept_models.append(self._teacher)
+        if setup.teacher is not None:
+            self._learn_from(setup.teacher)
 
-    def change_step(self, step: TrainingStep) -> None:
+    def change_step(self, setup: Setup) -> None:
+        step = setup.step
         forward, criterion = step.forward, step.criterion
         alpha, temperature = self._settings.alpha, self._settings.temperature
 
@@ -50,10 +51,7 @@ class Distillation(Technique):
 
         step.forward, step.criterion = forward_both, loss
 
-    def further_models(self) -> Iterator[nn.Module]:
-        yield self._teacher
-
-    def learn_from(self, weights: Mapping[str, Tensor]) -> None:
+    def _learn_from(self, weights: Mapping[str, Tensor]) -> None:
         try:
             self._teacher.load_state_dict(weights)
         except RuntimeError as error:

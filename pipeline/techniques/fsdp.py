@@ -18,11 +18,9 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.distributed import own_part
 from pipeline.errors import ConfigError
-from pipeline.models.optimizers import OptimizerChoice
 from pipeline.plans import Plan
-from pipeline.step import TrainingStep
 from pipeline.techniques.activation_checkpointing import blocks
-from pipeline.techniques.base import Checkpointed, Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 from pipeline.techniques.sharded_state import in_parts
 
 
@@ -45,7 +43,8 @@ class FSDP(Technique):
 
     name = "fsdp"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
+    def change_model(self, setup: Setup) -> None:
+        model = setup.model
         units = list(blocks(model))
         self._check(model, units)
         model.to(memory_format=torch.contiguous_format)  # FSDP shards no other format; the input can be channels_last
@@ -62,7 +61,6 @@ class FSDP(Technique):
         for unit in units:
             self._shard(unit, inside, reshard)
         self.model: FSDPModule = self._shard(model, outside, reshard)
-        return model
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Evaluation gathers the same shares in float32, whatever their precision in training, and keeps none."""
@@ -76,7 +74,9 @@ class FSDP(Technique):
         mesh = self.world.mesh(**_dimensions(self.plan))
         return fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
 
-    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
+    def change_optimizer(self, setup: Setup) -> None:
+        choice = setup.optimizer_choice
+
         def make(parameters: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
             optimizer = choice.cls(parameters, **options)
             step = optimizer.step
@@ -88,9 +88,9 @@ class FSDP(Technique):
             optimizer.step = on_own_parts  # type: ignore[method-assign]
             return optimizer
 
-        return replace(choice, cls=make)
+        setup.optimizer_choice = replace(choice, cls=make)
 
-    def change_step(self, step: TrainingStep) -> None:
+    def change_step(self, setup: Setup) -> None:
         @contextmanager
         def no_sync() -> Iterator[None]:
             self.model.set_requires_gradient_sync(False)
@@ -99,11 +99,11 @@ class FSDP(Technique):
             finally:
                 self.model.set_requires_gradient_sync(True)
 
-        step.no_sync = no_sync
+        setup.step.no_sync = no_sync
 
-    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
+    def change_checkpoint(self, setup: Setup) -> None:
         assert isinstance(self.model, nn.Module)
-        in_parts(checkpoint, self.model, optimizer, {}, self.world)
+        in_parts(setup, self.model, {}, self.world)
 
     def _check(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Raise ConfigError for a model whose parameters cannot be shared out unit by unit."""

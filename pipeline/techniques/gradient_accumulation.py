@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class GradientAccumulation(Technique):
@@ -16,13 +15,13 @@ class GradientAccumulation(Technique):
 
     name = "gradient_accumulation"
 
-    def change_step(self, step: TrainingStep) -> None:
-        forward = step.forward
+    def change_step(self, setup: Setup) -> None:
+        forward = setup.step.forward
 
         def share(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return forward(images, labels) / self.plan.micro_batches
 
-        step.forward = share
+        setup.step.forward = share
 
 
 class AutoMicroBatch(GradientAccumulation):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 LEAST_VALUES = 4096
 """The fewest values of a tensor whose moments bitsandbytes keeps in 8 bits."""
@@ -25,15 +23,17 @@ class LowBitOptimizer(Technique):
     def prepare_process(cls) -> None:
         import bitsandbytes.optim  # noqa: F401
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
-        if all(parameter.numel() < LEAST_VALUES for parameter in model.parameters()):
+    def change_model(self, setup: Setup) -> None:
+        if all(parameter.numel() < LEAST_VALUES for parameter in setup.model.parameters()):
             raise ConfigError(
-                f"variants.{self.plan.name}.optimizer_state: found '8bit', but {type(model).__name__} has no parameter "
-                f"of {LEAST_VALUES} values or more, and the state of smaller ones stays in float32; allowed: 'fp32'."
+                f"variants.{self.plan.name}.optimizer_state: found '8bit', but {type(setup.model).__name__} has no "
+                f"parameter of {LEAST_VALUES} values or more, and the state of smaller ones stays in float32; allowed: "
+                "'fp32'."
             )
-        return model
 
-    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
+    def change_optimizer(self, setup: Setup) -> None:
         from bitsandbytes.optim import AdamW8bit  # an optional extra
 
-        return OptimizerChoice(AdamW8bit, {key: choice.options[key] for key in ("lr", "betas", "weight_decay")})
+        options = setup.optimizer_choice.options
+        kept = {key: options[key] for key in ("lr", "betas", "weight_decay")}
+        setup.optimizer_choice = OptimizerChoice(AdamW8bit, kept)

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class ForeachOptimizer(Technique):
@@ -19,8 +18,9 @@ class ForeachOptimizer(Technique):
     name = "foreach_optimizer"
     kernel: ClassVar[dict[str, bool]] = {"fused": False, "foreach": True}
 
-    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
-        return replace(choice, options=choice.options | self.kernel)
+    def change_optimizer(self, setup: Setup) -> None:
+        choice = setup.optimizer_choice
+        setup.optimizer_choice = replace(choice, options=choice.options | self.kernel)
 
 
 class ForLoopOptimizer(ForeachOptimizer):
@@ -40,9 +40,9 @@ class FactoredOptimizer(Technique):
 
     name = "factored_optimizer"
 
-    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
-        options = {key: choice.options[key] for key in ("lr", "weight_decay")}
-        return OptimizerChoice(torch.optim.Adafactor, options)
+    def change_optimizer(self, setup: Setup) -> None:
+        options = {key: setup.optimizer_choice.options[key] for key in ("lr", "weight_decay")}
+        setup.optimizer_choice = OptimizerChoice(torch.optim.Adafactor, options)
 
 
 class ZeroedGradients(Technique):
@@ -50,5 +50,5 @@ class ZeroedGradients(Technique):
 
     name = "zeroed_gradients"
 
-    def change_step(self, step: TrainingStep) -> None:
-        step.zero_grad = partial(step.optimizer.zero_grad, set_to_none=False)
+    def change_step(self, setup: Setup) -> None:
+        setup.step.zero_grad = partial(setup.step.optimizer.zero_grad, set_to_none=False)

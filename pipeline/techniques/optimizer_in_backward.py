@@ -8,8 +8,7 @@ from weakref import WeakMethod
 
 import torch
 
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class OptimizerInBackward(Technique):
@@ -22,15 +21,15 @@ class OptimizerInBackward(Technique):
 
     name = "optimizer_in_backward"
 
-    def change_step(self, step: TrainingStep) -> None:
-        self.optimizer, self.update = step.optimizer, step.update
+    def change_step(self, setup: Setup) -> None:
+        self.optimizer, self.update = setup.step.optimizer, setup.step.update
         # The collector of cycles cannot see what a parameter's hook holds: the parameters would outlive the training.
         update = WeakMethod(self._update)
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(_call, update, number))
-        step.update = self._nothing
+        setup.step.update = self._nothing
 
     def _nothing(self) -> None:
         """The parameters are updated already; the step, which calls this, holds the technique, as no hook does."""

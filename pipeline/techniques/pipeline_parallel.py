@@ -18,7 +18,7 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
-from pipeline.techniques.base import Checkpointed, Inputs, Stored, Technique
+from pipeline.techniques.base import Setup, Stored, Technique
 from pipeline.techniques.cutting import Cut, best_cut, described, parts
 from pipeline.techniques.model_chain import NotAChain, chain, joined
 from pipeline.techniques.precision import DTYPES
@@ -67,20 +67,21 @@ class Pipeline(Technique):
         return ends[self._index], ends[self._index + 1]
 
     @classmethod
-    def why_not_held_by(cls, model: nn.Module, inputs: torch.Tensor) -> WhyNotHeldBy:
+    def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:
+        model = setup.model
         try:
-            most, why_not = len(parts(model, inputs)[0]), ""
+            most, why_not = len(parts(model, setup.zeros())[0]), ""
         except NotAChain as reason:
             most, why_not = 1, str(reason)
         why_not = why_not or f"{type(model).__name__} can be cut into {most} part(s) at most"
         return lambda stages: f"{why_not}; {_ALLOWED}" if stages > most else None
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        self._model = model
+    def change_model(self, setup: Setup) -> None:
+        self._model = model = setup.model
         found: Cut | str | None = None
         if self.world.is_main:  # the others wait: on a CPU they would take cores from the rank that measures
             try:
-                found = best_cut(model, inputs.sample()[0], self._stages, self.world, self._autocast)
+                found = best_cut(model, setup.sample()[0], self._stages, self.world, self._autocast)
                 print(f"{self.plan.name}: {described(found, self.plan.micro_batches)}", flush=True)
             except NotAChain as reason:
                 found = str(reason)
@@ -91,9 +92,10 @@ class Pipeline(Technique):
                 f"{_ALLOWED}."
             )
         self._split(found)
-        return self._module
+        setup.model = self._module
 
-    def change_step(self, step: TrainingStep) -> None:
+    def change_step(self, setup: Setup) -> None:
+        step = setup.step
         criterion = step.criterion
 
         def scheduled(micro_batches: MicroBatches) -> None:
@@ -115,9 +117,9 @@ class Pipeline(Technique):
         else:
             step.criterion = lambda output, labels: output  # noqa: ARG005
 
-    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        checkpoint.model, checkpoint.optimizer = self._whole_model(), self._whole_optimizer()
+    def change_checkpoint(self, setup: Setup) -> None:
+        self._optimizer = setup.step.optimizer
+        setup.model_state, setup.optimizer_state = self._whole_model(), self._whole_optimizer()
 
     def _whole_model(self) -> Stored:
         def read() -> dict[str, Any]:

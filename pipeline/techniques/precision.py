@@ -8,8 +8,7 @@ import torch
 
 from pipeline.distributed import World
 from pipeline.plans import Plan
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Setup, Technique
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The variant's ``precision`` -> the dtype of autocast."""
@@ -21,7 +20,8 @@ class BFloat16(Technique):
     name = "bf16"
     dtype = DTYPES["bf16"]
 
-    def change_step(self, step: TrainingStep) -> None:
+    def change_step(self, setup: Setup) -> None:
+        step = setup.step
         step.forward = torch.autocast(self.world.device.type, dtype=self.dtype)(step.forward)
 
 
@@ -38,8 +38,9 @@ class Float16(BFloat16):
         super().__init__(plan, world)
         self.scaler = torch.amp.GradScaler(world.device.type)
 
-    def change_step(self, step: TrainingStep) -> None:
-        super().change_step(step)
+    def change_step(self, setup: Setup) -> None:
+        super().change_step(setup)
+        step = setup.step
         backward = step.backward
 
         def update() -> None:  # replaces the step's: a technique that wraps ``update`` must come later

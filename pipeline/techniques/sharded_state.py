@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from pipeline.distributed import World, own_part
-from pipeline.techniques.base import Checkpointed, Stored
+from pipeline.techniques.base import Setup, Stored
 
 
 @contextmanager
@@ -58,16 +58,15 @@ Layouts = Mapping[nn.Parameter, Layout]
 """Layouts of the parameters that are parts but plain tensors; a DTensor knows its own layout."""
 
 
-def in_parts(
-    checkpoint: Checkpointed, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Layouts, world: World
-) -> None:
-    """Make ``checkpoint`` read each rank's parts, and load them from whole tensors that are sent one by one.
+def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> None:
+    """Make a checkpoint read each rank's parts of ``model`` and its optimizer's state, and load them from whole tensors
+    that are sent one by one.
 
     State of the optimizer that is split like its parameter, momentum say, is a DTensor or has the shape of the rank's
     part. Other state, the count of steps say, is the same on every rank.
     """
 
-    parameters = dict(model.named_parameters())
+    parameters, optimizer = dict(model.named_parameters()), setup.step.optimizer
 
     def part(name: str, held: Any) -> Any:
         """Return ``held``, the parameter's value or a value of its optimizer state, as a DTensor if it is a part."""
@@ -108,4 +107,5 @@ def in_parts(
         lenient = StateDictOptions(strict=False)  # a parameter that no step has used has no state
         set_optimizer_state_dict(model, optimizer, saved | {"state": state}, options=lenient)
 
-    checkpoint.model, checkpoint.optimizer = Stored(read_model, load_model), Stored(read_optimizer, load_optimizer)
+    setup.model_state = Stored(read_model, load_model)
+    setup.optimizer_state = Stored(read_optimizer, load_optimizer)

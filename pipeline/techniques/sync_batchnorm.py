@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import ConfigError
-from pipeline.techniques.base import Inputs, Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class SyncBatchNorm(Technique):
@@ -17,11 +17,11 @@ class SyncBatchNorm(Technique):
 
     name = "sync_batchnorm"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:  # noqa: ARG002
+    def change_model(self, setup: Setup) -> None:
+        model = setup.model
         if not any(isinstance(module, _BatchNorm) for module in model.modules()):
             raise ConfigError(
                 f"variants.{self.plan.name}.sync_batchnorm: found true, but {type(model).__name__} has no BatchNorm; "
                 "allowed: false, or a model with nn.BatchNorm layers."
             )
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        return converted
+        setup.model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipeline.errors import ConfigError
 from pipeline.plans import WhyNotHeldBy
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Checkpointed, Inputs
+from pipeline.techniques.base import Setup
 from pipeline.techniques.ddp import Replicated, replicated
 from pipeline.techniques.sharded_state import Layout, in_parts, without_random_warning
 
@@ -42,11 +41,12 @@ class Tensor(Replicated):
     name = "tensor"
 
     @classmethod
-    def why_not_held_by(cls, model: nn.Module, inputs: torch.Tensor) -> WhyNotHeldBy:  # noqa: ARG003
-        return partial(_why_not_cut, model)
+    def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:
+        return partial(_why_not_cut, setup.model)
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        model = super().change_model(model, inputs)
+    def change_model(self, setup: Setup) -> None:
+        super().change_model(setup)
+        model = setup.model
         replicas, ranks = self.plan.data_processes, self.plan.model_processes
         mesh = self.world.mesh(data=replicas, model=ranks)
         rank = mesh["model"].get_local_rank()
@@ -66,19 +66,19 @@ class Tensor(Replicated):
         self.wrapped = (
             None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
         )
-        return self.wrapped or model
+        setup.model = self.wrapped or model
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
         if self.wrapped:
             self.arrange_buckets(self.wrapped)
 
-    def change_step(self, step: TrainingStep) -> None:
-        super().change_step(step)
+    def change_step(self, setup: Setup) -> None:
+        super().change_step(setup)
         if self.wrapped:
-            step.no_sync = self.wrapped.no_sync
+            setup.step.no_sync = self.wrapped.no_sync
 
-    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
-        in_parts(checkpoint, self.model, optimizer, self.layouts, self.world)
+    def change_checkpoint(self, setup: Setup) -> None:
+        in_parts(setup, self.model, self.layouts, self.world)
 
     def _fitting(self, model: nn.Module, ranks: int) -> list[Pair]:
         """The pairs that can be cut. Raises ConfigError if there is none."""

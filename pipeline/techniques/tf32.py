@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Technique
+from pipeline.techniques.base import Setup, Technique
 
 
 class TF32(Technique):
@@ -16,8 +15,8 @@ class TF32(Technique):
 
     name = "tf32"
 
-    def change_step(self, step: TrainingStep) -> None:
-        step.take = _tf32()(step.take)
+    def change_step(self, setup: Setup) -> None:
+        setup.step.take = _tf32()(setup.step.take)
 
 
 @contextmanager

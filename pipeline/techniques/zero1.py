@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.step import TrainingStep
-from pipeline.techniques.base import Checkpointed, Inputs, Stored
+from pipeline.techniques.base import Setup, Stored
 from pipeline.techniques.ddp import DDP
 
 
@@ -25,34 +23,38 @@ class Zero1(DDP):
 
     name = "zero1"
 
-    def change_model(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def change_model(self, setup: Setup) -> None:
+        model = setup.model
         types = {parameter.dtype for parameter in model.parameters()}
         if len(types) > 1:
             raise ConfigError(
                 f"variants.{self.plan.name}.parallelism: found 'zero1', but {type(model).__name__} has parameters of "
                 f"{' and '.join(sorted(map(str, types)))}; allowed: 'ddp', or parameters of one type."
             )
-        return super().change_model(model, inputs)
+        super().change_model(setup)
 
-    def change_optimizer(self, choice: OptimizerChoice) -> OptimizerChoice:
+    def change_optimizer(self, setup: Setup) -> None:
+        choice = setup.optimizer_choice
+
         def make(parameters: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
             return _SharedOut(parameters, choice.cls, **options)
 
-        return OptimizerChoice(make, choice.options)
+        setup.optimizer_choice = OptimizerChoice(make, choice.options)
 
-    def change_step(self, step: TrainingStep) -> None:
-        super().change_step(step)
-        assert isinstance(step.optimizer, _SharedOut)
-        own = step.optimizer.optim
+    def change_step(self, setup: Setup) -> None:
+        super().change_step(setup)
+        assert isinstance(setup.step.optimizer, _SharedOut)
+        own = setup.step.optimizer.optim
 
         def update_own_share() -> None:
             for group in own.param_groups:
                 group["lr"] = 0.0
             own.step()
 
-        step.trial_update = update_own_share
+        setup.step.trial_update = update_own_share
 
-    def change_checkpoint(self, checkpoint: Checkpointed, optimizer: torch.optim.Optimizer) -> None:
+    def change_checkpoint(self, setup: Setup) -> None:
+        optimizer = setup.step.optimizer
         assert isinstance(optimizer, _SharedOut)
 
         def read() -> dict[str, Any]:
@@ -60,7 +62,7 @@ class Zero1(DDP):
             parts = self.world.gather(own["state"])
             return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
 
-        checkpoint.optimizer = Stored(read, lambda whole: optimizer.load_own_state(self.world.sent(whole)))
+        setup.optimizer_state = Stored(read, lambda whole: optimizer.load_own_state(self.world.sent(whole)))
 
 
 def _passed_on(name: str) -> property:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +29,9 @@ from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.tasks import Task
-from pipeline.techniques import Inputs, of_plan
+from pipeline.techniques import Setup, Technique, of_plan
 from pipeline.techniques.precision import DTYPES
+from pipeline.training.composition import compose
 from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
 from pipeline.training.loop import Training
 
@@ -50,16 +51,12 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
         return found
     with redirect_stdout(sys.stderr):  # a user's model may print, and does so again when it trains
         task = tasks.of_job(found.train, read_dataset(prepared))
-        model, inputs = task.model(), task.zeros(2)
+        setup = Setup(task.model(), task)
         for kind in of_plan(found):
             if kind.name == found.applied.parallelism:
-                return plan_of(config, name, machine, None, kind.why_not_held_by(model, inputs))
-            model = kind(found, ALONE).change_model(model, Inputs(tuple(inputs.shape[1:]), _no_sample, inputs.dtype))
+                return plan_of(config, name, machine, None, kind.why_not_held_by(setup))
+            kind(found, ALONE).change_model(setup)
     raise AssertionError(f"{found.applied.parallelism} is no technique")
-
-
-def _no_sample() -> NoReturn:
-    raise AssertionError("no technique that comes before a parallelism tries the model")
 
 
 @contextmanager
@@ -77,7 +74,8 @@ def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
             models.load(plan.applied.distillation.model)
         tasks.find(train.task)
         loss_and_metric.load(train)
-    for technique in of_plan(plan):
+    techniques = of_plan(plan)
+    for technique in techniques:
         technique.prepare_process()
     Memory.note_imports()
     task = tasks.of_job(train, read_dataset(prepared))
@@ -86,7 +84,7 @@ def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
         _make_exact()
         wanted = next((each.placement for each in catalogue.acting(plan.applied) if each.placement), train.placement)
         chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
-        yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), check_imports)
+        yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), techniques, check_imports)
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,8 @@ class Assembly:
     task: Task
     """On the world's device."""
     placement: Placement
+    techniques: Sequence[type[Technique]]
+    """Those that the plan applies, in order."""
     check_imports: Callable[[], None] = lambda: None
     """See ``code.unfollowed``."""
 
@@ -107,10 +107,12 @@ class Assembly:
         seed: int,
         detectors: Sequence[Detector] = (),
         change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
+        **options: Any,
     ) -> Iterator[Training]:
         """The variant's training with one seed, ready to run; its plan includes the decisions of ``fitted``.
 
-        ``change_model`` changes the single-device model, on the CPU, before any technique.
+        ``change_model`` changes the single-device model, on the CPU, before any technique. ``options``: those of
+        ``compose``.
         """
         plan, world, task = self.fitted(), self.world, self.task
         dataset = task.dataset
@@ -137,7 +139,9 @@ class Assembly:
                 workers=plan.applied.loader_workers,
             ) as batches,
         ):
-            training = Training(plan, model, task, batches, world, seed, detectors)
+            composed = compose(plan, model, task, batches, world, self.techniques, **options)
+            options.clear()  # a teacher's weights take memory
+            training = Training(composed, seed, detectors)
             self.check_imports()
             yield training
             self.check_imports()  # steps may have imported more

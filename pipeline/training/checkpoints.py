@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from pipeline import files, results
-from pipeline.distributed import whole
+from pipeline.distributed import World, whole
 from pipeline.errors import first_line
+from pipeline.params import catalogue
+from pipeline.plans import Plan
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
@@ -119,6 +121,14 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
             f"{found}. Train again: {retrain}."
         )
     return state
+
+
+def seed_random(seed: int, plan: Plan, world: World) -> None:
+    """Seed the draws after the initialisation. They differ by rank, but not among the ranks that hold one model
+    together if a technique needs them alike."""
+    alike = any(each.shared_rng for each in catalogue.acting(plan.applied))
+    stream = world.rank // plan.model_processes if alike else world.rank
+    torch.manual_seed(seed + 1_000_003 * (stream + 1))
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -135,12 +135,10 @@ class Job:
             max_foreign_load=None,
         )
         plan = Plan.model_validate(saved["plan"] | {"train": self.plan.train}) if saved else self.plan
-        with replace(self.assembly, plan=plan).training(seed, watching) as training:
+        with replace(self.assembly, plan=plan).training(seed, watching, teacher=taught_by) as training:
+            del taught_by  # its memory
             self.plan = training.plan
             self.setup = setup_of(training, self.device_name)
-            for technique in training.techniques if taught_by else ():
-                technique.learn_from(taught_by)
-            del taught_by
             resumes, earlier = 0, list(self.history)
             if saved:
                 training.restore(saved)

@@ -10,24 +10,19 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 
-from pipeline.data.batches import TrainBatches
-from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
 from pipeline.measurement.detectors import Detector
 from pipeline.measurement.energy import Energy
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.models import optimizers
-from pipeline.params import GRAPH_WARMUP_STEPS, catalogue
-from pipeline.plans import Plan
+from pipeline.params import GRAPH_WARMUP_STEPS
 from pipeline.results import HistoryRow
-from pipeline.step import Losses, TrainingStep
-from pipeline.tasks import Task
-from pipeline.techniques import Checkpointed, Inputs, Stored, chosen
+from pipeline.step import Losses
 from pipeline.training import checkpoints
+from pipeline.training.composition import Composed
 from pipeline.training.counting import Counted, Work, counted, work_of
-from pipeline.training.evaluation import Score, evaluate, without_weights
+from pipeline.training.evaluation import Score, evaluate
 from pipeline.training.failures import (
     OutOfMemory,
     TooFewSamples,
@@ -35,68 +30,33 @@ from pipeline.training.failures import (
     is_too_few_samples,
     without_deterministic_form,
 )
-from pipeline.training.losses import DeviceLosses, HostLosses, NonFiniteLoss
+from pipeline.training.losses import NonFiniteLoss
 
 
 class Training:
     """One seed's run of one variant, on one rank.
 
-    ``model`` is a single-device module with this seed's initial weights, the same on every rank; it is
-    moved to the rank's device. All ranks call every method together; random draws after the initialisation
-    (dropout, say) differ by rank, unless a technique says otherwise.
+    All ranks call every method together; random draws after the initialisation (dropout, say) differ by rank, unless a
+    technique says otherwise.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        task: Task,
-        batches: TrainBatches,
-        world: World,
-        seed: int,
-        detectors: Sequence[Detector] = (),
-    ) -> None:
-        self.plan, self.train, self.task, self.batches, self.world, self.seed = (
-            plan, plan.train, task, batches, world, seed,
-        )  # fmt: skip
-        train = plan.train
+    def __init__(self, composed: Composed, seed: int, detectors: Sequence[Detector] = ()) -> None:
+        self.plan, self.train, self.world, self.seed = composed.plan, composed.plan.train, composed.world, seed
+        self.task, self.batches, self.techniques = composed.task, composed.batches, composed.techniques
+        self.model, self.setup, self._whole = composed.model, composed.setup, composed.whole
+        self.parameter_count, self.step_changes = composed.parameter_count, composed.step_changes
+        self.take_step, self.optimizer = self.setup.step, self.setup.step.optimizer
+        self.model_state, self.optimizer_state = self.setup.model_state, self.setup.optimizer_state
+        checkpoints.seed_random(seed, self.plan, self.world)
         self.detectors, self.energy = detectors, Energy()
-        self.model = model.to(world.device)
-        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
-        self.techniques = chosen(plan, world)
-        acting = catalogue.acting(plan.applied)
-        self._unsharded = without_weights(self.model) if any(each.evaluates_whole for each in acting) else None
-        wrapped, optimizer = self.model, optimizers.of_job(train)
-        like = task.zeros(1)
-        inputs = Inputs(tuple(like.shape[1:]), lambda: next(batches.epoch(0)), like.dtype, task)
-        for technique in self.techniques:
-            wrapped = technique.change_model(wrapped, inputs)
-            optimizer = technique.change_optimizer(optimizer)
-        self.optimizer = optimizer.make(wrapped.parameters())
-        losses = HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world)
-        self.take_step = TrainingStep(wrapped, task.objective.loss, self.optimizer, losses, plan.micro_batches)
-        checkpoint = Checkpointed(
-            Stored(self.model.state_dict, lambda state: self.model.load_state_dict(world.sent(state))),
-            Stored(self.optimizer.state_dict, lambda state: self.optimizer.load_state_dict(world.sent(state))),
-        )
-        for technique in self.techniques:
-            technique.change_step(self.take_step)
-            technique.change_checkpoint(checkpoint, self.optimizer)
-        self.model_state, self.optimizer_state = checkpoint.model, checkpoint.optimizer
-        alike = any(each.shared_rng for each in acting)
-        stream = world.rank // plan.model_processes if alike else world.rank
-        torch.manual_seed(seed + 1_000_003 * (stream + 1))
-
-        self.clock, self.memory = Clock(world.device), Memory(*world.devices(plan.devices_per_process))
-        self.total_steps = train.epochs * batches.steps_per_epoch
-        for technique in self.techniques:
-            technique.begin_after(optimizers.rising_steps(train, self.total_steps))
+        self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
+        self.total_steps = self.train.epochs * self.batches.steps_per_epoch
         self.steps = 0
         """Optimizer steps taken."""
         self.counted_steps = {0}
         """The steps, numbered from 0, whose samples are counted."""
         self._counted: list[Counted] = []
-        self.settled = train.warmup_steps
+        self.settled = self.train.warmup_steps
         """The step after which this process is warm and windows are measured."""
         self.score: Score | None = None
         self.evaluate_seconds = 0.0
@@ -118,7 +78,7 @@ class Training:
         """
         per_epoch = self.batches.steps_per_epoch
         settling = {1, self.settled}
-        if self._replays:
+        if self.setup.replays:
             self.counted_steps.add(self.steps + GRAPH_WARMUP_STEPS)  # it is recorded; later steps replay it
         while self.steps < self.total_steps:
             epoch, start = divmod(self.steps, per_epoch)
@@ -199,15 +159,11 @@ class Training:
         if first < self.total_steps:
             self.counted_steps.add(first + self.world.broadcast(secrets.randbelow(self.total_steps - first)))
 
-    @property
-    def _replays(self) -> bool:
-        return any(technique.replays for technique in self.techniques)
-
     @contextmanager
     def _counting(self) -> Iterator[None]:
         with counted(self.take_step, self.model) as seen:
             yield
-        if seen.model or not self._replays:  # hooks cannot see into a replay
+        if seen.model or not self.setup.replays:  # hooks cannot see into a replay
             self._counted.append(seen)
 
     def work(self) -> Work | None:
@@ -241,9 +197,9 @@ class Training:
     def evaluate(self) -> Score:
         """Score the model as it is now on the test set. All ranks call it together, while paused."""
         batch_size = self.plan.micro_batch_size
-        if not self._unsharded:
+        if not self._whole:
             return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
-        model = copy.deepcopy(self._unsharded)
+        model = copy.deepcopy(self._whole)
         for technique in self.techniques:
             model = technique.for_evaluation(model)
         model.load_state_dict(self.model_state.read(), assign=True)

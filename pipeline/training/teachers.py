@@ -12,12 +12,12 @@ from pipeline.params import Config
 from pipeline.training import checkpoints
 
 
-def weights(config: Config, name: str, seed: int) -> dict[str, torch.Tensor]:
+def weights(config: Config, name: str, seed: int) -> dict[str, torch.Tensor] | None:
     """Return the weights of the teacher of ``variants.<name>`` for this seed, on the CPU: of a variant those that it
-    trained with the same seed. Empty if it has no teacher. Raises PipelineError if they are missing or damaged."""
+    trained with the same seed. None if it has no teacher. Raises PipelineError if they are missing or damaged."""
     settings, teacher = config.variants[name].distillation, config.teacher_of(name)
     if settings is None:
-        return {}
+        return None
     if teacher:
         return checkpoints.weights(results.read(results.result_file(teacher), config), seed)
     try:

@@ -17,7 +17,7 @@ from pipeline.techniques.activation_checkpointing import (
     _statistics_held,
     blocks,
 )
-from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan
 
 PLAN = make_plan(activation_checkpointing=True)
 KINDS = [ActivationCheckpointing, SelectiveCheckpointing]
@@ -30,7 +30,7 @@ def forward_backward_flops(model: nn.Module, images: torch.Tensor) -> int:
 
 
 def _checkpointed(model: nn.Module, kind: type[ActivationCheckpointing] = ActivationCheckpointing) -> nn.Module:
-    return kind(PLAN, ALONE).change_model(copy.deepcopy(model), INPUTS)
+    return changed(copy.deepcopy(model), [kind(PLAN, ALONE)])
 
 
 def _step(model: nn.Module) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pipeline.data.prepared import Dataset
 from pipeline.techniques.activation_offload import ActivationOffload
-from tests.nets import GPU, INPUTS, batch, conv_net, gradients, make_plan, make_step
+from tests.nets import GPU, batch, changed, conv_net, gradients, make_plan, make_step
 from tests.test_training import make_training, weights
 
 
@@ -18,7 +18,7 @@ def test_activations_leave_the_gpu_and_no_bit_of_the_gradients_changes() -> None
     plain = conv_net(norm=True).cuda()
     away = copy.deepcopy(plain)
     technique = ActivationOffload(make_plan(activation_offload=True), GPU)
-    away = technique.change_model(away, INPUTS)  # type: ignore[assignment]
+    away = changed(away, [technique])  # type: ignore[assignment]
     forward = make_step(away, [technique]).forward
 
     def kept(run: object) -> tuple[torch.Tensor, int]:

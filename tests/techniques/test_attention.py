@@ -18,7 +18,7 @@ from pipeline.plans import plan
 from pipeline.profiling import ledger
 from pipeline.techniques.attention import Attention
 from pipeline.training.loop import Training
-from tests.nets import ALONE, GPU, INPUTS, Attending, attending_net, make_plan, task_of
+from tests.nets import ALONE, GPU, Attending, attending_net, changed, make_plan, task_of
 from tests.test_training import make_training, rows_of
 
 HERE = environment.machine()
@@ -79,11 +79,11 @@ def test_the_check_leaves_the_model_and_the_random_state_as_they_were() -> None:
     model = attending_net(**IMAGES)
     before = [value.clone() for value in model.state_dict().values()]
     random = torch.get_rng_state()
-    assert Attention(make_plan(attention="math"), ALONE).change_model(model, INPUTS) is model
+    assert changed(model, [Attention(make_plan(attention="math"), ALONE)]) is model
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # an error of the model's own
-        Attention(make_plan(attention="math"), ALONE).change_model(nn.Linear(3, 3), INPUTS)
+        changed(nn.Linear(3, 3), [Attention(make_plan(attention="math"), ALONE)])
 
 
 @pytest.mark.filterwarnings("ignore:(Flash attention kernel not used|Both fused kernels do not)")

@@ -21,12 +21,11 @@ from pipeline.params import Config, parse, techniques
 from pipeline.plans import plan
 from pipeline.results import Result
 from pipeline.training import checkpoints, job
-from pipeline.training.assembly import Assembly
 from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.failures import is_out_of_memory
 from pipeline.training.loop import Training
 from tests.conftest import ROOT
-from tests.nets import task_of
+from tests.nets import assembly_of
 from tests.ranks import run_ranks
 from tests.test_job import CPU_ONLY, PARAMS, workspace  # noqa: F401
 from tests.test_training import make_training, weights
@@ -94,7 +93,7 @@ def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
         config = configure(model, variant, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
         made = plan(config, "tried", CPU_ONLY)
         try:
-            with Assembly(made, joined, task_of(dataset, made.train), "resident").training(0) as training:
+            with assembly_of(made, joined, dataset).training(0) as training:
                 list(training.run())
                 outcomes.append((weights(training), training.plan.micro_batches, training.plan.decided))
         except PipelineError as error:
@@ -203,9 +202,9 @@ def _without_memory_for_the_update(joined: World, dataset: Dataset) -> str:
     if joined.rank == 1:
         vars(torch.optim)["AdamW"] = _Hungry  # this process ends with the test
     variant = {"parallelism": "zero1", "gradient_accumulation": "auto"}
-    config = configure({"most": 64}, variant, optimizer="adamw", batch_size=8)
+    made = plan(configure({"most": 64}, variant, optimizer="adamw", batch_size=8), "tried", CPU_ONLY)
     try:
-        with Assembly(plan(config, "tried", CPU_ONLY), joined, task_of(dataset, config.train), "resident").training(0):
+        with assembly_of(made, joined, dataset).training(0):
             return "there was memory"
     except PipelineError as error:
         return str(error)

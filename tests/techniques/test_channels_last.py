@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from pipeline.data.prepared import Dataset
 from pipeline.techniques.channels_last import ChannelsLast
-from tests.nets import ALONE, INPUTS, batch, conv_net, make_plan, make_step
+from tests.nets import ALONE, batch, changed, conv_net, make_plan, make_step
 from tests.test_training import make_training
 
 
@@ -17,13 +17,13 @@ def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
     expected = F.cross_entropy(model(images), labels)
 
     technique = ChannelsLast(make_plan(channels_last=True), ALONE)
-    changed = technique.change_model(model, INPUTS)
+    result = changed(model, [technique])
     seen = []
-    changed[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[index]
-    loss = make_step(changed, [technique]).forward(images, labels)
+    result[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[index]
+    loss = make_step(result, [technique]).forward(images, labels)
 
-    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in changed.parameters() if p.dim() == 4)
-    assert not changed[1][1][0].weight.is_contiguous()  # type: ignore[index]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in result.parameters() if p.dim() == 4)
+    assert not result[1][1][0].weight.is_contiguous()  # type: ignore[index]
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
     assert not seen[0].is_contiguous()
     torch.testing.assert_close(loss, expected)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.errors import ConfigError
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.checkpointing_budget import CheckpointingBudget, Kept, measured
-from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan
 
 
 def _technique(fraction: float) -> CheckpointingBudget:
@@ -52,10 +52,10 @@ def test_what_a_forward_pass_keeps_is_measured_without_one(parts: dict[str, bool
 def test_what_is_kept_is_within_the_budget_and_no_bit_of_gradients_and_buffers_changes(fraction: float) -> None:
     plain = conv_net(norm=True, dropout=True)
     technique = _technique(fraction)
-    limited = technique.change_model(copy.deepcopy(plain), INPUTS)
+    limited = changed(copy.deepcopy(plain), [technique])
     images, labels = batch(32)
     everything = _kept_bytes(copy.deepcopy(plain), images)
-    within = _kept_bytes(_technique(fraction).change_model(copy.deepcopy(plain), INPUTS), images)
+    within = _kept_bytes(changed(copy.deepcopy(plain), [_technique(fraction)]), images)
     assert within <= fraction * everything
     assert technique.findings()["kept_activations_fraction"] == pytest.approx(within / everything)
     for model in (plain, limited):
@@ -68,7 +68,7 @@ def test_what_is_kept_is_within_the_budget_and_no_bit_of_gradients_and_buffers_c
 def test_a_small_saving_recomputes_less_than_all() -> None:
     images, _ = batch(32)
     plain, little, much = (_flops(model, images) for model in (
-        conv_net(), _technique(0.8).change_model(conv_net(), INPUTS), _technique(0.3).change_model(conv_net(), INPUTS)
+        conv_net(), changed(conv_net(), [_technique(0.8)]), changed(conv_net(), [_technique(0.3)])
     ))  # fmt: skip
     assert plain < little < much
 
@@ -106,6 +106,6 @@ def test_a_budget_that_no_choice_keeps_is_refused_with_the_least_that_can_be() -
     with pytest.raises(
         ConfigError, match=r"variants\.tried\.activation_checkpointing: found 0\.01, but with all 3 "
     ) as no:
-        _technique(0.01).change_model(conv_net(), INPUTS)
+        changed(conv_net(), [_technique(0.01)])
     least = float(str(no.value).split("still keeps ")[1].split()[0])
-    assert _technique(least + 0.001).change_model(conv_net(), INPUTS)
+    assert changed(conv_net(), [_technique(least + 0.001)])

@@ -15,7 +15,7 @@ from pipeline.params import Train
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
-from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
+from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of, training_of
 from tests.ranks import run_ranks
 from tests.test_training import make_training, rows_of
 
@@ -39,7 +39,7 @@ def gpt_training(joined: World = ALONE, train: Train = TRAIN, **applied: Any) ->
     made = make_plan(train=train, batch_size=BATCH, processes=joined.size, **applied)
     torch.manual_seed(0)
     task = task_of(DATA, train, joined.device)
-    return Training(made, task.model(), task, batches_of(DATA, made, joined), joined, 0)
+    return training_of(made, task.model(), task, batches_of(DATA, made, joined), joined, 0)
 
 
 def losses_of(joined: World, *cases: dict[str, Any]) -> list[tuple[list[float], float]]:

@@ -24,10 +24,10 @@ from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.measurement.detectors.compiler import Recompilation
 from pipeline.profiling.ledger import measured
-from pipeline.techniques import chosen, of_plan
+from pipeline.techniques import of_plan
 from pipeline.techniques.compile import Compile
 from pipeline.training.losses import HostLosses
-from tests.nets import ALONE, GPU, INPUTS, LooksAtValues, batch, changed, conv_net, make_plan, make_step
+from tests.nets import ALONE, GPU, LooksAtValues, batch, changed, chosen, conv_net, make_plan, make_step
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, rows_of
 
@@ -114,7 +114,7 @@ def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too
     try:
         technique = Compile(make_plan(compile="default"), ALONE)
         with fresh_cache():
-            loss = technique.change_model(nn.Linear(3, 2), INPUTS)(torch.ones(5, 3)).sum()
+            loss = changed(nn.Linear(3, 2), [technique])(torch.ones(5, 3)).sum()
             thread = threading.Thread(target=loss.backward)  # as autograd has one for each GPU
             thread.start()
             thread.join()
@@ -241,11 +241,11 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch\n"
         "from pipeline.techniques.compile import Compile\n"
-        "from tests.nets import ALONE, INPUTS, make_plan\n"
+        "from tests.nets import ALONE, changed, make_plan\n"
         "Compile.prepare_process()\n"
         "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())\n"
         "with torch.no_grad():\n"  # or there would be a second graph to build
-        "    Compile(make_plan(compile='default'), ALONE).change_model(net, INPUTS)(torch.ones(4, 8))\n"
+        "    changed(net, [Compile(make_plan(compile='default'), ALONE)])(torch.ones(4, 8))\n"
         "print(json.dumps(torch._dynamo.utils.counters['inductor']))\n"
     )
     places = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}

@@ -10,11 +10,10 @@ from pipeline.errors import PipelineError
 from pipeline.measurement.windows import graphs_bytes
 from pipeline.params import GRAPH_WARMUP_STEPS, Train, entry
 from pipeline.profiling.ledger import measured
-from pipeline.techniques import chosen
 from pipeline.techniques.cuda_graph import CudaGraph
 from pipeline.training.loop import Training
 from pipeline.training.losses import NonFiniteLoss
-from tests.nets import ALONE, GPU, LooksAtValues, conv_net, make_plan
+from tests.nets import ALONE, GPU, LooksAtValues, chosen, conv_net, make_plan
 from tests.test_training import TRAIN, make_training, rows_of, weights
 
 

@@ -21,7 +21,7 @@ from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.loop import Training
 from tests import test_job
-from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
+from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of, training_of
 from tests.ranks import run_ranks
 from tests.test_job import workspace  # noqa: F401
 from tests.test_training import weights
@@ -41,7 +41,7 @@ def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
     made = make_plan(train=TRAIN, **processes, **applied)
     (placement,) = (each.placement for each in acting(made.applied) if each.placement)
     batches = batches_of(dataset, made, joined, placement=placement)
-    return Training(made, conv_net(dropout=True), task_of(dataset, made.train, joined.device), batches, joined, seed=0)
+    return training_of(made, conv_net(dropout=True), task_of(dataset, made.train, joined.device), batches, joined)
 
 
 def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], steps: int) -> list[str]:

@@ -12,7 +12,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.techniques.data_parallel import DataParallel
 from pipeline.training.loop import Training
-from tests.nets import INPUTS, batch, conv_net, gradients, make_plan
+from tests.nets import batch, changed, conv_net, gradients, make_plan
 from tests.test_training import make_training
 
 # On several GPUs
@@ -31,7 +31,7 @@ def test_every_gpu_computes_its_part_and_the_gradients_are_the_whole_batch_s() -
     images, labels = (part.to(world.device) for part in batch(32))
     plain, parallel = conv_net().to(world.device), conv_net().to(world.device)
     made = make_plan(parallelism="data_parallel", devices_per_process=count)
-    wrapped = DataParallel(made, world).change_model(parallel, INPUTS)
+    wrapped = changed(parallel, [DataParallel(made, world)])
     assert isinstance(wrapped, nn.DataParallel)
     seen: list[tuple[int, int]] = []
     parallel[0][0].register_forward_hook(lambda _, inputs, __: seen.append((inputs[0].get_device(), len(inputs[0]))))  # type: ignore[index]

@@ -8,9 +8,8 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.techniques import chosen
 from pipeline.training.losses import HostLosses
-from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan, make_step
+from tests.nets import ALONE, batch, changed, chosen, conv_net, gradients, make_plan, make_step, setup_of
 from tests.ranks import run_ranks
 from tests.test_training import make_training
 
@@ -61,7 +60,10 @@ def _options(joined: World) -> dict[str, Any]:
         model, techniques = conv_net(), chosen(plan, joined)
         wrapped = changed(model, techniques)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        step = make_step(wrapped, techniques, optimizer=optimizer, losses=HostLosses(joined))
+        setup = setup_of(wrapped)
+        setup.step = step = make_step(wrapped, optimizer=optimizer, losses=HostLosses(joined))
+        for technique in techniques:
+            technique.change_step(setup)
         for seed in range(3):
             images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32, seed))
             step(iter([(images, labels)]))
@@ -72,7 +74,7 @@ def _options(joined: World) -> dict[str, Any]:
             "buckets": len(str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(",")),
             "storages": len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}),
             "static": wrapped.static_graph,
-            "kept": sum(technique.communication_bytes() for technique in techniques),
+            "kept": sum(kept() for kept in setup.kept_bytes),
             "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         }
     return found

@@ -23,7 +23,7 @@ from pipeline.tools.verification import Verifier
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
-from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
+from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of, training_of
 from tests.ranks import run_ranks
 from tests.test_tasks import DATA, TRAIN, settings_of
 from tests.workspaces import PREPARED, enter
@@ -33,17 +33,17 @@ JOB = Train(model="tests.nets:attending_net", batch_size=32, epochs=1, learning_
 TEACHER = {"teacher": "models/teacher", "model": "tests.nets:normed_net"}
 
 
-def training_of(
+def training_with(
     dataset: Dataset, joined: World = ALONE, *, train: Train = JOB, seed: int = 0, **applied: Any
 ) -> Training:
     made = make_plan(processes=joined.size, batch_size=train.batch_size, train=train, **applied)
     torch.manual_seed(seed)
     task = task_of(dataset, train, joined.device)
-    return Training(made, task.model(), task, batches_of(dataset, made, joined), joined, seed)
+    return training_of(made, task.model(), task, batches_of(dataset, made, joined), joined, seed)
 
 
 def teacher_of(training: Training) -> Any:
-    (model,) = (each for technique in training.techniques for each in technique.further_models())
+    (model,) = training.setup.kept_models
     return model
 
 
@@ -51,7 +51,7 @@ def trained(joined: World, dataset: Dataset, asked: list[dict[str, Any]], train:
     """Digests of the parameters after some steps, for each of the variants ``asked``."""
     found = []
     for each in asked:
-        training = training_of(dataset, joined, train=train, **each)
+        training = training_with(dataset, joined, train=train, **each)
         training.advance(6)
         state, names = training.model_state.read(), dict(training.model.named_parameters())
         found.append(state_sha256({name: value for name, value in state.items() if name in names}))
@@ -82,7 +82,7 @@ def test_the_distance_is_what_the_formula_says(digits: Dataset, name: str) -> No
 
 
 def test_the_loss_is_the_mean_of_both_by_alpha(digits: Dataset) -> None:
-    training = training_of(digits, distillation=TEACHER | {"alpha": 0.3, "temperature": 2.0})
+    training = training_with(digits, distillation=TEACHER | {"alpha": 0.3, "temperature": 2.0})
     images, labels = next(training.batches.epoch(0))
     with torch.no_grad():
         found = training.take_step.forward(images, labels)
@@ -108,7 +108,7 @@ def test_ranks_learn_together(digits: Dataset, applied: dict[str, Any]) -> None:
 
 
 def test_the_teacher_stays_as_it_is_and_draws_nothing(digits: Dataset) -> None:
-    training = training_of(digits, distillation=TEACHER | {"model": "tests.techniques.test_distillation:dropping"})
+    training = training_with(digits, distillation=TEACHER | {"model": "tests.techniques.test_distillation:dropping"})
     teacher = teacher_of(training)
     before, random = state_sha256(teacher.state_dict()), torch.get_rng_state()
     training.advance(5)
@@ -129,7 +129,7 @@ def test_the_ledger_has_the_teachers_weights(digits: Dataset, model: str) -> Non
         ledger.predicted(plan(each, "tried", CPU_ONLY), task_of(digits, each.train)) for each in (made(), taught)
     )
     how = plan(taught, "tried", CPU_ONLY)
-    training = training_of(digits, train=how.train, distillation=how.applied.distillation)
+    training = training_with(digits, train=how.train, distillation=how.applied.distillation)
     held = [*teacher_of(training).parameters(), *teacher_of(training).buffers()]
     assert beside.parameters_bytes - alone.parameters_bytes == sum(each.nbytes for each in held)
     training.advance(2)
@@ -184,7 +184,7 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(
         self._teacher.load_state_dict(weights)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "learn_from", noting)
+        patch.setattr(Distillation, "_learn_from", noting)
         job.run(config, "taught", CPU_ONLY, PREPARED)
     teacher, taught = (results.read(results.result_file(name), config) for name in config.variants)
     assert learned == [run.teacher_sha256 for run in taught.runs] == [run.model_sha256 for run in teacher.runs]
@@ -197,7 +197,7 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(
     torch.save(weights, "given.pt")
     Path("params.yaml").write_text(yaml.safe_dump(with_students(taught={"distillation": {"teacher": "given.pt"}})))
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "learn_from", noting)
+        patch.setattr(Distillation, "_learn_from", noting)
         job.run(load(), "taught", CPU_ONLY, PREPARED)
     assert learned[2:] == [state_sha256(weights)] * 2
 

@@ -13,8 +13,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World
 from pipeline.models import optimizers
 from pipeline.results import Ledger
-from pipeline.techniques import chosen
-from tests.nets import INPUTS, batch, conv_net, make_plan, make_step
+from tests.nets import batch, changed, chosen, conv_net, make_plan, make_step
 from tests.parallel import (
     TRAIN,
     Observed,
@@ -99,7 +98,7 @@ def _gathered(joined: World) -> dict[str, Any]:
         plan = make_plan(parallelism="fsdp", processes=joined.size, **options)
         (technique,) = chosen(plan, joined)
         model: Any = conv_net(norm=True)
-        technique.change_model(model, INPUTS)
+        changed(model, [technique])
         dtypes: list[torch.dtype] = []
         model[0][0].register_forward_hook(lambda _m, _i, output, to=dtypes: to.append(output.dtype))
         model[0][1].register_forward_hook(lambda m, i, _o, to=dtypes: to.extend([i[0].dtype, m.weight.dtype]))

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.techniques import chosen
 from pipeline.training.losses import HostLosses
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan, make_step
+from tests.nets import ALONE, batch, chosen, conv_net, gradients, make_plan, make_step
 
 
 def _gradients(micro_batches: int) -> tuple[list[torch.Tensor], float]:

@@ -15,7 +15,7 @@ from torch import nn
 from pipeline import models
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
-from tests.nets import ALONE, INPUTS, LooksAtValues, conv_net, make_plan
+from tests.nets import ALONE, LooksAtValues, changed, conv_net, make_plan
 
 
 def parts_of(costs: list[float], ends: list[int]) -> list[float]:
@@ -130,7 +130,7 @@ def test_units_are_joined_to_the_one_before() -> None:
 
 def test_a_checkpointed_block_stays_whole() -> None:
     technique = ActivationCheckpointing(make_plan(activation_checkpointing=True), ALONE)
-    model = technique.change_model(conv_net(norm=True), INPUTS)
+    model = changed(conv_net(norm=True), [technique])
     units = chain(model)
     assert len(units) == 3
     assert any(module is model.get_submodule("1") for module in units[1].modules())

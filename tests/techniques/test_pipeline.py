@@ -17,12 +17,12 @@ from pipeline.distributed import WorkerError, World
 from pipeline.params import Variant
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
-from pipeline.techniques import chosen, cutting, of_plan
+from pipeline.techniques import cutting, of_plan
 from pipeline.techniques.cutting import Cut, bubble_fraction
 from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
-from tests.nets import ALONE, conv_net, make_plan
+from tests.nets import ALONE, chosen, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training
 

@@ -14,8 +14,7 @@ from pipeline.errors import ConfigError
 from pipeline.params import GRAPH_WARMUP_STEPS, Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
-from pipeline.techniques import chosen
-from tests.nets import INPUTS, LooksAtValues, conv_net, make_plan, task_of
+from tests.nets import LooksAtValues, changed, chosen, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
@@ -231,8 +230,7 @@ def _refused(joined: World, cases: list[tuple[dict[str, Any], nn.Module, str]]) 
     said = []
     for applied, model, _ in cases:
         try:
-            for technique in chosen(make_plan(processes=joined.size, **applied), joined):
-                model = technique.change_model(model, INPUTS)
+            changed(model, chosen(make_plan(processes=joined.size, **applied), joined))
             said.append("nothing")
         except ConfigError as error:
             said.append(str(error))

@@ -9,9 +9,7 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
 from pipeline.plans import plan
-from pipeline.training.assembly import Assembly
-from pipeline.training.loop import Training
-from tests.nets import ALONE, batches_of, conv_net, task_of
+from tests.nets import ALONE, assembly_of, batches_of, conv_net, task_of, training_of
 from tests.ranks import run_ranks
 from tests.test_training import TRAIN
 
@@ -46,7 +44,7 @@ def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], li
         "variants": {"baseline": WEAK if weak else {}},
     })  # fmt: skip
     found = plan(config, "baseline", CPU)
-    training = Training(found, conv_net(), task_of(dataset, found.train), batches_of(dataset, found, joined), joined, 0)
+    training = training_of(found, conv_net(), task_of(dataset, found.train), batches_of(dataset, found, joined), joined)
     rows = [row for row in training.run() if row]
     return [row.train_loss for row in rows], [row.learning_rate for row in rows], training.steps
 
@@ -65,7 +63,7 @@ def _beyond_the_data(joined: World, dataset: Dataset) -> str:
     made = plan(config, "baseline", CPU)
     with (
         pytest.raises(ConfigError) as caught,
-        Assembly(made, joined, task_of(dataset, made.train), "resident").training(0),
+        assembly_of(made, joined, dataset).training(0),
     ):
         pass
     return str(caught.value)

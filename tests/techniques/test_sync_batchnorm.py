@@ -8,16 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.distributed import World
-from pipeline.techniques import chosen
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
-from tests.nets import ALONE, INPUTS, batch, conv_net, gradients, make_plan
+from tests.nets import ALONE, batch, changed, chosen, conv_net, gradients, make_plan
 from tests.ranks import run_ranks
 
 PLAN = make_plan(parallelism="ddp", processes=2, sync_batchnorm=True)
 
 
 def test_every_batchnorm_is_replaced_and_names_stay() -> None:
-    model = SyncBatchNorm(PLAN, ALONE).change_model(conv_net(norm=True), INPUTS)
+    model = changed(conv_net(norm=True), [SyncBatchNorm(PLAN, ALONE)])
     assert sum(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) == 2
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     assert list(model.state_dict()) == list(conv_net(norm=True).state_dict())
@@ -29,8 +28,7 @@ def _statistics(joined: World, sync: bool) -> tuple[list[torch.Tensor], dict[str
     plan = make_plan(parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, sync_batchnorm=sync)
     model = conv_net(norm=True).to(here.device)
     wrapped: nn.Module = model
-    for technique in chosen(plan, here):
-        wrapped = technique.change_model(wrapped, INPUTS)
+    wrapped = changed(wrapped, chosen(plan, here))
     images, labels = (part.chunk(joined.size)[joined.rank].to(here.device) for part in batch(32))
     F.cross_entropy(wrapped(images), labels).backward()
     return [each.cpu() for each in gradients(model)], {name: each.cpu() for name, each in model.named_buffers()}

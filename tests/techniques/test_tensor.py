@@ -15,7 +15,7 @@ from pipeline.techniques.tensor import pairs
 from tests.nets import conv_net
 from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
 from tests.ranks import run_ranks
-from tests.test_tasks import training_of as language_training
+from tests.test_tasks import training_on as language_training
 
 TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 

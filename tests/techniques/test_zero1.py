@@ -10,8 +10,8 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.models import optimizers
 from pipeline.models.optimizers import OptimizerChoice
-from pipeline.techniques import chosen
-from tests.nets import INPUTS, conv_net, make_plan
+from pipeline.techniques import Technique
+from tests.nets import chosen, conv_net, make_plan, setup_of
 from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training
 from tests.ranks import run_ranks
 from tests.test_training import make_training, resumes_exactly
@@ -32,14 +32,21 @@ def test_two_ranks_train_as_one_device_and_share_out_the_optimizer_state(
         assert max(rank.optimizer_bytes for rank in ranks) < 0.62 * alone.optimizer_bytes
 
 
+def _made(technique: Technique, net: nn.Module, choice: OptimizerChoice) -> Any:
+    setup = setup_of(net)
+    setup.optimizer_choice = choice
+    technique.change_model(setup)
+    technique.change_optimizer(setup)
+    return setup.optimizer_choice.make(setup.model.parameters())
+
+
 def _left_out(joined: World) -> tuple[bool, bool, bool]:
     """Whether a step with ``found_inf`` changes nothing, one without does, and a loss scale is taken up."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for parameter in net.parameters():
         nn.init.ones_(parameter)
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
-    choice = technique.change_optimizer(optimizers.of_job(TRAIN.model_copy(update={"weight_decay": 0.0})))
-    optimizer: Any = choice.make(technique.change_model(net, INPUTS).parameters())
+    optimizer = _made(technique, net, optimizers.of_job(TRAIN.model_copy(update={"weight_decay": 0.0})))
 
     def step() -> float:
         before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -64,8 +71,7 @@ def _left_out_unfused(joined: World) -> tuple[bool, bool]:
     """The first two of the above for an optimizer without a fused kernel."""
     net = nn.Linear(8, 8)
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
-    choice = OptimizerChoice(torch.optim.SGD, {"lr": 0.1, "foreach": True})
-    optimizer: Any = technique.change_optimizer(choice).make(technique.change_model(net, INPUTS).parameters())
+    optimizer = _made(technique, net, OptimizerChoice(torch.optim.SGD, {"lr": 0.1, "foreach": True}))
     scaler, changes = torch.amp.GradScaler("cpu"), []
     scaler.scale(torch.ones(()))
     for gradient in (torch.inf, 1.0):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.step import TrainingStep
-from pipeline.techniques import Technique
+from pipeline.techniques import Setup, Technique
 
 from . import Options
 
@@ -15,7 +14,8 @@ class GradientClipping(Technique):
 
     name = "gradient_clipping"
 
-    def change_step(self, step: TrainingStep) -> None:
+    def change_step(self, setup: Setup) -> None:
+        step = setup.step
         update = step.update
         options = Options.model_validate(self.plan.applied.extra[self.name])
         parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]

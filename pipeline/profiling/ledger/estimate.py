@@ -23,7 +23,10 @@ from pipeline.plans import Plan
 from pipeline.profiling.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_task
 from pipeline.profiling.ledger.tracker import Call, KernelWatch, Standing, resident_bytes, watched_step
 from pipeline.results import Ledger
+from pipeline.step import Losses
 from pipeline.tasks import Task
+from pipeline.techniques import of_plan
+from pipeline.training.composition import compose
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
 
@@ -135,9 +138,9 @@ class Rehearsal:
         with fake, watch, CudaAutocast() if on_gpu else nullcontext():
             # All micro-batches after the first are alike: they add to existing gradients.
             micro_batches = min(2, plan.micro_batches)
-            training = self._training(model, faked_task(self.task), micro_batch_size, micro_batches, plan.processes)
-            if on_gpu:
-                training.take_step.losses = DeviceLosses(ALONE)
+            losses = DeviceLosses(ALONE) if on_gpu else UnreadLosses(ALONE)
+            task = faked_task(self.task)
+            training = self._training(model, task, losses, micro_batch_size, micro_batches, plan.processes)
             if plan.applied.parallelism == "ddp":
                 _use_buckets(training)
             _make_optimizer_state(training)
@@ -155,7 +158,7 @@ class Rehearsal:
         return Ledger(**parts, rest_bytes=rest, peak_bytes=peak, tensors_bytes=peak)
 
     def _training(
-        self, model: nn.Module, task: Task, micro_batch_size: int, micro_batches: int, processes: int
+        self, model: nn.Module, task: Task, losses: Losses, micro_batch_size: int, micro_batches: int, processes: int
     ) -> Training:
         """Return one rank's training, which communicates with no other rank."""
         plan = self.plan.model_copy(
@@ -175,9 +178,7 @@ class Rehearsal:
             augment=self.plan.train.augment,
             placement="resident",
         )
-        training = Training(plan, model, task, batches, ALONE, seed=0)
-        training.take_step.losses = UnreadLosses(ALONE)
-        return training
+        return Training(compose(plan, model, task, batches, ALONE, of_plan(plan), losses=losses), seed=0)
 
     def _inside(self, samples: int) -> Callable[[Call], int]:
         """Return a function: operation of a micro-step -> bytes of its temporary memory, beyond its results."""
@@ -204,7 +205,7 @@ class Rehearsal:
                 repeated = train[torch.arange(samples) % len(train)]
                 task = replace(task, dataset=replace(task.dataset, train=repeated))
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
-                training = self._training(copy.deepcopy(self._model), task, samples, 1, 1)
+                training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
                 watch = KernelWatch()
                 with training.take_step.instrument(update=lambda _: _nothing):  # the optimizer's state can be large
                     watched_step(training, watch)

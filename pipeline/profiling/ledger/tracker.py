@@ -37,7 +37,7 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
     ``peak_bytes`` is this rank's peak, measured before without a watch; the ledger's parts and its rest add up to it.
     Returns None if the peak is unknown, or if the step is replayed from a CUDA graph, which allocates nothing.
     """
-    if any(technique.replays for technique in training.techniques):
+    if training.setup.replays:
         return None
     watch = DeviceWatch(training.world.device.type)
     tape = watched_step(training, watch)
@@ -120,7 +120,7 @@ class Standing:
             return {watch.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
         # The other ranks' parts of the model are on the meta device here, with their shapes only.
-        models = [model, *(each for technique in training.techniques for each in technique.further_models())]
+        models = [model, *training.setup.kept_models]
         self.parameters = sizes(
             tensor
             for each in models
@@ -133,7 +133,7 @@ class Standing:
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in tape.held}
         """Gradients in no block of the step are allocated all the time, in DistributedDataParallel's buckets, say."""
-        self.communication = sum(technique.communication_bytes() for technique in training.techniques)
+        self.communication = sum(kept() for kept in training.setup.kept_bytes)
         """Further memory that techniques keep for communication."""
 
     def parts(self, tape: Tape) -> dict[str, int]:

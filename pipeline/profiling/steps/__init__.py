@@ -115,8 +115,6 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
         training.advance(steps)
         return training.clock.step_seconds[-steps:]
 
-    for technique in training.techniques:
-        technique.begin_after(0)
     training.settle(training.train.warmup_steps)
     training.advance(training.train.warmup_steps)
     plain = advance()
@@ -143,7 +141,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
     with assembled(plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
         world, seed = assembly.world, config.train.seeds[0]
         longer = _long_enough(plan, config.profile.steps, len(assembly.task.dataset.train))
-        with replace(assembly, plan=longer).training(seed) as training:
+        with replace(assembly, plan=longer).training(seed, steady=True) as training:
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
             ranks = tuple(world.gather(StepTimes.of(found.times())))
             snapshot = _memory_snapshot(training, Path(scratch, "memory.pickle"))

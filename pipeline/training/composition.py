@@ -1,0 +1,84 @@
+"""Compose a training: model, techniques, optimizer, step and checkpoint, in the order in which they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipeline.data.batches import TrainBatches
+from pipeline.distributed import World
+from pipeline.models import optimizers
+from pipeline.params import catalogue
+from pipeline.plans import Plan
+from pipeline.step import Losses, TrainingStep
+from pipeline.tasks import Task
+from pipeline.techniques import Setup, Stored, Technique
+from pipeline.training.evaluation import without_weights
+from pipeline.training.losses import DeviceLosses, HostLosses
+
+
+@dataclass(frozen=True)
+class Composed:
+    """One rank's training, ready to step."""
+
+    plan: Plan
+    world: World
+    task: Task
+    batches: TrainBatches
+    model: nn.Module
+    """The single-device model, on the rank's device; what ``setup.step`` runs may wrap it, or hold a part of it."""
+    parameter_count: int
+    whole: nn.Module | None
+    """The model without weights, as it was before any technique, where evaluation cannot run the trained one."""
+    techniques: Sequence[Technique]
+    setup: Setup
+    step_changes: Mapping[str, Sequence[str]]
+    """Technique -> the parts of the step that it has replaced."""
+
+
+def compose(
+    plan: Plan,
+    model: nn.Module,
+    task: Task,
+    batches: TrainBatches,
+    world: World,
+    techniques: Sequence[type[Technique]],
+    *,
+    losses: Losses | None = None,
+    steady: bool = False,
+    teacher: Mapping[str, torch.Tensor] | None = None,
+) -> Composed:
+    """Compose the training of ``model``, a single-device module with initial weights that are the same on every rank;
+    it is moved to the rank's device. All ranks call it together.
+
+    ``losses``: in place of those for the device. ``steady``: a steady state is measured, so techniques wait for no
+    warm-up of the learning rate. ``teacher``: the weights of the variant's teacher.
+    """
+    train, model = plan.train, model.to(world.device)
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    whole = without_weights(model) if any(each.evaluates_whole for each in catalogue.acting(plan.applied)) else None
+    rising = optimizers.rising_steps(train, train.epochs * batches.steps_per_epoch)
+    made = [each(plan, world) for each in techniques]
+    setup = Setup(model, task, lambda: next(batches.epoch(0)), 0 if steady else rising, teacher)
+    for technique in made:
+        technique.change_model(setup)
+    setup.optimizer_choice = optimizers.of_job(train)
+    for technique in made:
+        technique.change_optimizer(setup)
+    optimizer = setup.optimizer_choice.make(setup.model.parameters())
+    losses = losses or (HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world))
+    setup.step = step = TrainingStep(setup.model, task.objective.loss, optimizer, losses, plan.micro_batches)
+    setup.model_state = Stored(model.state_dict, lambda state: model.load_state_dict(world.sent(state)))
+    setup.optimizer_state = Stored(optimizer.state_dict, lambda state: optimizer.load_state_dict(world.sent(state)))
+    changes = {}
+    for technique in made:
+        before = vars(step).copy()
+        technique.change_step(setup)
+        changes[technique.name] = [name for name, part in vars(step).items() if part is not before[name]]
+    for technique in made:
+        technique.change_checkpoint(setup)
+    setup.teacher = None  # its weights are in the teacher, and take memory here
+    return Composed(plan, world, task, batches, model, parameter_count, whole, made, setup, changes)
