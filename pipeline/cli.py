@@ -284,7 +284,7 @@ def _plan(parsed: argparse.Namespace) -> None:
     from pipeline import environment, params
     from pipeline.tools import composition
 
-    composition.show(params.load(), parsed.variant, environment.machine())
+    composition.show(params.load(), parsed.variant, environment.machine(), PREPARED)
 
 
 def _predict_memory(parsed: argparse.Namespace) -> None:

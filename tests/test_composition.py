@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
 from pipeline.tools import composition
+from tests.test_job import workspace  # noqa: F401
+from tests.workspaces import PREPARED
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 JOB = {
-    "train": {"batch_size": 64, "learning_rate": 0.2},
+    "fetch": {"dataset": "digits"},
+    "train": {"batch_size": 64, "learning_rate": 0.2, "device": "cpu", "epochs": 1},
     "variants": {
         "baseline": {},
-        "many": {"precision": "bf16", "gradient_accumulation": 2, "activation_checkpointing": True, "scaling": "weak",
-                 "parallelism": "ddp", "data_loading": "streamed"},
+        "many": {"precision": "bf16", "gradient_accumulation": "auto", "activation_checkpointing": True,
+                 "channels_last": True, "data_loading": "streamed"},
+        "weak": {"parallelism": "ddp", "processes": 2, "scaling": "weak"},
+        "staged": {"parallelism": "pipeline", "processes": 2, "gradient_accumulation": 4},
     },
 }  # fmt: skip
+Shown = Callable[[str], list[str]]
 
 
-def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    composition.show(parse(JOB), "many", CPU)
-    said = capsys.readouterr().out
-    first, job, *rest = said.splitlines()
-    assert first == "many: 2 process(es) on CPU, 2 micro-batch(es) of 32 samples a process"
-    assert "a learning rate of 0.4, 128 samples a step" in job
-    applied = {line.split()[0]: line.split("[")[-1].split("]")[0] for line in rest if line.startswith("  ")}
-    assert set(applied) == {"activation_checkpointing", "ddp", "gradient_accumulation", "streamed_data", "weak_scaling"}
-    assert list(applied).index("activation_checkpointing") < list(applied).index("ddp")  # the buckets are around all
-    assert (applied["activation_checkpointing"], applied["ddp"]) == ("model", "model, step")
-    assert (applied["gradient_accumulation"], applied["streamed_data"]) == ("step", "input")
+@pytest.fixture
+def shown(workspace: Path, capfd: pytest.CaptureFixture[str]) -> Shown:  # noqa: ARG001, F811
+    def show(name: str) -> list[str]:
+        composition.show(parse(JOB), name, CPU, PREPARED)
+        return capfd.readouterr().out.splitlines()
+
+    return show
+
+
+def applied(lines: list[str]) -> dict[str, str]:
+    """Technique -> what the lines say that it changes, in their order."""
+    return {line.split()[0]: line.split("[")[-1].split("]")[0] for line in lines if line.startswith("  ")}
+
+
+def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change(shown: Shown) -> None:
+    first, job, *rest = shown("many")
+    assert first == "many: 1 process(es) on CPU, 1 micro-batch(es) of 64 samples a process"
+    assert "a learning rate of 0.2, 64 samples a step" in job
+    assert list(applied(rest).items()) == [
+        ("channels_last", "model, step.forward"),
+        ("activation_checkpointing", "model"),
+        ("auto_micro_batch", "step.forward"),
+        ("streamed_data", "input"),
+    ]
     assert any(line.startswith("left out: bf16: ") for line in rest)
+    assert any(line.startswith("decided: auto_micro_batch: 1 micro-batch(es) of 64 samples") for line in rest)
+
+
+def test_the_processes_and_the_step_are_those_of_the_training(shown: Shown) -> None:
+    """A pipeline runs the micro-batches itself, so gradient accumulation changes nothing."""
+    first, *rest = shown("staged")
+    assert first == "staged: 2 process(es) on CPU, 4 micro-batch(es) of 16 samples a process"
+    assert applied(rest) == {"pipeline": "model, checkpoint, step.criterion, step.accumulate"}
+    first, job, *rest = shown("weak")
+    assert "a learning rate of 0.4, 128 samples a step" in job
+    assert list(applied(rest)) == ["ddp", "weak_scaling"]
+    assert applied(rest)["ddp"] == "model, step.forward, step.no_sync"
 
 
 def test_without_a_name_the_variants_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    composition.show(parse(JOB), None, CPU)
-    baseline, many, how = capsys.readouterr().out.splitlines()
+    composition.show(parse(JOB), None, CPU, PREPARED)
+    baseline, many, *_, how = capsys.readouterr().out.splitlines()
     assert baseline == "baseline: no technique"
     assert many.startswith("many: ")
-    assert {"bf16", "ddp", "weak_scaling"} <= set(many.removeprefix("many: ").split(", "))
+    assert {"bf16", "channels_last", "auto_micro_batch"} <= set(many.removeprefix("many: ").split(", "))
     assert how.endswith("plan VARIANT")
 
 
-def test_the_baseline_is_the_plain_step(capsys: pytest.CaptureFixture[str]) -> None:
-    composition.show(parse(JOB), "baseline", CPU)
-    assert "applied: nothing, it is the plain step" in capsys.readouterr().out
+def test_the_baseline_is_the_plain_step(shown: Shown) -> None:
+    assert "applied: nothing, it is the plain step" in shown("baseline")
     with pytest.raises(ConfigError, match=r"variants\.none: no such variant"):
-        composition.show(parse(JOB), "none", CPU)
+        shown("none")

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from pipeline.distributed import launched_size
+from pathlib import Path
+
+from pipeline.distributed import launch
 from pipeline.params import Config, Machine
 from pipeline.params.catalogue import acting, asked
-from pipeline.plans import plan as plan_of
-from pipeline.techniques import Technique, of_plan
+from pipeline.plans import Plan
+from pipeline.techniques import Technique
+from pipeline.training.assembly import assembled, planned
+from pipeline.training.loop import Training
 
 HOOKS = {
     "prepare_process": "process",
     "change_model": "model",
     "change_optimizer": "optimizer",
-    "change_step": "step",
     "change_checkpoint": "checkpoint",
     "for_evaluation": "evaluation",
 }
-"""Hook -> the part of a training that it changes."""
+"""Hook -> the part of a training that it changes. For ``change_step``, see ``Training.step_changes``."""
 
 
-def show(config: Config, name: str | None, machine: Machine) -> None:
-    """Print the plan of ``variants.<name>``: the job, the techniques in the order in which they apply with what each
-    changes, and the techniques left out with the reasons. Without a name, list the variants. Raises ConfigError."""
+def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> None:
+    """Print the plan of ``variants.<name>``, and set up its training on the data set in ``prepared`` to print the
+    techniques in the order in which they apply, with the parts that each changes. Without a name, list the variants.
+
+    Starts the processes that the variant needs. Raises PipelineError.
+    """
     if name is None:
         for each, variant in config.variants.items():
             print(f"{each}: {', '.join(one.name for one in asked(variant)) or 'no technique'}")
         print("One with its step: python -m pipeline plan VARIANT")
         return
-    plan = plan_of(config, name, machine, launched_size())
+    plan = planned(config, name, machine, prepared)
     train = plan.train
     samples = f"{plan.micro_batches} micro-batch(es) of {plan.micro_batch_size} samples a process"
     print(f"{name}: {plan.processes} process(es) on {plan.device.upper()}, {samples}")
@@ -35,22 +41,31 @@ def show(config: Config, name: str | None, machine: Machine) -> None:
         f"job: {train.model}, {train.optimizer} at a learning rate of {train.learning_rate:g}, "
         f"{train.batch_size} samples a step, {train.epochs} epoch(s), {len(train.seeds)} seed(s)"
     )
-    applied, classes = acting(plan.applied), {each.name: each for each in of_plan(plan)}
-    print("applied, in this order:" if applied else "applied: nothing, it is the plain step")
-    width = max((len(each.name) for each in applied), default=0)
-    for technique in applied:
-        changes = _changes(classes[technique.name]) if technique.name in classes else []
-        changed = ", ".join(changes + ["input"] * bool(technique.placement))
-        print(f"  {technique.name:<{width}}  {f'[{changed}] ' if changed else ''}{technique.does}.")
     for skipped, reason in plan.skipped.items():
-        print(f"left out: {skipped}: {reason}")
+        print(f"left out: {skipped}: {reason}", flush=True)
+    launch(_show_composed, (plan, prepared), plan.processes)
 
 
-def _changes(technique: type[Technique]) -> list[str]:
-    """The parts of a training that the technique's own hooks change."""
-    return [what for hook, what in HOOKS.items() if _own(technique, hook) is not _own(Technique, hook)]
+def _show_composed(plan: Plan, prepared: Path) -> None:
+    with assembled(plan, prepared) as assembly, assembly.training(plan.train.seeds[0]) as training:
+        if assembly.world.is_main:
+            print("\n".join(_composed(training)), flush=True)
 
 
-def _own(technique: type[Technique], hook: str) -> object:
-    found = getattr(technique, hook)
-    return getattr(found, "__func__", found)
+def _composed(training: Training) -> list[str]:
+    """The lines about what the training applies, and what was decided when it was set up."""
+    applied, made = acting(training.plan.applied), {each.name: each for each in training.techniques}
+    lines = ["applied, in this order:" if applied else "applied: nothing, it is the plain step"]
+    width = max((len(each.name) for each in applied), default=0)
+    for entry in applied:
+        changes = ["input"] * bool(entry.placement)
+        if entry.name in made:
+            changes += [what for hook, what in HOOKS.items() if _overrides(made[entry.name], hook)]
+            changes += [f"step.{part}" for part in training.step_changes[entry.name]]
+        changed = f"[{', '.join(changes)}] " if changes else ""
+        lines.append(f"  {entry.name:<{width}}  {changed}{entry.does}.")
+    return lines + [f"decided: {what}: {choice}" for what, choice in training.plan.decided.items()]
+
+
+def _overrides(technique: Technique, hook: str) -> bool:
+    return any(hook in vars(kind) for kind in type(technique).__mro__ if kind not in Technique.__mro__)
