@@ -321,10 +321,10 @@ class _Counts(Detector):
 def test_advancing_in_parts_trains_the_same_and_measures_the_last_part(digits: Dataset) -> None:
     straight, parted, counts = make_training(digits), make_training(digits), _Counts()
     straight.advance(30)
-    parted.settle(2)
+    parted.restart_measuring(2)
     parted.advance(10)
     assert len(parted.clock.step_seconds) == 8
-    parted.settle(TRAIN.warmup_steps)
+    parted.restart_measuring(TRAIN.warmup_steps)
     parted.detectors = (counts,)
     parted.advance(20)
     assert weights(parted) == weights(straight)

@@ -257,7 +257,7 @@ def claimed(
     folder: Path, dataset: Dataset, variants: dict[str, Any], names: list[str], tmp_path: Path, **train: Any
 ) -> list[Claim]:
     verifier = Verifier(asked := job(variants, **train), MACHINE, folder, task_of(dataset, asked.train), tmp_path)
-    return [claim for name in names for claim in verifier.claims(name)]
+    return [claim for name in names for claim in verifier.claims(plan_of(asked, name, MACHINE))]
 
 
 def of(claims: list[Claim], variant: str, beginning: str) -> Claim:

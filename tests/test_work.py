@@ -360,8 +360,9 @@ def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
 def test_and_by_verify(name: str, digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
     job = parse(PARAMS | {"train": PARAMS["train"] | {"batch_size": 32}})
     verifier = Verifier(job, CPU_ONLY, digits_folder, task_of(digits, job.train), tmp_path)
-    claims = list(verifier.claims(name))
-    assert len(claims) == verifier.count(name)
+    made = plan(job, name, CPU_ONLY)
+    claims = list(verifier.claims(made))
+    assert len(claims) == verifier.count(made)
     (claim,) = [each for each in claims if each.claim == "each step takes all of its 32 samples"]
     assert (claim.measured, claim.bound, claim.holds) == (16, 0, False)
 

@@ -27,6 +27,7 @@ from pipeline.interpreter import terminate_with_parent
 from pipeline.measurement.detectors import children_seconds, detectors, of_turns
 from pipeline.measurement.energy import Energy, per_sample
 from pipeline.measurement.malloc import keep_freed_memory, return_freed_memory
+from pipeline.measurement.windows import Memory
 from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
@@ -135,15 +136,16 @@ def _measure_in_turns(
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
         with replace(assembly, plan=plan).training(seed, steady=True) as training:
+            memory = None
             if on_cpu:
-                training.settle(MEMORY_STEPS[0])
+                training.restart_measuring(MEMORY_STEPS[0])
                 training.advance(wanted[0])
                 memory = training.memory
                 keep_freed_memory()
-                training.settle(warmup)
-            training.detectors = watching
-            training.energy = Energy(devices if config.bench.energy else (), LONGER_WINDOWS)
+            energy = Energy(devices if config.bench.energy else (), LONGER_WINDOWS)
+            training.restart_measuring(warmup, watching, energy)
             training.advance(warmup)
+            memory = memory or training.memory
             aside = waited = 0.0
             counted_after = training.steps + world.broadcast(secrets.randbelow(steps))  # no step can foresee it
             turn = yield None
@@ -156,10 +158,9 @@ def _measure_in_turns(
                 aside += time.process_time() - own
                 waited += time.monotonic() - since
                 aside += children_seconds(os.getpid()) - children
-            if on_cpu:
-                training.memory = memory
             window = window_of(
                 training,
+                memory=memory,
                 asked_steps=steps,
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
@@ -168,7 +169,7 @@ def _measure_in_turns(
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
-            found = _ledgers(training, window) if ledgers else None
+            found = _ledgers(training, window, memory) if ledgers else None
             counted = _flops(training, device_name) if ledgers else None
             setup = setup_of(training, device_name)
         yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
@@ -186,13 +187,13 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     return None if chosen or replayed else config.bench.max_input_wait
 
 
-def _ledgers(training: Training, window: Window) -> Ledgers | None:
+def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | None:
     """Return the variant's ledger, measured (on the rank with the highest peak) and predicted.
 
     None if no peak is known, and on ranks other than the main one."""
     from pipeline.profiling import ledger  # most arms need no ledger
 
-    own_peak = None if window.peak_memory_bytes is None else training.memory.peak_bytes
+    own_peak = None if window.peak_memory_bytes is None else memory.peak_bytes
     ranks = training.world.gather(ledger.measured(training, own_peak))
     known = [each for each in ranks if each is not None]
     if not known or not training.world.is_main:  # every rank's prediction is the same

@@ -56,7 +56,7 @@ class Training:
         self.counted_steps = {0}
         """The steps, numbered from 0, whose samples are counted."""
         self._counted: list[Counted] = []
-        self.settled = self.train.warmup_steps
+        self.warm_after_step = self.train.warmup_steps
         """The step after which this process is warm and windows are measured."""
         self.score: Score | None = None
         self.evaluate_seconds = 0.0
@@ -77,7 +77,7 @@ class Training:
         use.
         """
         per_epoch = self.batches.steps_per_epoch
-        settling = {1, self.settled}
+        window_ends = {1, self.warm_after_step}
         if self.setup.replays:
             self.counted_steps.add(self.steps + GRAPH_WARMUP_STEPS)  # it is recorded; later steps replay it
         while self.steps < self.total_steps:
@@ -90,7 +90,7 @@ class Training:
                     self.take_step(batches)
                 self.steps += 1
                 self.clock.step()
-                if self.steps in settling:
+                if self.steps in window_ends:
                     self._close()
                     self._open()
                 if self.steps % per_epoch == 0:
@@ -147,7 +147,7 @@ class Training:
     def advance_counted(self) -> None:
         """Take one step, outside of measured windows, and count its samples."""
         self.counted_steps.add(self.steps)
-        self.settled = self.steps + 1
+        self.warm_after_step = self.steps + 1
         self.advance(1)
 
     def count_later(self) -> None:
@@ -176,11 +176,15 @@ class Training:
         works = [work_of(ranks, self.train.batch_size, self.plan.model_processes) for ranks in steps]
         return max(works, key=lambda work: work.left_out, default=None)
 
-    def settle(self, steps: int) -> None:
-        """Forget what was measured; ``advance`` then warms up for ``steps`` steps before it measures."""
+    def restart_measuring(
+        self, warmup_steps: int, detectors: Sequence[Detector] = (), energy: Energy | None = None
+    ) -> None:
+        """Forget what was measured; ``advance`` then warms up for ``warmup_steps`` before it measures, with these
+        detectors."""
         self.batches.close()
+        self.detectors, self.energy = detectors, energy or Energy()
         self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
-        self.settled = self.steps + steps
+        self.warm_after_step = self.steps + warmup_steps
         self._last_row = (self.steps, 0.0)
         self._advancing = None
 
@@ -247,7 +251,7 @@ class Training:
         for detector, remembered in zip(self.detectors, mine["detectors"], strict=True):
             detector.restore(remembered)
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
-        self.settled = self.steps + self.train.warmup_steps
+        self.warm_after_step = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(mine["last_row"])
         checkpoints.restore_random_state(mine["random"])
 
@@ -261,7 +265,7 @@ class Training:
 
     def _close(self) -> None:
         """End the window; it counts as measured once the warm-up is over."""
-        measured = self.steps > self.settled
+        measured = self.steps > self.warm_after_step
         self.clock.close(measured=measured)
         self.energy.close(measured=measured)
         self.batches.hold()

@@ -11,7 +11,7 @@ from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.measurement.detectors import Refusal, of_clock, of_memory, of_ranks, of_steps
-from pipeline.measurement.windows import percentile_ms
+from pipeline.measurement.windows import Memory, percentile_ms
 from pipeline.results import Setup, Window
 from pipeline.training.loop import Training
 
@@ -54,15 +54,20 @@ def setup_of(training: Training, device_name: str) -> Setup:
 
 
 def window_of(
-    training: Training, *, asked_steps: int, max_input_wait: float | None, seen: Sequence[Refusal] = ()
+    training: Training,
+    *,
+    asked_steps: int,
+    max_input_wait: float | None,
+    seen: Sequence[Refusal] = (),
+    memory: Memory | None = None,
 ) -> Window:
     """Combine what all ranks measured in the training's windows so far into one record, the same on every rank.
 
     Refused figures are None. The reasons to refuse are: fewer measured steps than ``asked_steps``, a share of waiting
     for input above ``max_input_wait``, samples left out of a counted step, the refusals ``seen`` on this rank, and
-    those of the training's detectors.
+    those of the training's detectors. ``memory``: where it was measured in other windows than the speed.
     """
-    clock, memory, world = training.clock, training.memory, training.world
+    clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(refusal for detector in training.detectors for refusal in detector.refusals())]
     mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident") + of_memory(memory)
     ranks = world.gather((clock.state(), memory.state(), mine))

@@ -255,8 +255,9 @@ def test_verify_tries_it_without_effect(digits_folder: Path, tmp_path: Path) -> 
     task = task_of(read(digits_folder), config.train)
     small = replace(task, dataset=replace(task.dataset, train=task.dataset.train[:96], test=task.dataset.test[:32]))
     verifier = Verifier(config, CPU_ONLY, digits_folder, small, tmp_path)
-    claims = {each.claim: each.holds for each in verifier.claims("taught")}
+    made = plan(config, "taught", CPU_ONLY)
+    claims = {each.claim: each.holds for each in verifier.claims(made)}
     (idle,) = (claim for claim in claims if "if distillation has no effect: those without it" in claim)
     assert claims[idle]
     assert all(claims.values())
-    assert len(claims) == verifier.count("taught")
+    assert len(claims) == verifier.count(made)

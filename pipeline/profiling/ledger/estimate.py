@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -141,10 +141,9 @@ class Rehearsal:
             losses = DeviceLosses(ALONE) if on_gpu else UnreadLosses(ALONE)
             task = faked_task(self.task)
             training = self._training(model, task, losses, micro_batch_size, micro_batches, plan.processes)
-            if plan.applied.parallelism == "ddp":
-                _use_buckets(training)
-            _make_optimizer_state(training)
-            tape = watched_step(training, watch)
+            with _buckets(training) if plan.applied.parallelism == "ddp" else nullcontext():
+                _make_optimizer_state(training)
+                tape = watched_step(training, watch)
             standing = Standing(training, watch, tape)
         parts, rest = standing.parts(tape), 0
         if on_gpu:
@@ -242,8 +241,8 @@ def _cublas_bytes(call: Call) -> int:
     return CUBLAS_WORKSPACE_BYTES if call[0] in _MATRIX_PRODUCTS and not _WORKSPACES_LAST else 0
 
 
-def _use_buckets(training: Training) -> None:
-    """Move complete gradients into persistent buckets, as DistributedDataParallel's reducer does.
+def _buckets(training: Training) -> AbstractContextManager[None]:
+    """Move complete gradients into persistent buckets while the block runs, as DistributedDataParallel's reducer does.
 
     With ``gradient_as_bucket_view`` each gradient is first a separate tensor. After the last micro-batch's backward
     pass it is copied into its place in a bucket, and from then on the gradient is a view of the bucket.
@@ -269,7 +268,7 @@ def _use_buckets(training: Training) -> None:
         place = bucket.as_strided(parameter.shape, parameter.stride(), start)
         parameter.register_post_accumulate_grad_hook(functools.partial(move, place))
         start += parameter.numel()
-    training.take_step.no_sync = hold
+    return training.take_step.instrument(no_sync=lambda _: hold)
 
 
 def _aim(peaks: Mapping[int, int], limit: int) -> int:

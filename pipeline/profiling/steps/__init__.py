@@ -115,7 +115,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
         training.advance(steps)
         return training.clock.step_seconds[-steps:]
 
-    training.settle(training.train.warmup_steps)
+    training.restart_measuring(training.train.warmup_steps)
     training.advance(training.train.warmup_steps)
     plain = advance()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")

@@ -27,8 +27,7 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
     if launched_size() is not None:
         raise PipelineError("verify starts the processes itself: run it without a launcher, on one host.")
     names = list(variants) or list(config.variants)
-    for name in names:
-        planned(config, name, machine, prepared)  # a variant that cannot run here raises before anything runs
+    plans = [planned(config, name, machine, prepared) for name in names]
     started = time.monotonic()
     claims: list[Claim] = []
     width = max(map(len, [*names, "variant"]))
@@ -46,10 +45,10 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
                 f"The model {said(verifier.nature)}.\n"
             )
             print(words.heading(width), flush=True)
-        total = sum(map(verifier.count, names))
+        total = sum(map(verifier.count, plans))
         print(f"verify: {total} claims; how long they take is estimated from the first", file=sys.stderr, flush=True)
-        for name in names:
-            for claim in verifier.claims(name):
+        for plan in plans:
+            for claim in verifier.claims(plan):
                 claims.append(claim)
                 if not as_json:
                     print("\n".join(words.lines(claim, width)), flush=True)

@@ -205,16 +205,15 @@ class Verifier:
             self._natures[file] = as_it_is, kept_still
         return self._natures[file]
 
-    def count(self, name: str) -> int:
-        """The number of claims of ``variants.<name>``, if all can be tried."""
-        plan = planned(self.config, name, self.machine, self.prepared)
+    def count(self, plan: Plan) -> int:
+        """The number of claims of the plan's variant, if all can be tried."""
         changes = {each.changes for each in params.asked(plan.applied)}
         idle = sum(each.without_effect is not None for each in params.asked(plan.applied))
         return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 3
 
-    def claims(self, name: str) -> Iterator[Claim]:
-        """The claims of ``variants.<name>``. A claim that cannot be tried here says so."""
-        plan = planned(self.config, name, self.machine, self.prepared)
+    def claims(self, plan: Plan) -> Iterator[Claim]:
+        """The claims of the plan's variant. A claim that cannot be tried here says so."""
+        name = plan.name
         for technique, reason in plan.skipped.items():
             yield Claim(name, f"{technique} is left out", note=reason, undecided=UNTRIED)
         entries = params.asked(plan.applied)

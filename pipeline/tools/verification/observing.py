@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -143,10 +143,14 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
     of_job = replace(assembly.task, dataset=dataset)
     small = replace(assembly, plan=plan.with_train(**_shrunk(task, plan)), task=of_job)
     statistics = file.parent / statistics_file(plan.train)
-    with small.training(plan.train.seeds[0], change_model=_change(task, statistics)) as training:
-        _spoil(training, task)
-        # All ranks read the losses together, so every rank sees a loss that is not finite, and none waits for another.
-        training.take_step.losses = DeviceLosses(training.world)
+    # All ranks read these losses together, so every rank sees a loss that is not finite, and none waits for another.
+    losses_read_together = DeviceLosses(assembly.world)
+    with (
+        small.training(
+            plan.train.seeds[0], change_model=_change(task, statistics), losses=losses_read_together
+        ) as training,
+        _spoilt(training, task),
+    ):
         before, scales = _copied(training), _loss_scales(training)
         training.counted_steps.update(range(training.total_steps))
         losses: tuple[float, ...] = ()
@@ -234,9 +238,9 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
     return correct, count, ties
 
 
-def _spoil(training: Training, task: Task) -> None:
-    """Put ``task.noise`` on the training, and let its gradient lack a part of each batch as ``task.forgets`` says."""
-    step, forward = training.take_step, training.take_step.forward
+def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
+    """Put ``task.noise`` on the training; while the block runs, its gradient lacks a part of each batch, as
+    ``task.forgets`` says."""
 
     def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point():
@@ -245,11 +249,14 @@ def _spoil(training: Training, task: Task) -> None:
             return output * (1 + 2**0.5 * task.noise * (output.detach().float() * 2.0 ** (20 + task.draw)).cos())
         return output
 
-    def forgetful(inputs: Tensor, targets: Tensor) -> Tensor:
-        kept = len(inputs) * (task.forgets - 1) // task.forgets
-        loss = forward(inputs, targets)
-        part = forward(inputs[:kept], targets[:kept]) * (kept / len(inputs))
-        return part + (loss - part).detach()  # the reported loss includes all parts
+    def forgetful(forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def forgetting(inputs: Tensor, targets: Tensor) -> Tensor:
+            kept = len(inputs) * (task.forgets - 1) // task.forgets
+            loss = forward(inputs, targets)
+            part = forward(inputs[:kept], targets[:kept]) * (kept / len(inputs))
+            return part + (loss - part).detach()  # the reported loss includes all parts
+
+        return forgetting
 
     if task.noise:
         torch.manual_seed(task.draw)
@@ -259,8 +266,7 @@ def _spoil(training: Training, task: Task) -> None:
         with torch.no_grad():
             for parameter in training.model.parameters():
                 parameter.mul_(1 + task.noise * torch.randn_like(parameter))
-    if task.forgets:
-        step.forward = forgetful
+    return training.take_step.instrument(**({"forward": forgetful} if task.forgets else {}))
 
 
 def _copied(training: Training) -> dict[str, Tensor]:
