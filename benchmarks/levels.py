@@ -70,15 +70,15 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
         for index in range(servers):
             began = time.perf_counter()
             with Server(checkout.path) as server:
-                variants = server.describe()["variants"]
+                variants = {name: server.plan(name, values) for name, values in server.describe()["variants"].items()}
                 arms = {**variants, f"{baseline} again": variants[baseline]}
                 server.measure(baseline, variants[baseline], STEPS)  # the first also starts the process to fork from
                 timed("servers", began)
                 for again in range(processes):
                     began = time.perf_counter()
                     if not keep or again == 0:
-                        for name, values in arms.items():
-                            server.open(name, values, STEPS * (turns + rehearsals) * (processes if keep else 1))
+                        for name, plan in arms.items():
+                            server.open(name, plan, STEPS * (turns + rehearsals) * (processes if keep else 1))
                         opening = time.perf_counter() - began
                     else:
                         time.sleep(opening)

@@ -30,8 +30,9 @@ def noise(rounds: int = 10) -> dict[str, Any]:
         checkout.use(packed)
         with Server(checkout.path) as server:
             variants, baseline = server.describe()["variants"], config.compare.baseline
-            arms = [ArmSpec(name, "variant", name, None, server, values) for name, values in variants.items()]
-            arms.append(ArmSpec("A/A control", "aa_control", baseline, None, server, variants[baseline]))
+            plans = {name: server.plan(name, values) for name, values in variants.items()}
+            arms = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in plans.items()]
+            arms.append(ArmSpec("A/A control", "aa_control", baseline, None, server, plans[baseline]))
             steps, _ = steps_of(arms[-1], config.bench.window_seconds)
             for turns in list(found) * rounds:
                 for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:

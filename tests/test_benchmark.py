@@ -51,9 +51,12 @@ class FakeServer(Server):
         """Of the samples to come, in order; 1 where there is no more."""
         self.interrupt_at = interrupt_at
 
-    def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+    def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        return values
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
         assert not ledgers
-        assert values == Variant().model_dump(mode="json")
+        assert plan == Variant().model_dump(mode="json")
         assert steps
         assert name not in self.taken
         self.taken[name] = []
@@ -85,7 +88,8 @@ class FakeServer(Server):
 
 
 def arms(server: Server, *names: str) -> list[ArmSpec]:
-    return [ArmSpec(name, "variant", name, None, server, Variant().model_dump(mode="json")) for name in names]
+    values = Variant().model_dump(mode="json")
+    return [ArmSpec(name, "variant", name, None, server, server.plan(name, values)) for name in names]
 
 
 def test_rounds_are_interleaved_in_an_order_drawn_anew_and_then_reversed() -> None:
@@ -562,11 +566,11 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
 def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:
     tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
     config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})
-    found, without = ablation_arms.isolating(config, CPU_ONLY, FakeServer())
+    found, without = ablation_arms.isolating(config, plans(config, CPU_ONLY), FakeServer())
     assert [(each.role, each.technique) for each in found] == [
         (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
     ]
-    assert found[1].values == Variant(gradient_accumulation=2).model_dump(mode="json")
+    assert found[1].plan == Variant(gradient_accumulation=2).model_dump(mode="json")
     assert without == {"tuned": {"bucket_mb=5": "it goes with the variant's parallelism, which baseline lacks"}}
 
 
@@ -663,9 +667,11 @@ def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rej
     calm = Variant(gradient_accumulation=4, data_loading="streamed")  # whose input is what is compared
     with Server() as server:
         about = server.describe()
-        answer = server.measure("calm", calm.model_dump(mode="json"), 8)
-        restless = server.measure("restless", Variant().model_dump(mode="json"), 8)
-    assert about["dataset"]["name"] == "digits"
+        sent = server.plan("calm", calm.model_dump(mode="json"))
+        sent["train"]["learning_rate"] = 0.125  # an arm follows the plan that it is sent
+        answer = server.measure("calm", sent, 8)
+        restless = server.measure("restless", server.plan("restless", Variant().model_dump(mode="json")), 8)
+    assert (about["dataset"]["name"], answer["learning_rate"]) == ("digits", 0.125)
     assert about["variants"]["stack"]["gradient_accumulation"] == 2
     window = Window.model_validate(answer["window"])
     assert (window.measured_steps, window.refusals, answer["applied"]["gradient_accumulation"]) == (8, (), 4)

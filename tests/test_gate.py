@@ -762,6 +762,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     monkeypatch.chdir(tmp_path)
     about: dict[str, Any] = {
         "device": "cpu",
+        "requests": ["describe", "plan", "open", "turn", "close"],
         "environment": "e" * 64,
         "dataset": {"name": "digits", "sha256": "d", "train_count": 60_000, "test_count": 10_000},
         "train": {"epochs": 3, "seeds": [0, 1, 2]},
@@ -787,6 +788,9 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
         def describe(self) -> dict[str, Any]:
             about = sides.about[self.side]
             return about | {"dataset": about["dataset"] | {"test_count": sides.test_count}}
+
+        def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+            return values
 
         def open(self, *_: object, ledgers: bool) -> None:
             assert not ledgers

@@ -85,7 +85,7 @@ def _profile(config: Config) -> None:
 
 def _measure_as_bench_and_gate_do(_: Config) -> None:
     with Server() as server:
-        assert server.measure("ddp", DDP, 20)["world_size"] == 2
+        assert server.measure("ddp", server.plan("ddp", DDP), 20)["world_size"] == 2
 
 
 def _verify(config: Config) -> None:
@@ -169,7 +169,7 @@ def _wait() -> None:
 MEASURE = f"""
 from pipeline.benchmark.server import Server
 with Server() as server:
-    server.open("ddp", {DDP}, 10**7)
+    server.open("ddp", server.plan("ddp", {DDP}), 10**7)
     print("open", flush=True)
     server.turn("ddp", 10**7)
 """

@@ -344,7 +344,7 @@ def test_half_of_each_batch_is_refused_by_training(
 def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
     with Server() as server:
         plain, *halved = (
-            Window.model_validate(server.measure(name, values_of(name), 4)["window"])
+            Window.model_validate(server.measure(name, server.plan(name, values_of(name)), 4)["window"])
             for name in ("baseline", "half", "later")
         )
     assert plain.refusals == ()
@@ -380,7 +380,7 @@ def test_verify_looks_into_what_is_compiled(digits_folder: Path, digits: Dataset
 def test_work_between_an_arm_s_turns_is_seen_and_rejected(workspace: Path) -> None:  # noqa: ARG001
     with Server() as server:
         for name in ("baseline", "busy"):
-            server.open(name, values_of(name), 8)
+            server.open(name, server.plan(name, values_of(name)), 8)
         for _ in range(2):
             for name in ("baseline", "busy"):
                 server.turn(name, 4)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pipeline.benchmark.server import ArmSpec, Server
-from pipeline.params import Config, Machine, misplaced
+from pipeline.params import Config, misplaced
 from pipeline.params import techniques as techniques_of
-from pipeline.plans import plan
+from pipeline.plans import Plan
 
 
-def isolating(config: Config, machine: Machine, server: Server) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
-    """Return the arms that isolate each technique of the variants to ablate, and why some techniques have no arms."""
+def isolating(
+    config: Config, plans: Mapping[str, Plan], server: Server
+) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
+    """Return the arms that isolate each technique of the variants to ablate, and why some techniques have no arms.
+    ``plans``: of the variants."""
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}
-    base = plan(config, config.compare.baseline, machine).applied
+    base = plans[config.compare.baseline].applied
     for name in config.bench.ablate:
-        ours = plan(config, name, machine)
+        ours = plans[name]
         requested, applied = techniques_of(ours.requested), techniques_of(ours.applied)
         without[name] = {key: reason for key, reason in ours.skipped.items() if key in requested}
         techniques = {
@@ -36,8 +41,9 @@ def isolating(config: Config, machine: Machine, server: Server) -> tuple[list[Ar
                 continue
             reduced = ours.applied.model_copy(update={key: getattr(base, key) for key in keys})
             alone, rest = f"{config.compare.baseline} with {technique} of {name}", f"{name} without {technique}"
+            made = [server.plan(arm, each.model_dump(mode="json")) for arm, each in ((alone, added), (rest, reduced))]
             arms += [
-                ArmSpec(alone, "with", name, technique, server, added.model_dump(mode="json")),
-                ArmSpec(rest, "without", name, technique, server, reduced.model_dump(mode="json")),
+                ArmSpec(alone, "with", name, technique, server, made[0]),
+                ArmSpec(rest, "without", name, technique, server, made[1]),
             ]
     return arms, without

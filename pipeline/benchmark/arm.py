@@ -1,8 +1,9 @@
 """The arms of a measurement: variants in fresh processes, which take steps when the bench asks for them.
 
 ``python -m pipeline arms`` serves the checkout in which it is started. It reads one JSON request per line from stdin
-and writes one JSON answer per line to stdout. Requests open an arm (and warm it up), let it take turns, and close it;
-the answer to "close" holds the measurement. Two checkouts, each with its own server, can be measured side by side.
+and writes one JSON answer per line to stdout. Requests plan a variant, open an arm by a plan (and warm it up), let it
+take turns, and close it; the answer to "close" holds the measurement. Two checkouts, each with its own server, can be
+measured side by side.
 """
 
 from __future__ import annotations
@@ -68,14 +69,18 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
             "environment": environment.hash_of(environment.read(), "variants", *config.variants),
             "dataset": dataset_of(read_dataset(prepared)).model_dump(mode="json"),
             "device": plan_of(config, config.compare.baseline, machine).device,
+            "requests": [*commands],
         }
 
-    def open_(name: str, values: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
+    def plan_(name: str, values: dict[str, Any]) -> dict[str, Any]:
         alone = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
-        plan = planned(alone, name, machine, prepared)
-        arguments = (config, plan, prepared, environment.read(), steps, ledgers)
+        return planned(alone, name, machine, prepared).model_dump(mode="json")
+
+    def open_(name: str, plan: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
+        made = Plan.model_validate(plan)
+        arguments = (config, made, prepared, environment.read(), steps, ledgers)
         with ExitStack() as processes:
-            ask = processes.enter_context(forked(_measure_in_turns, arguments, plan.processes, preload=PRELOAD))
+            ask = processes.enter_context(forked(_measure_in_turns, arguments, made.processes, preload=PRELOAD))
             ask(None)
             arms[name] = ask, every_arm.enter_context(processes.pop_all())
         return {}
@@ -93,7 +98,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 
     arms: dict[str, tuple[Callable[[int | None], list[Any]], ExitStack]] = {}
     commands: dict[str, Callable[..., dict[str, Any]]] = {
-        "describe": describe, "open": open_, "turn": turn, "close": close,
+        "describe": describe, "plan": plan_, "open": open_, "turn": turn, "close": close,
     }  # fmt: skip
     with ExitStack() as every_arm:
         for line in sys.stdin:

@@ -36,7 +36,7 @@ class Calibration(NamedTuple):
 def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
     """Measure ``CALIBRATION_STEPS`` of ``arm``. Its times do not include the time that ``ledgers`` take."""
     began = time.monotonic()
-    arm.server.open(arm.name, arm.values, CALIBRATION_STEPS, ledgers=ledgers)
+    arm.server.open(arm.name, arm.plan, CALIBRATION_STEPS, ledgers=ledgers)
     opened = time.monotonic()
     arm.server.turn(arm.name, CALIBRATION_STEPS)
     ended = time.monotonic()

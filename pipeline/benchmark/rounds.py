@@ -168,7 +168,7 @@ def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]
     answers = {}
     for spec in arms:
         show(spec.name)
-        answers[spec.name] = spec.server.measure(spec.name, spec.values, steps)
+        answers[spec.name] = spec.server.measure(spec.name, spec.plan, steps)
     return answers
 
 
@@ -177,7 +177,7 @@ def _in_turns(
 ) -> dict[str, dict[str, Any]]:
     for spec in arms:
         show(f"starting {spec.name}")
-        spec.server.open(spec.name, spec.values, steps)
+        spec.server.open(spec.name, spec.plan, steps)
     for turn in range(turns):
         show(f"turn {turn + 1} of {turns}")
         share = steps * (turn + 1) // turns - steps * turn // turns

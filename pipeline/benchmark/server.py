@@ -41,12 +41,17 @@ class Server(AbstractContextManager["Server"]):
         self._process.communicate()
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings of params.yaml, the environment's hash, the data set and the device of the checkout."""
+        """Return the settings of params.yaml, the environment's hash, the data set and the device of the checkout, and
+        the requests that its code answers."""
         return self._ask(do="describe")
 
-    def open(self, name: str, values: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
-        """Start a variant in a fresh process or world and warm it up, to measure ``steps`` steps of it in all."""
-        self._ask_of(name, do="open", values=values, steps=steps, ledgers=ledgers)
+    def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the plan of the variant ``name`` with these settings, as the checkout's code makes it."""
+        return self._ask_of(name, do="plan", values=values)
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+        """Start an arm by its plan in a fresh process or world and warm it up, to measure ``steps`` steps in all."""
+        self._ask_of(name, do="open", plan=plan, steps=steps, ledgers=ledgers)
 
     def turn(self, name: str, steps: int) -> None:
         """Let an open arm take ``steps`` steps."""
@@ -56,9 +61,9 @@ class Server(AbstractContextManager["Server"]):
         """End an open arm and return its ``arm.Measured`` as plain values."""
         return self._ask_of(name, do="close")
 
-    def measure(self, name: str, values: dict[str, Any], steps: int) -> dict[str, Any]:
+    def measure(self, name: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
         """Open an arm, measure ``steps`` warm steps in one turn, and close it."""
-        self.open(name, values, steps)
+        self.open(name, plan, steps)
         self.turn(name, steps)
         return self.close(name)
 
@@ -91,11 +96,11 @@ class Server(AbstractContextManager["Server"]):
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """One arm to measure: a variant's values, on the server that measures them."""
+    """One arm to measure: a variant's plan, on the server that has made it and measures it."""
 
     name: str
     role: Literal["variant", "aa_control", "with", "without"]
     variant: str
     technique: str | None
     server: Server
-    values: dict[str, Any]
+    plan: dict[str, Any]

@@ -38,11 +38,12 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
     ended = sitting.begin()
     # Read before anything is measured: code that is edited during the bench was not measured.
-    commit, content = environment.checked_out(), environment.read() | stages.described(config, plans(config, machine))
+    made = plans(config, machine)
+    commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
     with Server() as server:
         about = server.describe()
-        variants = {name: variant.model_dump(mode="json") for name, variant in config.variants.items()}
-        specs = [ArmSpec(name, "variant", name, None, server, values) for name, values in variants.items()]
+        sent = {name: server.plan(name, each.model_dump(mode="json")) for name, each in config.variants.items()}
+        specs = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in sent.items()]
         # This is also a warm-up: from here on the files are in the page cache.
         samples = {}
         for number, spec in enumerate(specs, 1):
@@ -50,8 +51,8 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
             samples[spec.name] = calibrate(spec, ledgers=not again)
         ledgers = _known(samples, "ledgers", Ledgers)
         flops = _known(samples, "flops", Flops)
-        ablated, not_ablated = ablation_arms.isolating(config, machine, server)
-        control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, variants[baseline])
+        ablated, not_ablated = ablation_arms.isolating(config, made, server)
+        control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, sent[baseline])
         arms = [*specs, *ablated, control]
         others = [samples[arm.variant] for arm in arms if arm.variant != baseline]  # the first also started the server
         steps, samples[baseline] = steps_of(control, settings.window_seconds, others)

@@ -6,8 +6,9 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -158,13 +159,13 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
     """The A/A control (the first side's baseline once more), then every variant of every side, the baseline first: arms
     that are compared are measured next to each other. ``sides``: name -> its server, and the server's description."""
 
-    def spec(side: str, name: str, role: Literal["variant", "aa_control"] = "variant") -> ArmSpec:
-        server, about = sides[side]
-        label = f"{side} {name}" if role == "variant" else f"{side} {name}, A/A control"
-        return ArmSpec(label, role, name, None, server, about["variants"][name])
-
     ordered = [baseline, *(name for name in names if name != baseline)]
-    return [spec(next(iter(sides)), baseline, "aa_control"), *(spec(side, name) for name in ordered for side in sides)]
+    arms = [
+        ArmSpec(f"{side} {name}", "variant", name, None, server, server.plan(name, about["variants"][name]))
+        for name in ordered
+        for side, (server, about) in sides.items()
+    ]
+    return [replace(arms[0], name=f"{arms[0].name}, A/A control", role="aa_control"), *arms]
 
 
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:
@@ -214,7 +215,8 @@ def _other_rulers(base: Path, head: Path) -> list[str]:
 
 def _described(server: Server, side: str) -> dict[str, Any]:
     about = server.describe()
-    if lacking := {"variants", "train", "bench", "compare", "gate", "dataset", "device", "environment"} - about.keys():
+    needed = {"variants", "train", "bench", "compare", "gate", "dataset", "device", "environment", "requests"}
+    if lacking := needed - about.keys():
         raise GateError(f"{side} does not tell its {', '.join(sorted(lacking))}: hold a newer commit against another.")
     return about
 

@@ -256,7 +256,7 @@ def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatc
     Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with Server() as server:
-        answer = server.measure("tried", config.variants["tried"].model_dump(mode="json"), 5)
+        answer = server.measure("tried", server.plan("tried", config.variants["tried"].model_dump(mode="json")), 5)
     assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
     assert answer["decided"] == {
         "auto_micro_batch": "4 micro-batch(es) of 8 samples a process, as 16 did not fit into a process's memory"
