@@ -24,7 +24,7 @@ class Losses(Protocol):
 
     def read(self) -> float: ...
 
-    def take(self) -> float: ...
+    def read_and_reset(self) -> float: ...
 
 
 class TrainingStep:
@@ -56,15 +56,15 @@ class TrainingStep:
         """Updates the parameters from their gradients."""
         self.trial_update: Callable[[], object] | None = None
         """Replaces ``update`` in a trial step, which tests the memory; no rank may wait in it for another."""
-        self.take: Callable[[MicroBatches], None] = self._take
+        self.whole: Callable[[MicroBatches], None] = self._in_order
         """Runs the whole step, its parts in order."""
         self.syncs = [False] * (micro_batches - 1) + [True]
         """For each micro-batch, whether ranks exchange gradients after it."""
 
     def __call__(self, micro_batches: MicroBatches) -> None:
-        self.take(micro_batches)
+        self.whole(micro_batches)
 
-    def _take(self, micro_batches: MicroBatches) -> None:
+    def _in_order(self, micro_batches: MicroBatches) -> None:
         self.zero_grad()
         self.accumulate(micro_batches)
         self.update()

@@ -211,6 +211,6 @@ def take_within(technique: Technique, take: Callable[[Any], None]) -> None:
     """Run a step, as the technique changes it, that only calls ``take``."""
     setup = setup_of(nn.Linear(1, 1))
     setup.step = make_step(setup.model)
-    setup.step.take = take
+    setup.step.whole = take
     technique.change_step(setup)
     setup.step(iter(()))

@@ -75,7 +75,7 @@ def test_it_is_described_and_checked_by_what_it_declares(checkout: Path) -> None
 
 
 def test_it_is_composed_and_trains(checkout: Path) -> None:
-    said = run(checkout, "plan tried", "environment", "fetch", "prepare", "train baseline", "train tried")
+    said = run(checkout, "environment", "fetch", "prepare", "plan tried", "train baseline", "train tried")
     assert re.findall(r"^  (\w+) +\[", said, re.MULTILINE) == ["channels_last", "gradient_centralization"]
     results = [json.loads((checkout / f"results/{name}.json").read_text()) for name in ("baseline", "tried")]
     assert results[0]["runs"][0]["train_loss"] != pytest.approx(results[1]["runs"][0]["train_loss"], rel=1e-3)

@@ -1170,6 +1170,8 @@ def planted(step, rate):
 USED = """
 import planted
 
+from pipeline.step import TrainingStep
+
 TrainingStep.__call__, optimizers.learning_rate = planted.planted(TrainingStep.__call__, optimizers.learning_rate)
 """
 """Appended to training/loop.py."""

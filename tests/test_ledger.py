@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
-from pipeline.profiling.ledger.allocation_trace import Tape
+from pipeline.profiling.ledger.allocation_trace import AllocationTrace
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
 from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of, training_of
@@ -96,20 +96,20 @@ def endless(count: int) -> Dataset:
 
 
 def test_the_tape_keeps_what_was_out_at_the_highest_point() -> None:
-    tape = Tape()
-    tape.give_back(9)  # it was there before the tape ran
-    tape.input(True)
-    tape.take(1, 10)
-    tape.input(False)
-    tape.take(2, 90)
-    tape.give_back(2)
-    tape.take(2, 70)  # the same address again
-    tape.take(3, 30)
-    tape.gradients([3, 8])  # 110 bytes: the highest point
-    tape.give_back(2)
-    tape.take(4, 60)
-    assert [tape.at_peak(kind) for kind in ("data", "gradients", "activations")] == [10, 30, 70]
-    assert set(tape.held) == {1, 3, 4}
+    trace = AllocationTrace()
+    trace.free(9)  # it was there before the trace ran
+    trace.input(True)
+    trace.allocate(1, 10)
+    trace.input(False)
+    trace.allocate(2, 90)
+    trace.free(2)
+    trace.allocate(2, 70)  # the same address again
+    trace.allocate(3, 30)
+    trace.gradients([3, 8])  # 110 bytes: the highest point
+    trace.free(2)
+    trace.allocate(4, 60)
+    assert [trace.at_peak(kind) for kind in ("data", "gradients", "activations")] == [10, 30, 70]
+    assert set(trace.held) == {1, 3, 4}
 
 
 def test_a_linear_net_has_the_bytes_one_counts_by_hand(digits: Dataset) -> None:
@@ -144,9 +144,9 @@ def test_the_parts_add_up_to_the_peak(digits: Dataset) -> None:
 
 def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
     training = trained(asked(), plan(asked(), "tried", LAPTOP), digits)
-    backward, variables = training.take_step.backward, dict(os.environ)
+    backward, variables = training.step.backward, dict(os.environ)
     assert ledger.measured(training, None) is None  # of an unknown peak there is no ledger
-    assert training.take_step.backward is backward
+    assert training.step.backward is backward
     assert dict(os.environ) == variables
     assert len(list(islice(training.run(), 2))) == 2
 
@@ -224,8 +224,8 @@ def test_accumulation_keeps_the_activations_of_one_micro_batch(digits: Dataset) 
 def test_bf16_halves_what_matrix_products_keep(machine: Machine, digits: Dataset) -> None:
     def a_sample(precision: str) -> float:
         config = asked("tests.test_ledger:stack", variant={"precision": precision}, device="auto")
-        rehearsal = ledger.Rehearsal(plan(config, "tried", machine), task_of(digits, config.train))
-        return (rehearsal.ledger(1400).activations_bytes - rehearsal.ledger(900).activations_bytes) / 500
+        estimate = ledger.Estimate(plan(config, "tried", machine), task_of(digits, config.train))
+        return (estimate.ledger(1400).activations_bytes - estimate.ledger(900).activations_bytes) / 500
 
     assert a_sample("bf16") == pytest.approx(0.5 * a_sample("fp32"), rel=0.1)
 
@@ -255,17 +255,17 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
 
 def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     config = asked("resnet9", 64, {"gradient_accumulation": 2}, model_options={"base_width": 8})
-    rehearsal = ledger.Rehearsal(plan(config, "tried", LAPTOP), task_of(digits, config.train))
-    predict, predicted = rehearsal.ledger, list[int]()
+    estimate = ledger.Estimate(plan(config, "tried", LAPTOP), task_of(digits, config.train))
+    predict, predicted = estimate.ledger, list[int]()
 
     def noted(size: int) -> Ledger:
         predicted.append(size)
         return predict(size)
 
-    monkeypatch.setattr(rehearsal, "ledger", noted)
+    monkeypatch.setattr(estimate, "ledger", noted)
     for memory, reserve, limit in ((8 * 2**20, 0, 8 * 2**20), (8 * 2**20, None, 0.6 * 8 * 2**20)):
         predicted.clear()
-        largest = rehearsal.largest_batch(memory, reserve)
+        largest = estimate.largest_batch(memory, reserve)
         assert len(predicted) < 9
         assert largest is not None
         assert 2 < largest < len(digits.train)
@@ -275,9 +275,9 @@ def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset, monkeypat
 
 def test_nothing_fits_or_all_does(digits: Dataset) -> None:
     config = asked()
-    rehearsal = ledger.Rehearsal(plan(config, "tried", SERVER), task_of(digits, config.train))
-    assert rehearsal.largest_batch(1000) is None
-    assert rehearsal.largest_batch(2**40) == len(digits.train)
+    estimate = ledger.Estimate(plan(config, "tried", SERVER), task_of(digits, config.train))
+    assert estimate.largest_batch(1000) is None
+    assert estimate.largest_batch(2**40) == len(digits.train)
 
 
 def test_a_gpu_is_foreseen_without_one() -> None:
@@ -375,7 +375,7 @@ def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     how = plan(config, "tried", environment.machine())
     training = trained(config, how, digits, GPU)
     training.memory.open()
-    training.take_step(training.batches.epoch(9))
+    training.step(training.batches.epoch(9))
     training.memory.close(measured=True)
     found = ledger.measured(training, training.memory.peak_bytes)
     assert found is not None

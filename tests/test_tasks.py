@@ -178,7 +178,7 @@ def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats:
         training = training_on("language_model", activation_checkpointing=each)
         training.advance(1)
         with FlopCounterMode(display=False) as counter:
-            training.take_step(training.batches.epoch(0))
+            training.step(training.batches.epoch(0))
         counted.append(counter.get_total_flops())
         measured = ledger.measured(training, 10**9)
         assert measured is not None

@@ -191,7 +191,7 @@ def _broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool, 
         dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == broken_rank else None), **applied
     )
     if on_device:
-        training.take_step.losses = DeviceLosses(joined)
+        training.step.losses = DeviceLosses(joined)
     return training
 
 
@@ -250,9 +250,9 @@ def test_no_step_on_the_device_waits_for_a_value(digits: Dataset, applied: dict[
     batches = training.batches.epoch(0)
     with _Reads() as reads:  # type: ignore[no-untyped-call]
         for _ in range(3):
-            training.take_step(batches)
+            training.step(batches)
         assert reads.count == 0
-        training.losses.take()
+        training.losses.read_and_reset()
         assert reads.count == 1
 
 

@@ -25,8 +25,8 @@ from pipeline.tools import verification
 from pipeline.tools.verification import words
 from pipeline.tools.verification.claims import (
     LEAST,
+    UNMEASURABLE,
     UNPROMISED,
-    UNTOLD,
     UNTRIED,
     Claim,
     Verifier,
@@ -273,7 +273,7 @@ def test_the_claims_of_sound_variants_hold(digits_folder: Path, digits: Dataset,
     claims = claimed(digits_folder, digits, variants, ["baseline", *variants], tmp_path)
     # What 16 bits do to 20 steps is no clear bound, and few steps at a small rate hardly change the losses.
     undecided = [each for each in claims if not each.holds]
-    assert {(each.variant, each.undecided) for each in undecided} <= {("bf16", UNTOLD)}, undecided
+    assert {(each.variant, each.undecided) for each in undecided} <= {("bf16", UNMEASURABLE)}, undecided
     assert {(each.variant, each.claim.split(":")[0]) for each in claims if each not in undecided} >= {
         ("baseline", "the same seed in new processes"),
         ("baseline", "evaluation by one process"),
@@ -363,7 +363,7 @@ def test_a_bound_that_a_fault_does_not_exceed_answers_nothing(
     digits_folder: Path, digits: Dataset, tmp_path: Path
 ) -> None:
     claims = claimed(digits_folder, digits, {"rough": {"extra": {"rough": {}}}}, ["rough"], tmp_path)
-    assert [(each.holds, each.undecided) for each in claims] == [(None, UNTOLD)] * 3 + [(True, "")] * 3
+    assert [(each.holds, each.undecided) for each in claims] == [(None, UNMEASURABLE)] * 3 + [(True, "")] * 3
     claim = of(claims, "rough", "gradients")
     assert claim.measured == 0
     assert claim.bound is not None
@@ -623,10 +623,12 @@ def test_words() -> None:
         Claim("a", "one", 1.234e-7, 1e-4, True, "relative"),
         Claim("a", "two " * 30, 12, 0, False, "values", "because"),
         Claim("b", "three", math.inf, None, None, "relative", "why not", UNPROMISED),
-        Claim("b", "four", 1e-3, 0.3, None, "relative", "", UNTOLD, 0.4),
+        Claim("b", "four", 1e-3, 0.3, None, "relative", "", UNMEASURABLE, 0.4),
     ]
     assert list(words.lines(claims[0], 8)) == [f"a         {'one':62}    1.2e-07    1.0e-04          -  yes"]
-    assert list(words.lines(claims[3], 8)) == [f"b         {'four':62}    1.0e-03    3.0e-01    4.0e-01  {UNTOLD}"]
+    assert list(words.lines(claims[3], 8)) == [
+        f"b         {'four':62}    1.0e-03    3.0e-01    4.0e-01  {UNMEASURABLE}"
+    ]
     first, *rest = words.lines(claims[1], 8)
     assert first.split()[-4:] == ["12", "0", "-", "NO"]
     assert " ".join(rest).split() == ["two"] * 15 + ["because"]
@@ -655,5 +657,5 @@ def test_words() -> None:
     answer = json.loads(words.as_json(claims, {}))
     assert answer["holds"] is False
     assert answer["claims"][2]["measured"] == "infinite"
-    assert [claim["undecided"] for claim in answer["claims"]] == ["", "", UNPROMISED, UNTOLD]
+    assert [claim["undecided"] for claim in answer["claims"]] == ["", "", UNPROMISED, UNMEASURABLE]
     assert words.progress(2, 5, 10.0) == "verify: 2 of 5 claims, 10 s; about 15 s more"

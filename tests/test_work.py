@@ -70,13 +70,13 @@ class Later(Technique):
 
     def change_step(self, setup):
         step = setup.step
-        whole, take = step.forward, step.take
+        whole, take = step.forward, step.whole
 
         def halving(batches):
             take(batches)
             step.forward = lambda images, labels: whole(images[::2], labels[::2])
 
-        step.take = halving
+        step.whole = halving
 
 
 class Replayed(Technique):
@@ -86,7 +86,7 @@ class Replayed(Technique):
     def change_step(self, setup):
         step = setup.step
         setup.replays = True
-        whole, take, taken = step.forward, step.take, []
+        whole, take, taken = step.forward, step.whole, []
 
         def forward(images, labels):
             every = self.every if len(taken) == 4 else 1  # in the step that is recorded
@@ -97,7 +97,7 @@ class Replayed(Technique):
             if len(taken) <= 4:
                 take(batches)
 
-        step.forward, step.take = forward, taking
+        step.forward, step.whole = forward, taking
 
 
 class Misrecorded(Replayed):
@@ -188,7 +188,7 @@ def own_techniques(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _first_step(joined: World, dataset: Dataset, variant: dict[str, Any]) -> tuple[Work | None, ...]:
     """Return the work counted in a first step, and in a training whose first step ran in another process."""
     training, later = make_training(dataset, joined, **variant), make_training(dataset, joined, **variant)
-    step, modules = training.take_step, [*training.take_step.model.modules(), training.model]
+    step, modules = training.step, [*training.step.model.modules(), training.model]
     before = step.criterion, step.backward, [len(each._forward_pre_hooks) for each in modules]
     training.advance(2)
     assert (step.criterion, step.backward, [len(each._forward_pre_hooks) for each in modules]) == before

@@ -49,10 +49,10 @@ class Attention(Technique):
 
     def change_step(self, setup: Setup) -> None:
         step = setup.step
-        # A pipeline's schedule calls no ``backward`` of the step, and a trial step calls no ``take``.
+        # A pipeline's schedule calls no ``backward`` of the step, and a trial step calls no ``whole``.
         step.forward = self._alone()(step.forward)
         step.backward = self._alone()(step.backward)
-        step.take = self._alone()(step.take)
+        step.whole = self._alone()(step.whole)
 
     @property
     def _where(self) -> str:

@@ -215,7 +215,7 @@ class PostLocalSGD(_Hook):
         return post_localSGD_hook.post_localSGD_hook(self.torch_state, bucket)
 
     def change_step(self, setup: Setup) -> None:
-        take = setup.step.take
+        take = setup.step.whole
 
         def averaged(micro_batches: MicroBatches) -> None:
             take(micro_batches)
@@ -224,7 +224,7 @@ class PostLocalSGD(_Hook):
             if local_steps > 0 and local_steps % LOCAL_STEPS == 0:
                 self.world.average_(self._parameters)
 
-        setup.step.take = averaged
+        setup.step.whole = averaged
 
     def change_checkpoint(self, setup: Setup) -> None:
         stored, self._optimizer = setup.model_state, setup.step.optimizer

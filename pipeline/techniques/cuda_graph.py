@@ -40,7 +40,7 @@ class CudaGraph(Technique):
 
     def change_step(self, setup: Setup) -> None:
         setup.replays = True
-        self._optimizer, take = setup.step.optimizer, setup.step.take
+        self._optimizer, take = setup.step.optimizer, setup.step.whole
 
         def graphed(micro_batches: MicroBatches) -> None:
             batch = list(islice(micro_batches, self.plan.micro_batches))
@@ -57,7 +57,7 @@ class CudaGraph(Technique):
                     place[1].copy_(values[1])
             self.graph.replay()
 
-        setup.step.take = graphed
+        setup.step.whole = graphed
 
     def _beside(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the step without a graph, on the stream on which it will be recorded."""

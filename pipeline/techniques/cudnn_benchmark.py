@@ -19,7 +19,7 @@ class CudnnBenchmark(Technique):
     name = "cudnn_benchmark"
 
     def change_step(self, setup: Setup) -> None:
-        setup.step.take = _searching()(setup.step.take)
+        setup.step.whole = _searching()(setup.step.whole)
 
 
 @contextmanager

@@ -231,7 +231,7 @@ class Pipeline(Technique):
                             placed[id(tensor)] = self._placed(tensor, stage)
                         tensors[key] = placed[id(tensor)]
         begin, end = self._bounds
-        self._module.take(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
+        self._module.hold(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
 
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Return ``tensor`` on the device if ``stage`` is here, uninitialised if it was on meta, else on meta."""
@@ -280,7 +280,7 @@ class _Stage(nn.Module):
         super().__init__()
         self.units = nn.Sequential()
 
-    def take(self, units: Sequence[nn.Module]) -> None:
+    def hold(self, units: Sequence[nn.Module]) -> None:
         self.units = nn.Sequential(*units)
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ class TF32(Technique):
     name = "tf32"
 
     def change_step(self, setup: Setup) -> None:
-        setup.step.take = _tf32()(setup.step.take)
+        setup.step.whole = _tf32()(setup.step.whole)
 
 
 @contextmanager

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
-from pipeline.distributed import launch
+from pipeline.distributed import forked, launched_size
+from pipeline.errors import PipelineError
 from pipeline.params import Config, Machine
 from pipeline.params.catalogue import acting, asked
 from pipeline.plans import Plan
@@ -12,6 +16,8 @@ from pipeline.techniques import Technique
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
 
+PRELOAD = ("pipeline.tools.composition", "torch._dynamo")
+"""Modules that every process needs; torch imports the second one with the first optimizer."""
 HOOKS = {
     "prepare_process": "process",
     "change_model": "model",
@@ -33,6 +39,8 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
             print(f"{each}: {', '.join(one.name for one in asked(variant)) or 'no technique'}")
         print("One with its step: python -m pipeline plan VARIANT")
         return
+    if launched_size() is not None:
+        raise PipelineError("plan starts the processes itself: run it without a launcher, on one host.")
     plan = planned(config, name, machine, prepared)
     train = plan.train
     samples = f"{plan.micro_batches} micro-batch(es) of {plan.micro_batch_size} samples a process"
@@ -43,16 +51,17 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     )
     for skipped, reason in plan.skipped.items():
         print(f"left out: {skipped}: {reason}", flush=True)
-    launch(_show_composed, (plan, prepared), plan.processes)
+    with forked(_setting_up, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
+        print("\n".join(ask(None)[0]))
 
 
-def _show_composed(plan: Plan, prepared: Path) -> None:
+def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of a user's model is no part of the lines
     with assembled(plan, prepared) as assembly, assembly.training(plan.train.seeds[0]) as training:
-        if assembly.world.is_main:
-            print("\n".join(_composed(training)), flush=True)
+        yield _lines(training)
 
 
-def _composed(training: Training) -> list[str]:
+def _lines(training: Training) -> list[str]:
     """The lines about what the training applies, and what was decided when it was set up."""
     applied, made = acting(training.plan.applied), {each.name: each for each in training.techniques}
     lines = ["applied, in this order:" if applied else "applied: nothing, it is the plain step"]

@@ -82,13 +82,13 @@ def _work(
         with following, sampler or nullcontext(), interruption(world, max_step_skew) as heard:
             environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
             job = Job(config, assembly, environment_hash, depends_on, device_name, started, sampler, heard)
-            runs = [job.train(seed) for seed in config.train.seeds]
+            runs = [job.train(seed) for seed in plan.train.seeds]
             if world.is_main:
                 job.write_result(runs, key)
     if heard.signal:  # too late to stop this stage, but no next stage should begin
         sys.exit(heard.exit_code)
     if world.is_main:  # last: until here, an interrupted job can go on from them
-        for seed in config.train.seeds:
+        for seed in plan.train.seeds:
             checkpoints.discard(checkpoints.checkpoint_file(plan.name, seed))
 
 
@@ -194,7 +194,7 @@ class Job:
             dataset=dataset_of(self.assembly.task.dataset),
             key=key,
             history_sha256=sha256(self.history_file),
-            score=Score(name=config.train.metric),
+            score=Score(name=plan.train.metric),
             summary=summarise(runs),
             runs=tuple(runs),
         )
@@ -222,7 +222,7 @@ class Job:
                     assert row.test_loss is not None
                     figures = training.task.findings(row.test_loss, speed)
                     text = (
-                        f"{label}: epoch {row.epoch:.0f}/{self.config.train.epochs}, loss {row.train_loss:.4f}, "
+                        f"{label}: epoch {row.epoch:.0f}/{training.train.epochs}, loss {row.train_loss:.4f}, "
                         f"test accuracy {row.test_accuracy:.2%}, {speed:,.0f} samples/s"
                     )
                     for name, value in figures.items():
@@ -232,7 +232,7 @@ class Job:
                 yield row
 
     def _checkpoint_is_due(self, training: Training) -> bool:
-        every = self.config.train.checkpoint_every_steps
+        every = training.train.checkpoint_every_steps
         done = training.steps
         return done < training.total_steps and (
             done % training.batches.steps_per_epoch == 0 or (every is not None and done % every == 0)
@@ -280,7 +280,7 @@ class Job:
         """Return a digest of all that a run depends on: a checkpoint with another identity is of another run."""
         content = {
             "seed": seed,
-            "history_every_steps": self.config.train.history_every_steps,
+            "history_every_steps": self.plan.train.history_every_steps,
             "depends_on": self.depends_on,
             "dataset": self.assembly.task.dataset.sha256,
             "environment": self.environment_hash,

@@ -45,7 +45,7 @@ class Training:
         self.task, self.batches, self.techniques = composed.task, composed.batches, composed.techniques
         self.model, self.setup, self._whole = composed.model, composed.setup, composed.whole
         self.parameter_count, self.step_changes = composed.parameter_count, composed.step_changes
-        self.take_step, self.optimizer = self.setup.step, self.setup.step.optimizer
+        self.step, self.optimizer = self.setup.step, self.setup.step.optimizer
         self.model_state, self.optimizer_state = self.setup.model_state, self.setup.optimizer_state
         checkpoints.seed_random(seed, self.plan, self.world)
         self.detectors, self.energy = detectors, Energy()
@@ -67,7 +67,7 @@ class Training:
     @property
     def losses(self) -> Losses:
         """The losses of the steps since the last row."""
-        return self.take_step.losses
+        return self.step.losses
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
         """Train to the end, from the start or the restored step. Yields once a step: a row if one is due, else None.
@@ -87,7 +87,7 @@ class Training:
             for _ in range(start, per_epoch):
                 self._set_learning_rate()
                 with self._located(), self._counting() if self.steps in self.counted_steps else nullcontext():
-                    self.take_step(batches)
+                    self.step(batches)
                 self.steps += 1
                 self.clock.step()
                 if self.steps in window_ends:
@@ -106,7 +106,7 @@ class Training:
         Ranks do not exchange gradients, because a rank that fails would leave the others waiting. Gradients are
         computed again after the update, which creates the optimizer's state. Raises TooFewSamples, on all ranks.
         """
-        step = self.take_step
+        step = self.step
         step.syncs = [False] * min(2, len(step.syncs))  # the second adds to gradients; more would be alike
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -161,7 +161,7 @@ class Training:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        with counted(self.take_step, self.model) as seen:
+        with counted(self.step, self.model) as seen:
             yield
         if seen.model or not self.setup.replays:  # hooks cannot see into a replay
             self._counted.append(seen)
@@ -290,7 +290,7 @@ class Training:
     def _row(self, seconds: float) -> HistoryRow:
         per_epoch = self.batches.steps_per_epoch
         with self._located():
-            loss = self.losses.take()
+            loss = self.losses.read_and_reset()
         last_steps, last_seconds = self._last_row
         self._last_row = (self.steps, seconds)
         new_steps = self.steps - last_steps

@@ -41,10 +41,10 @@ class HostLosses:
         """Do nothing: ``add`` has already raised for a bad loss."""
 
     def read(self) -> float:
-        """The sum over steps since the last ``take``, averaged over ranks. All ranks call it together."""
+        """The sum over steps since the last ``read_and_reset``, averaged over ranks. All ranks call it together."""
         return self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
 
-    def take(self) -> float:
+    def read_and_reset(self) -> float:
         """``read``, and begin anew."""
         total = self.read()
         self.total = 0.0
@@ -71,7 +71,7 @@ class DeviceLosses:
         self.bad_steps += torch.nan_to_num(self.total * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
 
     def read(self) -> float:
-        """The sum over steps since the last ``take``, averaged over ranks. Waits for the device.
+        """The sum over steps since the last ``read_and_reset``, averaged over ranks. Waits for the device.
 
         All ranks call it together. Raises NonFiniteLoss, on all of them.
         """
@@ -83,7 +83,7 @@ class DeviceLosses:
             )
         return total
 
-    def take(self) -> float:
+    def read_and_reset(self) -> float:
         """``read``, and begin anew."""
         total = self.read()
         self.total.zero_()

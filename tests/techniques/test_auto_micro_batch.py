@@ -181,7 +181,7 @@ def test_what_libraries_say_when_memory_is_out_is_understood(
     def fail(*_: Any) -> None:
         raise RuntimeError(said)
 
-    training.take_step.forward = fail  # type: ignore[assignment]
+    training.step.forward = fail  # type: ignore[assignment]
     if fits is None:
         with pytest.raises(RuntimeError, match=re.escape(said)):
             training.fits()

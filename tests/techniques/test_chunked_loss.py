@@ -54,7 +54,7 @@ def losses_of(joined: World, *cases: dict[str, Any]) -> list[tuple[list[float], 
 
 
 def gradients(training: Training) -> dict[str, torch.Tensor]:
-    training.take_step.accumulate(training.batches.epoch(0))
+    training.step.accumulate(training.batches.epoch(0))
     return {name: each.grad for name, each in training.model.named_parameters() if each.grad is not None}
 
 
@@ -104,7 +104,7 @@ def test_all_logits_together_never_are_and_no_product_is_computed_twice() -> Non
     for chunks in (1, 16):
         training = gpt_training(loss_chunks=chunks)
         with Largest() as largest, FlopCounterMode(display=False) as counter:
-            training.take_step(training.batches.epoch(0))
+            training.step(training.batches.epoch(0))
         sizes.append(largest.seen)
         flops.append(counter.get_total_flops())
     assert sizes == [BATCH * LENGTH * VOCABULARY, VOCABULARY * GPT["width"]]  # logits; the layer's weights

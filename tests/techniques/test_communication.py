@@ -54,13 +54,13 @@ def _overheard(sent: Sent) -> Iterator[None]:
 def _communicate(joined: World, dataset: Dataset, hook: str, steps: int) -> list[dict[str, Any]]:
     """Return what each of the first steps sent, its gradients, and all ranks' weights. Losses are kept as on a GPU."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook=hook)
-    training.take_step.losses = DeviceLosses(joined)
+    training.step.losses = DeviceLosses(joined)
     found = []
     batches = training.batches.epoch(0)
     for _ in range(steps):
         sent: Sent = []
         with _overheard(sent):
-            training.take_step(batches)
+            training.step(batches)
         gradients = [parameter.grad.clone() for parameter in training.model.parameters() if parameter.grad is not None]
         found.append({"sent": sent, "gradients": gradients, "weights": joined.gather(weights(training))})
     return found

@@ -67,7 +67,7 @@ def test_max_autotune_does_without_cuda_graphs_on_a_cpu_and_learns_the_same(
     for training in (plain, tuned):
         training.advance(8)
     assert asked == [{"max_autotune": True, "coordinate_descent_tuning": True, "deterministic": False}]
-    assert tuned.losses.take() == pytest.approx(plain.losses.take(), rel=1e-3)
+    assert tuned.losses.read_and_reset() == pytest.approx(plain.losses.read_and_reset(), rel=1e-3)
 
 
 @pytest.mark.gpu("what the compiler makes for it")
@@ -144,7 +144,7 @@ def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any], mo
     )
     for training in (plain, compiled):
         training.advance(8)
-    found, expected = (training.losses.take() for training in (compiled, plain))
+    found, expected = (training.losses.read_and_reset() for training in (compiled, plain))
     assert found == pytest.approx(expected, rel=0.02 if "precision" in more else 1e-3)
     for name, buffer in nets[0].named_buffers():  # BatchNorm counts a batch once, also where a block runs again
         torch.testing.assert_close(nets[1].get_buffer(name), buffer, rtol=1e-2, atol=1e-3)
@@ -165,7 +165,7 @@ def _steps(joined: World, applied: list[dict[str, Any]]) -> list[tuple[float, in
         for _ in range(3):
             step(zip(images.chunk(plan.micro_batches), labels.chunk(plan.micro_batches), strict=True))
         made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
-        found.append((losses.take(), int(counters["stats"]["unique_graphs"]), made))
+        found.append((losses.read_and_reset(), int(counters["stats"]["unique_graphs"]), made))
     return found
 
 

@@ -34,7 +34,7 @@ def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float,
     step = make_step(wrapped, techniques, losses=losses, micro_batches=micro_batches)
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     step(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
-    return gradients(model), losses.take(), len(reductions)
+    return gradients(model), losses.read_and_reset(), len(reductions)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -85,7 +85,7 @@ def test_the_loss_is_the_mean_of_both_by_alpha(digits: Dataset) -> None:
     training = training_with(digits, distillation=TEACHER | {"alpha": 0.3, "temperature": 2.0})
     images, labels = next(training.batches.epoch(0))
     with torch.no_grad():
-        found = training.take_step.forward(images, labels)
+        found = training.step.forward(images, labels)
         logits, taught = training.model(images), teacher_of(training)(images)
     expected = 0.3 * by_hand(logits, taught, 2.0) + 0.7 * float(F.cross_entropy(logits, labels))
     assert float(found) == pytest.approx(expected, rel=1e-4)

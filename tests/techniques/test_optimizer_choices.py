@@ -91,7 +91,7 @@ def test_zeroed_gradients_stay_where_they_are_and_change_no_bit(digits: Dataset)
     zeroed.advance(1)
     places = [parameter.grad.data_ptr() for parameter in zeroed.model.parameters()]  # type: ignore[union-attr]
     zeroed.advance(8)
-    zeroed.take_step.zero_grad()
+    zeroed.step.zero_grad()
     assert [parameter.grad.data_ptr() for parameter in zeroed.model.parameters()] == places  # type: ignore[union-attr]
     assert not any(parameter.grad.any() for parameter in zeroed.model.parameters())  # type: ignore[union-attr]
     zeroed.advance(1)

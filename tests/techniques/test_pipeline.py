@@ -336,7 +336,7 @@ def _until_broken(joined: World, dataset: Dataset, on_device: bool, directory: s
         gradient_accumulation=4,
     )
     if on_device:
-        training.take_step.losses = DeviceLosses(joined)
+        training.step.losses = DeviceLosses(joined)
     with Path(directory, str(joined.rank)).open("w") as file:
         try:
             for _ in training.run():

@@ -7,8 +7,8 @@ state, is counted; allocations during the step are recorded in an ``allocation_t
 
 from __future__ import annotations
 
-from pipeline.profiling.ledger.estimate import PredictionError, Rehearsal, predicted
+from pipeline.profiling.ledger.estimate import Estimate, PredictionError, predicted
 from pipeline.profiling.ledger.prediction import parse_bytes, show
 from pipeline.profiling.ledger.tracker import measured
 
-__all__ = ["PredictionError", "Rehearsal", "measured", "parse_bytes", "predicted", "show"]
+__all__ = ["Estimate", "PredictionError", "measured", "parse_bytes", "predicted", "show"]

@@ -11,7 +11,7 @@ Kind = Literal["data", "gradients", "activations", "communication"]
 
 @dataclass
 class Block:
-    """Memory that was allocated while the tape ran."""
+    """Memory that was allocated while the trace ran."""
 
     size: int
     kind: Kind
@@ -21,7 +21,7 @@ class Block:
     """How many blocks had been allocated when this one was freed; None: it is not freed."""
 
 
-class Tape:
+class AllocationTrace:
     """Blocks in the order of their allocation. A key stands for one block at a time, as an address does."""
 
     def __init__(self) -> None:
@@ -30,15 +30,15 @@ class Tape:
         self._total = self._peak = self._peak_at = 0
         self._kinds: list[Kind] = ["activations"]
 
-    def take(self, key: int, size: int) -> None:
+    def allocate(self, key: int, size: int) -> None:
         block = self.held[key] = Block(size, self._kinds[-1], taken=len(self._blocks))
         self._blocks.append(block)
         self._total += size
         if self._total > self._peak:
             self._peak, self._peak_at = self._total, block.taken
 
-    def give_back(self, key: int) -> None:
-        """Free a block; does nothing for a block that was allocated before the tape ran."""
+    def free(self, key: int) -> None:
+        """Free a block; does nothing for a block that was allocated before the trace ran."""
         block = self.held.pop(key, None)
         if block is not None:
             block.given_back = len(self._blocks)

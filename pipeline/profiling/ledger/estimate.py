@@ -20,8 +20,8 @@ from pipeline.environment import cores
 from pipeline.errors import PipelineError, first_line
 from pipeline.params import catalogue
 from pipeline.plans import Plan
-from pipeline.profiling.ledger.fakes import CudaAutocast, FakeWatch, UnreadLosses, faked, faked_task
-from pipeline.profiling.ledger.tracker import Call, KernelWatch, Standing, resident_bytes, watched_step
+from pipeline.profiling.ledger.fakes import CudaAutocast, FakeTracker, UnreadLosses, faked, faked_task
+from pipeline.profiling.ledger.tracker import Call, KernelTracker, Standing, resident_bytes, tracked_step
 from pipeline.results import Ledger
 from pipeline.step import Losses
 from pipeline.tasks import Task
@@ -54,11 +54,11 @@ class PredictionError(PipelineError):
 
 
 def predicted(plan: Plan, task: Task, placement: Placement | None = None) -> Ledger:
-    """Predict one rank's ledger without the device, by a ``Rehearsal``. Raises PredictionError and ModelError."""
-    return Rehearsal(plan, task, placement).ledger(plan.micro_batch_size)
+    """Predict one rank's ledger without the device, by an ``Estimate``. Raises PredictionError and ModelError."""
+    return Estimate(plan, task, placement).ledger(plan.micro_batch_size)
 
 
-class Rehearsal:
+class Estimate:
     """A variant's training on fake CPU tensors: its own model, techniques, step and batches, without the arithmetic.
 
     The tensors are predicted exactly. Limits of the prediction:
@@ -132,10 +132,10 @@ class Rehearsal:
 
     def _ledger(self, micro_batch_size: int) -> Ledger:
         plan, on_gpu = self.plan, self.plan.device == "cuda"
-        watch = FakeWatch(CUDA_BLOCK_BYTES if on_gpu else 1, self._inside(micro_batch_size))
+        tracker = FakeTracker(CUDA_BLOCK_BYTES if on_gpu else 1, self._inside(micro_batch_size))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = faked(self._model, fake)
-        with fake, watch, CudaAutocast() if on_gpu else nullcontext():
+        with fake, tracker, CudaAutocast() if on_gpu else nullcontext():
             # All micro-batches after the first are alike: they add to existing gradients.
             micro_batches = min(2, plan.micro_batches)
             losses = DeviceLosses(ALONE) if on_gpu else UnreadLosses(ALONE)
@@ -143,9 +143,9 @@ class Rehearsal:
             training = self._training(model, task, losses, micro_batch_size, micro_batches, plan.processes)
             with _buckets(training) if plan.applied.parallelism == "ddp" else nullcontext():
                 _make_optimizer_state(training)
-                tape = watched_step(training, watch)
-            standing = Standing(training, watch, tape)
-        parts, rest = standing.parts(tape), 0
+                trace = tracked_step(training, tracker)
+            standing = Standing(training, tracker, trace)
+        parts, rest = standing.parts(trace), 0
         if on_gpu:
             rest = standing.rounding_bytes(CUDA_BLOCK_BYTES) + 2 * CUBLAS_WORKSPACE_BYTES * _WORKSPACES_LAST
             parts["data_bytes"] += resident_bytes(self.task, self.placement)
@@ -205,10 +205,10 @@ class Rehearsal:
                 task = replace(task, dataset=replace(task.dataset, train=repeated))
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
                 training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
-                watch = KernelWatch()
-                with training.take_step.instrument(update=lambda _: _nothing):  # the optimizer's state can be large
-                    watched_step(training, watch)
-            self._tries[samples] = watch.inside
+                tracker = KernelTracker()
+                with training.step.instrument(update=lambda _: _nothing):  # the optimizer's state can be large
+                    tracked_step(training, tracker)
+            self._tries[samples] = tracker.inside
         return self._tries[samples]
 
 
@@ -233,7 +233,7 @@ def _make_optimizer_state(training: Training) -> None:
     for parameter in training.model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     training.optimizer.step()
-    training.take_step.zero_grad()
+    training.step.zero_grad()
 
 
 def _cublas_bytes(call: Call) -> int:
@@ -268,7 +268,7 @@ def _buckets(training: Training) -> AbstractContextManager[None]:
         place = bucket.as_strided(parameter.shape, parameter.stride(), start)
         parameter.register_post_accumulate_grad_hook(functools.partial(move, place))
         start += parameter.numel()
-    return training.take_step.instrument(no_sync=lambda _: hold)
+    return training.step.instrument(no_sync=lambda _: hold)
 
 
 def _aim(peaks: Mapping[int, int], limit: int) -> int:

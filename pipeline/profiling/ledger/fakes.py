@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.data.prepared import Split
-from pipeline.profiling.ledger.allocation_trace import Tape
-from pipeline.profiling.ledger.tracker import Call, Calls, Watch
+from pipeline.profiling.ledger.allocation_trace import AllocationTrace
+from pipeline.profiling.ledger.tracker import Call, Calls, Tracker
 from pipeline.tasks import Task
 from pipeline.training.losses import HostLosses
 
@@ -40,7 +40,7 @@ class UnreadLosses(HostLosses):
         pass
 
 
-class FakeWatch(Watch, TorchDispatchMode):
+class FakeTracker(Tracker, TorchDispatchMode):
     """Follows the storages of fake tensors. The watch must be entered before any fake tensor is made."""
 
     def __init__(self, block_bytes: int, inside: Callable[[Call], int]) -> None:
@@ -49,23 +49,23 @@ class FakeWatch(Watch, TorchDispatchMode):
         self._inside = inside
         self._calls = Calls()
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._tape = Tape()
+        self._trace = AllocationTrace()
 
     @contextmanager
-    def recording(self) -> Iterator[Tape]:
-        self._tape = Tape()
-        yield self._tape
-        self._tape = Tape()
+    def recording(self) -> Iterator[AllocationTrace]:
+        self._trace = AllocationTrace()
+        yield self._trace
+        self._trace = AllocationTrace()
 
     @contextmanager
     def input(self) -> Iterator[None]:
-        self._tape.input(True)
+        self._trace.input(True)
         yield
-        self._tape.input(False)
+        self._trace.input(False)
         self._calls.restart()
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._tape.gradients(map(self.key, gradients))
+        self._trace.gradients(map(self.key, gradients))
 
     @staticmethod
     def key(tensor: torch.Tensor) -> int:
@@ -79,11 +79,11 @@ class FakeWatch(Watch, TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             if self._follow(tensor):
-                self._tape.take(self.key(tensor), self._blocks(tensor.untyped_storage().nbytes()))
+                self._trace.allocate(self.key(tensor), self._blocks(tensor.untyped_storage().nbytes()))
         inside = self._inside(self._calls.next(func))
         if inside:
-            self._tape.take(_NO_STORAGE, self._blocks(inside))
-            self._tape.give_back(_NO_STORAGE)
+            self._trace.allocate(_NO_STORAGE, self._blocks(inside))
+            self._trace.free(_NO_STORAGE)
         return result
 
     def _follow(self, tensor: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ class FakeWatch(Watch, TorchDispatchMode):
 
     def _forget(self, key: int, _: object) -> None:
         del self._storages[key]
-        self._tape.give_back(key)
+        self._trace.free(key)
 
     def _blocks(self, size: int) -> int:
         return size + -size % self._block_bytes

@@ -14,7 +14,7 @@ from pipeline.data.batches import Placement, placement_within
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import plan as plan_of
-from pipeline.profiling.ledger.estimate import RESERVE_FRACTION, PredictionError, Rehearsal
+from pipeline.profiling.ledger.estimate import RESERVE_FRACTION, Estimate, PredictionError
 from pipeline.tasks.language_model import LanguageModel
 
 COLUMNS = {
@@ -68,9 +68,9 @@ def show(
     for name in names or config.variants:
         try:
             plan = plan_of(config, name, machine)
-            rehearsal = Rehearsal(plan, replace(task, train=plan.train), placement)
-            found = rehearsal.ledger(plan.micro_batch_size)
-            largest = None if memory_bytes is None else rehearsal.largest_batch(memory_bytes)
+            estimate = Estimate(plan, replace(task, train=plan.train), placement)
+            found = estimate.ledger(plan.micro_batch_size)
+            largest = None if memory_bytes is None else estimate.largest_batch(memory_bytes)
         except (ConfigError, PredictionError) as error:
             if name not in config.variants:
                 raise

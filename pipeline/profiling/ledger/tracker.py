@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.batches import Batch, Placement
 from pipeline.distributed import own_part
-from pipeline.profiling.ledger.allocation_trace import Tape
+from pipeline.profiling.ledger.allocation_trace import AllocationTrace
 from pipeline.profiling.quiet import quiet
 from pipeline.results import Ledger
 from pipeline.tasks import Task
@@ -39,12 +39,12 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
     """
     if training.setup.replays:
         return None
-    watch = DeviceWatch(training.world.device.type)
-    tape = watched_step(training, watch)
+    tracker = DeviceTracker(training.world.device.type)
+    trace = tracked_step(training, tracker)
     if peak_bytes is None:
         return None
     on_gpu = training.world.device.type == "cuda"
-    parts = Standing(training, watch, tape).parts(tape)
+    parts = Standing(training, tracker, trace).parts(trace)
     if on_gpu:
         parts["data_bytes"] += resident_bytes(training.task, training.batches.placement)
     known = sum(parts.values())
@@ -56,11 +56,11 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
     )
 
 
-class Watch:
-    """Records a tape while a step runs."""
+class Tracker:
+    """Records a trace while a step runs."""
 
-    def recording(self) -> AbstractContextManager[Tape]:
-        """Record a tape while the block runs; the tape is complete when the block ends."""
+    def recording(self) -> AbstractContextManager[AllocationTrace]:
+        """Record a trace while the block runs; the trace is complete when the block ends."""
         raise NotImplementedError
 
     def input(self) -> AbstractContextManager[object]:
@@ -81,16 +81,16 @@ class Watch:
 
     @staticmethod
     def key(tensor: torch.Tensor) -> int:
-        """The key of the tensor's memory on the tape."""
+        """The key of the tensor's memory on the trace."""
         return own_part(tensor).untyped_storage().data_ptr()
 
 
-def watched_step(training: Training, watch: Watch) -> Tape:
+def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
     """Clear the last step's gradients, then take one step of ``training`` and watch it."""
-    step, parameters = training.take_step, list(training.model.parameters())
+    step, parameters = training.step, list(training.model.parameters())
 
     def note() -> None:
-        watch.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+        tracker.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def noting(part: Callable[[Any], None]) -> Callable[[Any], None]:
         def noted(argument: Any) -> None:
@@ -102,22 +102,22 @@ def watched_step(training: Training, watch: Watch) -> Tape:
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
     step.zero_grad()  # the step itself begins so; the allocator for CPUs does not report how much this frees
     # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
-    with step.instrument(backward=noting, accumulate=noting), watch.recording() as tape:
-        step(watch.arriving(training.batches.epoch(epoch, start)))
+    with step.instrument(backward=noting, accumulate=noting), tracker.recording() as trace:
+        step(tracker.arriving(training.batches.epoch(epoch, start)))
         training.world.synchronise()
-    return tape
+    return trace
 
 
 class Standing:
     """Memory that is allocated during the whole step: size in bytes by key."""
 
-    def __init__(self, training: Training, watch: Watch, tape: Tape) -> None:
+    def __init__(self, training: Training, tracker: Tracker, trace: AllocationTrace) -> None:
         device = training.world.device.type
         model, states = training.model, training.optimizer.state.values()
 
         def sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
             held = (own_part(tensor) for tensor in tensors)
-            return {watch.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
+            return {tracker.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
         # The other ranks' parts of the model are on the meta device here, with their shapes only.
         models = [model, *training.setup.kept_models]
@@ -131,23 +131,23 @@ class Standing:
             value for state in states for value in state.values() if isinstance(value, torch.Tensor)
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-        self.buckets = {key: size for key, size in gradients.items() if key not in tape.held}
+        self.buckets = {key: size for key, size in gradients.items() if key not in trace.held}
         """Gradients in no block of the step are allocated all the time, in DistributedDataParallel's buckets, say."""
         self.communication = sum(kept() for kept in training.setup.kept_bytes)
         """Further memory that techniques keep for communication."""
 
-    def parts(self, tape: Tape) -> dict[str, int]:
+    def parts(self, trace: AllocationTrace) -> dict[str, int]:
         """Return the ledger's parts, without the rest."""
         buckets = sum(self.buckets.values())
         # While gradients accumulate, they exist beside the buckets; the last micro-batch moves them into the buckets.
-        beside = tape.at_peak("gradients")
+        beside = trace.at_peak("gradients")
         return {
             "parameters_bytes": sum(self.parameters.values()),
             "gradients_bytes": max(buckets, beside),
             "optimizer_state_bytes": sum(self.optimizer_state.values()),
-            "activations_bytes": tape.at_peak("activations"),
-            "communication_bytes": min(buckets, beside) + self.communication + tape.at_peak("communication"),
-            "data_bytes": tape.at_peak("data"),
+            "activations_bytes": trace.at_peak("activations"),
+            "communication_bytes": min(buckets, beside) + self.communication + trace.at_peak("communication"),
+            "data_bytes": trace.at_peak("data"),
         }
 
     def rounding_bytes(self, block_bytes: int) -> int:
@@ -156,7 +156,7 @@ class Standing:
         return sum(-size % block_bytes for size in sizes)
 
 
-class DeviceWatch(Watch):
+class DeviceTracker(Tracker):
     """Reads the allocations that torch's profiler records."""
 
     def __init__(self, device: str) -> None:
@@ -164,31 +164,31 @@ class DeviceWatch(Watch):
         self._noted: list[list[int]] = []
 
     @contextmanager
-    def recording(self) -> Iterator[Tape]:
-        tape = Tape()
+    def recording(self) -> Iterator[AllocationTrace]:
+        trace = AllocationTrace()
         with quiet(), profiler.profile(profile_memory=True) as profile:
-            yield tape
+            yield trace
         events = list(_events(profile, self._device))
         held: set[int] = set()
         for event in events:  # blocks from before the step that it frees; the CPU's allocator does not report these
             if event.size > 0:
                 held.add(event.key)
             elif event.size < 0 and event.key not in held:
-                tape.take(event.key, -event.size)
+                trace.allocate(event.key, -event.size)
             else:
                 held.discard(event.key)
         noted = iter(self._noted)
         for event in events:
             if event.size > 0:
-                tape.take(event.key, event.size)
+                trace.allocate(event.key, event.size)
             elif event.size < 0:
-                tape.give_back(event.key)
+                trace.free(event.key)
             elif event.name == _GRADIENTS:
-                tape.gradients(next(noted))
+                trace.gradients(next(noted))
             elif event.name in (_INPUT, _INPUT_ENDS):
-                tape.input(event.name == _INPUT)
+                trace.input(event.name == _INPUT)
             elif event.name.startswith((_FSDP, _FSDP_ENDS)):
-                tape.communication(event.name.startswith(_FSDP))
+                trace.communication(event.name.startswith(_FSDP))
 
     def input(self) -> AbstractContextManager[object]:
         return profiler.record_function(_INPUT)
@@ -199,7 +199,7 @@ class DeviceWatch(Watch):
             pass
 
 
-class KernelWatch(Watch, TorchDispatchMode):
+class KernelTracker(Tracker, TorchDispatchMode):
     """Measures the temporary memory of each operation of a micro-step, beyond its results."""
 
     def __init__(self) -> None:
@@ -208,9 +208,9 @@ class KernelWatch(Watch, TorchDispatchMode):
         self.inside: dict[Call, int] = {}
 
     @contextmanager
-    def recording(self) -> Iterator[Tape]:
+    def recording(self) -> Iterator[AllocationTrace]:
         with quiet(), profiler.profile(profile_memory=True) as profile, self:
-            yield Tape()
+            yield AllocationTrace()
         total = before = highest = 0
         for event in _events(profile, "cpu"):
             total += event.size

@@ -77,7 +77,7 @@ def annotated(step: TrainingStep) -> AbstractContextManager[None]:
         return naming
 
     return step.instrument(
-        take=taking,
+        whole=taking,
         accumulate=named(trace.ACCUMULATE),
         forward=named(trace.FORWARD),
         backward=named(trace.BACKWARD),
@@ -121,7 +121,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     windows = schedule(wait=0, warmup=1, active=1, repeat=1)
     with (
-        annotated(training.take_step),
+        annotated(training.step),
         quiet() if device.type == "cpu" else nullcontext(),
         profile(activities=activities, schedule=windows) as profiler,
     ):
@@ -139,7 +139,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
     """Profile a window in each process; the main one writes the files."""
     keep_freed_memory()
     with assembled(plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
-        world, seed = assembly.world, config.train.seeds[0]
+        world, seed = assembly.world, plan.train.seeds[0]
         longer = _long_enough(plan, config.profile.steps, len(assembly.task.dataset.train))
         with replace(assembly, plan=longer).training(seed, steady=True) as training:
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))

@@ -17,7 +17,7 @@ import torch
 from pipeline import environment, files, results
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
-from pipeline.params import Config, Machine
+from pipeline.params import Config, Machine, Train
 from pipeline.plans import plan as plan_of
 from pipeline.tasks import Task
 from pipeline.tools.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavailable, cause
@@ -44,7 +44,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = plan_of(config, name, machine)
     fingerprint = environment.read()
-    asked, seed = config.infer, config.train.seeds[0]
+    asked, seed = config.infer, plan.train.seeds[0]
     weights = checkpoints.weights(results.read(results.result_file(name), config), seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}
     forms: list[Form] = []
@@ -65,7 +65,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 device=world.device,
                 samples=_calibration(task),
                 batch_sizes=sorted({1, *asked.batch_sizes}),
-                native=_native(device, machine, fingerprint, config),
+                native=_native(device, machine, fingerprint, plan.train),
                 scratch=Path(scratch),
             )
             label = device_name_of(world, fingerprint)
@@ -250,9 +250,9 @@ def _calibration(task: Task) -> torch.Tensor:
     return task.raw([train.arrays[name][rows].to(task.device) for name in task.arrays])[0]
 
 
-def _native(device: str, machine: Machine, fingerprint: dict[str, Any], config: Config) -> frozenset[str]:
+def _native(device: str, machine: Machine, fingerprint: dict[str, Any], train: Train) -> frozenset[str]:
     """The 16-bit types that the device computes natively; both where params.yaml allows emulation."""
-    if config.train.without_native == "run":
+    if train.without_native == "run":
         return frozenset({"bf16", "fp16"})
     if device == "cuda":
         return frozenset({"fp16", *(["bf16"] if machine.gpu_native_bf16 else [])})

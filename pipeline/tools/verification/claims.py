@@ -58,7 +58,7 @@ root mean square over all tensors."""
 Distance = Callable[[Observed, Observed], float]
 
 STILL = "with dropout off and BatchNorm's statistics fixed"
-UNTRIED, UNTOLD, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
+UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
 _NO_REFERENCE = "the training without it, which it would be held against, fails"
 
 
@@ -77,7 +77,7 @@ class Claim:
     unit: str = ""
     note: str = ""
     undecided: str = ""
-    """``UNTRIED``, ``UNTOLD`` or ``UNPROMISED``."""
+    """``UNTRIED``, ``UNMEASURABLE`` or ``UNPROMISED``."""
     fault: float | None = None
     """The difference measured for the reference with a planted fault: its gradients lack one part of each batch."""
 
@@ -267,12 +267,13 @@ class Verifier:
         else:
             (claim,) = self._compared(plan, against, [Task("step", still)], {gradients: way_difference})
             yield claim
-            if claim.undecided == UNTOLD:
+            if claim.undecided == UNMEASURABLE:
                 note = "rounding hides a fault already in the gradients of a step"
                 yield from (
-                    Claim(plan.name, each.format(self.steps), note=note, undecided=UNTOLD) for each in (losses, weights)
+                    Claim(plan.name, each.format(self.steps), note=note, undecided=UNMEASURABLE)
+                    for each in (losses, weights)
                 )
-            if claim.undecided in (UNTOLD, UNTRIED):
+            if claim.undecided in (UNMEASURABLE, UNTRIED):
                 return
         runs = [Task("run", still, **changes) for changes in (RUNS[:1] if loose else RUNS)]
         distances = {weights: way_difference, losses: loss_difference}
@@ -297,7 +298,7 @@ class Verifier:
                 _judged(Claim(plan.name, name, unit="relative"), [apart(each, theirs) for each in others])
                 for name, apart in zip(names, distances.values(), strict=True)
             ]
-            if judged[0].undecided != UNTOLD:
+            if judged[0].undecided != UNMEASURABLE:
                 break
         slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
         note = "; ".join(filter(None, [against.note, slower]))
@@ -435,7 +436,7 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
     *noisy, fault = spoilt
     bound = LEAST + FACTOR * max(noisy)
     told = math.isfinite(bound) and CLEAR * bound <= fault
-    return replace(claim, bound=bound, fault=fault, undecided="" if told else UNTOLD)
+    return replace(claim, bound=bound, fault=fault, undecided="" if told else UNMEASURABLE)
 
 
 def _failed(variant: str, claim: str, error: WorkerError) -> Claim:

@@ -156,7 +156,7 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
         losses: tuple[float, ...] = ()
         not_finite = ""
         if task.what == "step":
-            training.take_step(training.batches.epoch(0))  # and no evaluation: RATE may ruin the weights
+            training.step(training.batches.epoch(0))  # and no evaluation: RATE may ruin the weights
         else:
             try:
                 losses = tuple(row.train_loss for row in islice(training.run(), task.steps or None) if row)
@@ -266,7 +266,7 @@ def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
         with torch.no_grad():
             for parameter in training.model.parameters():
                 parameter.mul_(1 + task.noise * torch.randn_like(parameter))
-    return training.take_step.instrument(**({"forward": forgetful} if task.forgets else {}))
+    return training.step.instrument(**({"forward": forgetful} if task.forgets else {}))
 
 
 def _copied(training: Training) -> dict[str, Tensor]:
