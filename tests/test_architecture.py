@@ -48,6 +48,18 @@ def test_the_wheel_gets_every_package() -> None:
     assert sorted({*packages, "pipeline.project"}) == listed
 
 
+def test_no_task_is_known_outside_the_tasks() -> None:
+    names = {path.stem for path in ROOT.glob("pipeline/tasks/*.py")} - {"__init__", "base"}
+    assert "language_model" in names
+    for module in MODULES:
+        if unit(module) != "tasks":
+            assert not {f"pipeline.tasks.{name}" for name in names} & imported(tree(module), module), module
+            compared = [
+                each for node in ast.walk(tree(module)) if isinstance(node, ast.Compare) for each in ast.walk(node)
+            ]
+            assert not names & {each.value for each in compared if isinstance(each, ast.Constant)}, module
+
+
 def test_the_package_itself_imports_nothing() -> None:
     assert imported(tree("pipeline"), "pipeline") == set()
 

@@ -88,6 +88,8 @@ def compare(
         dataset=baseline.dataset,
         train=baseline.config["train"],
         parameter_count=baseline.parameter_count,
+        unit=baseline.unit,
+        directions=baseline.directions,
         seeds=tuple(run.seed for run in baseline.runs),
         noise_throughput=own.throughput,
         noise_memory=own.memory,

@@ -11,7 +11,7 @@ from pydantic import Field
 from pipeline.comparison.ablation import Share
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio, Verdict
 from pipeline.params import Compare, Margins, VariantName
-from pipeline.results import Bench, Dataset, Document, Flops, Ledgers, Record, Run, Session
+from pipeline.results import Bench, Dataset, Document, Flops, Ledgers, Record, Run, Session, Unit
 
 
 class SeedDifference(Record):
@@ -137,6 +137,8 @@ class Compared(Record):
     """Over all seeds."""
     test_count: int
     """Test samples evaluated, over all seeds."""
+    findings: dict[str, float] = Field({}, exclude_if=operator.not_)
+    """The task's further figures of the trained models: means over the seeds."""
     accuracy_difference: AccuracyDifference | None
     """None for the baseline itself."""
 
@@ -205,6 +207,10 @@ class Comparison(Document):
     train: dict[str, Any]
     """The job that every variant trained: ``train`` in params.yaml."""
     parameter_count: int
+    unit: Unit = Unit()
+    """What throughputs count in words; in this file they count samples."""
+    directions: Mapping[str, str] = {}
+    """The names of ``Compared.findings``, and which of their values are better."""
     seeds: tuple[int, ...]
     noise_throughput: Noise
     noise_memory: Noise

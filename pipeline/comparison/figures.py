@@ -73,6 +73,7 @@ def median_of(arm: Arm, field: str) -> float | None:
 def of_training(result: Result, baseline: Result) -> dict[str, Any]:
     """Return the fields of Compared that the training runs measured."""
     runs, summary = result.runs, result.summary
+    told = [name for name in result.directions if all(name in run.findings for run in runs)]
     return {
         "techniques": techniques(result.applied),
         "left_out": result.left_out,
@@ -88,6 +89,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
         "test_accuracy_spread_fraction": summary.test_accuracy_spread_fraction,
         "test_correct_count": sum(run.test_correct for run in runs),
         "test_count": sum(run.test_count for run in runs),
+        "findings": {name: statistics.fmean(run.findings[name] for run in runs) for name in told},
         "training_samples_per_second": summary.samples_per_second,
         "training_peak_memory_bytes": summary.peak_memory_bytes,
         "startup_seconds": runs[0].startup_seconds,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
+from pipeline.results import Unit
 
 MINUS, TIMES, DASH, JOINED = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 DOT = "\N{MIDDLE DOT}"
@@ -23,6 +24,11 @@ def number(value: float | None, unit: str = "", digits: int = 3) -> str:
     magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 1
     text = f"{value:,.{max(0, digits - magnitude)}f}".replace("-", MINUS)
     return f"{text}{JOINED if unit else ''}{unit}"
+
+
+def speed(samples_per_second: float | None, unit: Unit) -> str:
+    """A throughput in the task's unit: "51,200 tokens/s"."""
+    return number(samples_per_second and samples_per_second * unit.per_sample, f"{unit.name}/s")
 
 
 def size(value: float | None) -> str:
@@ -94,6 +100,11 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
         else:
             rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
     return rows
+
+
+def heading(text: str) -> str:
+    """``text`` with its first letter as a capital."""
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def estimate(ratio: Ratio | Noise) -> str:

@@ -67,13 +67,13 @@ def _answers(comparison: Comparison) -> list[str]:
     baseline, *others = comparison.variants
     lines = []
     for each in others:
-        said = escaped(sentences.sentence(each))
+        said = escaped(sentences.sentence(each, comparison))
         decided = f" ({text})" if (text := sentences.decided(each)) else ""
         lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}{decided}: {said}")
         lines += [
             f"  - {escaped(reason)}" for reason in [*sentences.reasons(each, comparison), *sentences.remarks(each)]
         ]
-    return [*lines, f"- **{escaped(baseline.variant)}**: {escaped(sentences.sentence(baseline))}"]
+    return [*lines, f"- **{escaped(baseline.variant)}**: {escaped(sentences.sentence(baseline, comparison))}"]
 
 
 def _verdict(verdict: str | None) -> str:

@@ -39,11 +39,11 @@ def html(comparison: Comparison, histories: Histories) -> str:
         job=sentences.job(comparison),
         banner=" ".join(sentences.banner(comparison)),
         advice=sentences.advice(comparison),
-        baseline={"each": baseline, "sentence": sentences.sentence(baseline)},
+        baseline={"each": baseline, "sentence": sentences.sentence(baseline, comparison)},
         answers=[
             {
                 "each": each,
-                "sentence": sentences.sentence(each),
+                "sentence": sentences.sentence(each, comparison),
                 "reasons": sentences.reasons(each, comparison),
                 "notes": sentences.remarks(each),
             }
@@ -66,6 +66,7 @@ def html(comparison: Comparison, histories: Histories) -> str:
         share_rows=tables.share_rows(comparison),
         share_notes=sentences.share_notes(comparison),
         strips=pictures.strips(comparison),
+        score=sentences.score(comparison),
         samples=_samples(comparison),
         ledger_rows=tables.ledger_rows(comparison),
         notes=sentences.notes(comparison),

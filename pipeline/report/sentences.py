@@ -15,17 +15,18 @@ from pipeline.report.formats import (
     accuracy_lines,
     count,
     estimate,
+    heading,
     interval,
-    number,
     percent,
     plain_percent,
     plain_points,
     points,
     points_interval,
     size,
+    speed,
     unbelieved,
 )
-from pipeline.results import Bench, Dataset, rejected, rejections, session_starts
+from pipeline.results import Bench, Dataset, Score, rejected, rejections, session_starts
 
 FEW_TEST_SAMPLES = 2_000
 """Fewer test samples are a small sample themselves; an interval over seeds does not show that."""
@@ -41,13 +42,14 @@ LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "co
 # Sentences
 
 
-def sentence(each: Compared) -> str:
+def sentence(each: Compared, comparison: Comparison) -> str:
     """What the verdict on one variant rests on, in plain words; for the baseline, its figures."""
     if each.throughput is None or each.memory is None or each.accuracy is None:
-        speed = number(each.samples_per_second, "samples/s") if each.samples_per_second else "throughput unknown"
+        pace = speed(each.samples_per_second, comparison.unit) if each.samples_per_second else "throughput unknown"
         memory = f"{size(each.peak_memory_bytes)} of peak memory" if each.peak_memory_bytes else "peak memory unknown"
         accuracy = percent(each.test_accuracy_mean_fraction)
-        return f"The reference: {speed}, {memory}, {accuracy} test accuracy (mean of {count(len(each.runs), 'seed')})."
+        seeds = count(len(each.runs), "seed")
+        return f"The reference: {pace}, {memory}, {accuracy} {score(comparison)} (mean of {seeds})."
     parts = [
         _ratio_part(each.throughput, "throughput"),
         _ratio_part(each.memory, "peak memory"),
@@ -372,6 +374,17 @@ def title(comparison: Comparison) -> str:
 
 def target(comparison: Comparison) -> str:
     return plain_percent(comparison.target_accuracy_fraction)
+
+
+def score(comparison: Comparison) -> str:
+    """What ``test_accuracy`` is in the report's words: "test accuracy"."""
+    return f"test {Score(name=comparison.train.get('metric', 'accuracy')).in_words}"
+
+
+def counted(comparison: Comparison) -> str:
+    """What the throughput counts, for use before "of the global batch"."""
+    unit = comparison.unit
+    return heading(unit.name) if unit.per_sample == 1 else f"{heading(unit.name)} ({unit.per_sample:,} a sample)"
 
 
 def metric(comparison: Comparison) -> str:

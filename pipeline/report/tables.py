@@ -51,7 +51,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     few = ", on these test samples" if comparison.dataset.test_count < sentences.FEW_TEST_SAMPLES else ""
 
     def throughput(each: Compared) -> Cell:
-        value = formats.number(each.samples_per_second, "samples/s")
+        value = formats.speed(each.samples_per_second, comparison.unit)
         decision = each.throughput.decision if each.throughput else ""
         return Cell(value, formats.ratio_lines(each.throughput), decision)
 
@@ -88,7 +88,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
 
     equal_times = Column(
         "At equal time",
-        "For another model or a learner from a teacher: test accuracy at the last evaluation within the time that the "
+        "For another model or a learner from a teacher: the score at the last evaluation within the time that the "
         "faster of the variant and the baseline needs for all its epochs, at the throughput beside, mean over seeds; "
         "and the baseline's within that time. The slower one's learning rate has not come to its end by then: to train "
         "both to the end in equal time, give the slower one fewer epochs.",
@@ -104,10 +104,10 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     return (
         Column(
             "Throughput",
-            "Samples of the global batch over wall seconds of the slowest process, in a window of warm steps: the "
-            "median over the bench's rounds. Beside it the ratio to the baseline: the median of the rounds' ratios, "
-            "with its 95% bootstrap interval, widened by how far the baseline may be from itself (A/A); over several "
-            "sessions their mean, with a t interval.",
+            f"{sentences.counted(comparison)} of the global batch over wall seconds of the slowest process, in a "
+            "window of warm steps: the median over the bench's rounds. Beside it the ratio to the baseline: the median "
+            "of the rounds' ratios, with its 95% bootstrap interval, widened by how far the baseline may be from "
+            "itself (A/A); over several sessions their mean, with a t interval.",
             throughput,
         ),
         Column(
@@ -120,20 +120,30 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         *([energies] if comparison.noise_energy else []),
         Column(
-            "Test accuracy",
+            formats.heading(sentences.score(comparison)),
             f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
             "difference is taken seed by seed, in percentage points, with the interval that lies inside the margins "
             f"exactly if two one-sided tests at 95% show that it does not matter{few}.",
             accuracy,
         ),
+        *(_finding(name, direction) for name, direction in comparison.directions.items()),
         Column(
             f"Time to {target}",
-            f"The samples up to the first evaluation of at least {target} test accuracy, median over seeds, at the "
-            "throughput beside: training time without evaluation and start-up. Given only if every seed reached it. "
-            "Evaluations are an epoch apart, so it is as coarse; the ratio's interval is that of the throughput alone.",
+            f"The samples up to the first evaluation of at least {target} {sentences.score(comparison)}, "
+            "median over seeds, at the throughput beside: training time without evaluation and start-up. Given only "
+            "if every seed reached it. Evaluations are an epoch apart, so it is as coarse; the ratio's interval is "
+            "that of the throughput alone.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
+    )
+
+
+def _finding(name: str, direction: str) -> Column:
+    return Column(
+        formats.heading(name.replace("_", " ")),
+        f"A figure of the task: mean over seeds; {direction}. It decides nothing.",
+        lambda each: Cell(formats.number(each.findings.get(name))),
     )
 
 

@@ -59,6 +59,7 @@ from pipeline.results.records import (
     Score,
     Setup,
     Summary,
+    Unit,
     VariantDocument,
     Window,
     summarise,
@@ -67,8 +68,9 @@ from pipeline.results.records import (
 __all__ = [
     "BENCH_FILE", "INFERENCE", "KEPT_BENCHES", "MODELS", "PROFILES", "REPORTS", "RESULTS", "SESSIONS", "Arm", "Bench",
     "Dataset", "Document", "Flops", "HistoryRow", "Ledger", "Ledgers", "R", "Record", "Result", "ResultError", "Run",
-    "Score", "Session", "Setup", "Summary", "VariantDocument", "Window", "append_history", "differing", "digest",
-    "history_file", "history_row", "inference_file", "kind_of", "model_file", "profile_directory", "read", "read_bench",
-    "read_document", "read_history", "read_sessions", "read_values", "rejected", "rejections", "result_file",
-    "session_starts", "sha256", "stage_of", "summarise", "system_file", "train_again", "write", "write_history",
+    "Score", "Session", "Setup", "Summary", "Unit", "VariantDocument", "Window", "append_history", "differing",
+    "digest", "history_file", "history_row", "inference_file", "kind_of", "model_file", "profile_directory", "read",
+    "read_bench", "read_document", "read_history", "read_sessions", "read_values", "rejected", "rejections",
+    "result_file", "session_starts", "sha256", "stage_of", "summarise", "system_file", "train_again", "write",
+    "write_history",
 ]  # fmt: skip

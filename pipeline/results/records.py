@@ -146,7 +146,7 @@ class Run(Window):
     teacher_sha256: str | None = Field(None, exclude_if=operator.not_)
     """The same of the teacher's weights, if the variant has a teacher."""
     findings: dict[str, float] = {}
-    """Numbers that techniques and the task report on the main rank: blocks chosen, say, perplexity, tokens a second."""
+    """Numbers that techniques and the task report on the main rank: blocks chosen, say, or perplexity."""
 
 
 class Score(Record):
@@ -156,6 +156,19 @@ class Score(Record):
     """``train.metric``."""
     direction: Literal["higher is better"] = "higher is better"
     unit: Literal["fraction"] = "fraction"
+
+    @property
+    def in_words(self) -> str:
+        """The score as a noun: "token accuracy", "score within tolerance"; "score" for the user's own."""
+        words = "score" if ":" in self.name else self.name.replace("_", " ")
+        return words if words.endswith(("accuracy", "score")) else f"score {words}"
+
+
+class Unit(Record):
+    """What a throughput counts: samples, or the parts of a sample that the field counts, such as tokens."""
+
+    name: str = "samples"
+    per_sample: Count = 1
 
 
 class Dataset(Record):
@@ -232,6 +245,9 @@ class Result(Setup, VariantDocument):
     history_sha256: str
     """SHA-256 of the ``history.csv`` that was written with this result."""
     score: Score
+    unit: Unit = Unit()
+    directions: dict[str, Literal["higher is better", "lower is better"]] = {}
+    """The task's further figures in the runs' ``findings``, and which values of them are better."""
     summary: Summary
     runs: tuple[Run, ...]
 

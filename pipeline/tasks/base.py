@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,13 @@ class Task(ABC):
 
     arrays: ClassVar[tuple[str, ...]] = ("inputs", "targets")
     """The arrays of the data set that the task takes, first the one with the inputs."""
+    unit: ClassVar[str] = "samples"
+    """What the field counts in a throughput; a sample is ``units_per_sample`` of them."""
+    loss_by_row: ClassVar[bool] = False
+    """Whether ``loss`` is the mean over all rows of the outputs [..., d], which can then be taken in any parts; else
+    only over the samples."""
+    directions: ClassVar[Mapping[str, Literal["higher is better", "lower is better"]]] = {}
+    """Of each figure that ``findings`` returns: which values are better."""
 
     def __post_init__(self) -> None:  # noqa: B027
         """Raise TaskError if the data set or the settings do not fit the task."""
@@ -50,6 +57,10 @@ class Task(ABC):
     def on(self, device: torch.device) -> Self:
         """The same task on another device."""
         return self if device == self.device else replace(self, device=device)
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         """Inputs as users have them, and targets as the loss takes them, from rows [b, ...] of each of ``arrays``."""
@@ -106,8 +117,8 @@ class Task(ABC):
         """How many samples' scores may change if outputs change by ``nearness``, relative to a sample's largest."""
         return 0
 
-    def findings(self, test_loss: float, samples_per_second: float | None) -> dict[str, float]:  # noqa: ARG002
-        """A run's loss and speed in the field's own figures. Each name ends in its unit or names a count."""
+    def findings(self, test_loss: float) -> dict[str, float]:  # noqa: ARG002
+        """A run's test loss in the field's own figures, by the names in ``directions``."""
         return {}
 
     @cached_property

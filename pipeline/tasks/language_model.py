@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ class LanguageModel(Task):
     """Cross-entropy and accuracy of the next token; a sample is a window of tokens, its score their mean."""
 
     arrays = ("inputs",)
+    unit = "tokens"
+    loss_by_row = True
+    directions: ClassVar = {"perplexity": "lower is better"}
 
     def __post_init__(self) -> None:
         if self.dataset.vocabulary is None:
@@ -32,6 +35,10 @@ class LanguageModel(Task):
     def length(self) -> int:
         """Number of tokens that a sample predicts."""
         return self.dataset.train.inputs.shape[1] - 1
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.length
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         (windows,) = rows
@@ -72,9 +79,8 @@ class LanguageModel(Task):
     def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:  # noqa: ARG002
         return near_ties(outputs, nearness)
 
-    def findings(self, test_loss: float, samples_per_second: float | None) -> dict[str, float]:
-        found = {"perplexity": math.exp(min(test_loss, 700.0))}
-        return found if samples_per_second is None else found | {"tokens_per_second": self.length * samples_per_second}
+    def findings(self, test_loss: float) -> dict[str, float]:
+        return {"perplexity": math.exp(min(test_loss, 700.0))}
 
 
 class _AsIndices(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ class Regression(Task):
     Both count in the training targets' standard deviations. ``train.task_options``: ``tolerance``, how many of them
     are near (0.5).
     """
+
+    directions: ClassVar = {"explained_variance_fraction": "higher is better"}
 
     def __post_init__(self) -> None:
         if "targets" not in self.dataset.statistics:
@@ -70,7 +73,7 @@ class Regression(Task):
         beyond = (outputs - targets).abs() - self.tolerance
         return int((beyond.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).any(1).sum())
 
-    def findings(self, test_loss: float, samples_per_second: float | None) -> dict[str, float]:  # noqa: ARG002
+    def findings(self, test_loss: float) -> dict[str, float]:
         """The share of the training targets' variance that is explained."""
         return {"explained_variance_fraction": 1.0 - test_loss}
 

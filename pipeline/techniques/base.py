@@ -38,6 +38,10 @@ class OfTask(Protocol):
     def model(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> nn.Module:
         """Build a model for the job's data, on the CPU; by default the job's own."""
 
+    loss_by_row: ClassVar[bool]
+    """Whether ``loss`` is the mean over all rows of the outputs [..., d], which can then be taken in any parts; else
+    only over the samples."""
+
     def zeros(self, count: int) -> torch.Tensor:
         """Zeros of the form of the model's inputs [count, ...], on the CPU."""
 

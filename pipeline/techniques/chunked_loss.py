@@ -42,8 +42,8 @@ class ChunkedLoss(Technique):
         found.__class__ = _Head  # of the module itself, so names in the state dict stay
 
     def change_step(self, setup: Setup) -> None:
-        criterion, train = setup.step.criterion, self.plan.train
-        by_token = train.task == "language_model" and ":" not in train.loss
+        criterion = setup.step.criterion
+        by_row = setup.task.loss_by_row and ":" not in self.plan.train.loss
 
         def chunked(hidden: Tensor, targets: Tensor) -> Tensor:
             weight, bias = self._head.weight, self._head.bias
@@ -52,8 +52,9 @@ class ChunkedLoss(Technique):
                     f"{self._where}, but with fsdp the model's last linear layer is in a block, whose parameters are "
                     "gathered for its forward pass only; allowed: 1, or a last layer that is outside of all blocks."
                 )
-            if by_token:  # as samples of one token
-                hidden, targets = hidden.flatten(0, 1)[:, None], targets.flatten()[:, None]
+            if by_row:  # as samples of one row each
+                ones = [1] * (hidden.ndim - 2)
+                hidden, targets = hidden.reshape(-1, *ones, hidden.shape[-1]), targets.reshape(-1, *ones)
             chunks = self.plan.applied.loss_chunks
             loss: Tensor = _LossOfChunks.apply(hidden, weight, bias, targets, criterion, chunks)
             return loss

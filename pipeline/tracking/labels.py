@@ -156,13 +156,13 @@ def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
 
 def columns(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Variant -> tags of its children: the verdict, and speed, memory and accuracy as text for a table."""
-    found, said = {}, verdicts(comparison)
+    found, said, unit = {}, verdicts(comparison), comparison.get("unit", {"name": "samples", "per_sample": 1})
     for each in comparison.get("variants", ()):
         speed, memory, difference = each["samples_per_second"], each["peak_memory_bytes"], each["accuracy_difference"]
         points = f", {100 * difference['mean_fraction']:+.2f} points" if difference else ""
         texts = (
             said[each["variant"]],
-            f"{speed:,.0f} samples/s{_beside(each['throughput'])}" if speed else "unknown",
+            f"{speed * unit['per_sample']:,.0f} {unit['name']}/s{_beside(each['throughput'])}" if speed else "unknown",
             f"{memory / 2**20:,.1f} MiB{_beside(each['memory'])}" if memory else "unknown",
             f"{each['test_accuracy_mean_fraction']:.2%}{points}",
         )

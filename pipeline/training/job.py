@@ -30,7 +30,7 @@ from pipeline.measurement.sampling import SystemSampler
 from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
-from pipeline.results import HistoryRow, Result, Run, Score, Setup, sha256, summarise
+from pipeline.results import HistoryRow, Result, Run, Score, Setup, Unit, sha256, summarise
 from pipeline.training import checkpoints, teachers
 from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
 from pipeline.training.counting import WorkLeftOut
@@ -195,6 +195,8 @@ class Job:
             key=key,
             history_sha256=sha256(self.history_file),
             score=Score(name=plan.train.metric),
+            unit=Unit(name=self.assembly.task.unit, per_sample=self.assembly.task.units_per_sample),
+            directions=dict(self.assembly.task.directions),
             summary=summarise(runs),
             runs=tuple(runs),
         )
@@ -220,12 +222,13 @@ class Job:
                     speed = samples / (row.train_seconds - (ends[-1] if ends else 0.0))
                     ends.append(row.train_seconds)
                     assert row.test_loss is not None
-                    figures = training.task.findings(row.test_loss, speed)
+                    task = training.task
                     text = (
                         f"{label}: epoch {row.epoch:.0f}/{training.train.epochs}, loss {row.train_loss:.4f}, "
-                        f"test accuracy {row.test_accuracy:.2%}, {speed:,.0f} samples/s"
+                        f"test {Score(name=training.train.metric).in_words} {row.test_accuracy:.2%}, "
+                        f"{speed * task.units_per_sample:,.0f} {task.unit}/s"
                     )
-                    for name, value in figures.items():
+                    for name, value in task.findings(row.test_loss).items():
                         text += f", {name.replace('_', ' ')} {value:,.{0 if value >= 1000 else 2}f}"
                     if self.world.is_main:
                         bar.write(text)
@@ -268,7 +271,7 @@ class Job:
             model_sha256=checkpoints.state_sha256(training.model_state.read()),
             findings=self.world.broadcast(
                 {name: value for technique in training.techniques for name, value in technique.findings().items()}
-                | training.task.findings(score.loss, window.samples_per_second)
+                | training.task.findings(score.loss)
             ),
         )
 

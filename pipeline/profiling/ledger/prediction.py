@@ -15,7 +15,6 @@ from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import plan as plan_of
 from pipeline.profiling.ledger.estimate import RESERVE_FRACTION, Estimate, PredictionError
-from pipeline.tasks.language_model import LanguageModel
 
 COLUMNS = {
     "peak": "peak_bytes",
@@ -96,10 +95,8 @@ def show(
         )
     on = "cuda" if train.device != "cpu" and machine.gpus else "cpu"
     where = "of each GPU" if on == "cuda" else "of each process, above what it takes with its imports"
-    samples = (
-        f"{train.batch_size} samples of {task.length} tokens" if isinstance(task, LanguageModel) else train.batch_size
-    )
-    print(f"\nPredicted for a global batch of {samples}: the peak of a step's memory {where}.")
+    of = "" if task.unit == "samples" else f" samples of {task.units_per_sample} {task.unit}"
+    print(f"\nPredicted for a global batch of {train.batch_size}{of}: the peak of a step's memory {where}.")
     if memory is not None:
         print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for what no prediction sees.")
     for note in [*notes, *reasons]:

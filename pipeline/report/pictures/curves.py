@@ -60,8 +60,8 @@ def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
     padding = max(0.06 * (high - low), 0.002)
     y_scale = Scale(low - padding, high + padding)
     return _chart(
-        "Test accuracy over training time", "; ".join(["training seconds, without evaluation", *disturbed]), runs,
-        y_scale,
+        f"{formats.heading(sentences.score(comparison))} over training time",
+        "; ".join(["training seconds, without evaluation", *disturbed]), runs, y_scale,
         f"Line chart, one thin line a seed and a thick one of the mean accuracy at the median time. {ends}.",
         lambda value, decimals: f"{100 * value:.{max(0, decimals - 2)}f}%",
         Tick(down(y_scale, target), f"target {sentences.target(comparison)}"),

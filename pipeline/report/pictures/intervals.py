@@ -84,7 +84,9 @@ def forests(comparison: Comparison) -> list[Forest]:
     ]
     accuracies: list[_Row] = [(each.variant, [_of_accuracy(each.accuracy)], "") for each in others if each.accuracy]
     if accuracies:
-        made.append(_forest("Test accuracy", accuracies, 100 * margins.accuracy, ratios=False))
+        made.append(
+            _forest(formats.heading(sentences.score(comparison)), accuracies, 100 * margins.accuracy, ratios=False)
+        )
     return made
 
 

@@ -43,7 +43,7 @@ def strips(comparison: Comparison) -> list[Strips]:
     """Throughput and peak memory of every sample of every arm in the order of the rounds."""
     arms = comparison.bench.arms
     return [
-        _strips("Throughput of every sample", arms, "samples_per_second", lambda v: formats.number(v, "samples/s")),
+        _strips("Throughput of every sample", arms, "samples_per_second", lambda v: formats.speed(v, comparison.unit)),
         _strips("Peak memory of every sample", arms, "peak_memory_bytes", formats.size),
     ]
 
