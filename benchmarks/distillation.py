@@ -1,0 +1,144 @@
+"""What a teacher adds to a student's accuracy, at equal epochs and at equal time, over many seeds.
+
+    python -m benchmarks.distillation [--seeds 24]
+
+The job is scikit-learn's digits. Each seed trains the teacher, then each student alone, taught, and alone for as many
+epochs as take the time of the taught one's. A step of both is timed before, in pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.interpreter import let_threads_sleep
+
+let_threads_sleep()  # as `python -m pipeline` does
+
+import torch
+from scipy.special import stdtrit
+
+from benchmarks import machines
+from benchmarks.pairs import ratio
+from pipeline import environment, params
+from pipeline.data import packing, sources
+from pipeline.plans import Plan, plan
+from pipeline.training.assembly import assembled
+from pipeline.training.loop import Training
+
+EPOCHS, PAIRS, TIMED_STEPS = 10, 6, 20
+TRAIN = {"batch_size": 64, "learning_rate": 0.05, "model": "resnet9", "model_options": {"base_width": 16}}
+STUDENTS: dict[str, dict[str, Any]] = {
+    "small_cnn": {"model": "small_cnn"},
+    "resnet9 with base_width 2": {"model": "resnet9", "model_options": {"base_width": 2}},
+}
+TAUGHT = {"distillation": {"teacher": "weights.pt", "temperature": 4, "alpha": 0.5}}
+
+
+class Job:
+    """The digits, prepared in ``folder``; ``variant`` trains on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prepared = folder / "prepared"
+        config = params.parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
+        sources.fetch(config.fetch, folder / "raw")
+        packing.prepare(config, folder / "raw", self.prepared)
+
+    def accuracy(
+        self, variant: dict[str, Any], seed: int, epochs: int, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Train with one seed, with a teacher that has the ``weights``; return test accuracy and trained weights."""
+        with assembled(self._plan(variant, epochs), self.prepared) as assembly, assembly.training(seed) as training:
+            _teach(training, weights)
+            for _ in training.run():
+                pass
+            assert training.score is not None
+            return training.score.accuracy, {key: each.clone() for key, each in training.model_state.read().items()}
+
+    def step_ratio(self, student: dict[str, Any]) -> dict[str, Any]:
+        """A step's seconds with the teacher over those without."""
+        with (
+            assembled(self._plan(student | TAUGHT, 10**6), self.prepared) as both,
+            assembled(self._plan(student, 10**6), self.prepared) as one,
+            both.training(0) as taught,
+            one.training(0) as alone,
+        ):
+            return ratio(lambda: _seconds(taught), lambda: _seconds(alone), PAIRS, warm_up=True)
+
+    def _plan(self, variant: dict[str, Any], epochs: int) -> Plan:
+        values = {"train": TRAIN | {"epochs": epochs, "device": "cpu"}, "compare": {"baseline": "tried"}}
+        return plan(params.parse(values | {"variants": {"tried": variant}}), "tried", environment.machine())
+
+
+def _teach(training: Training, weights: Mapping[str, torch.Tensor] | None) -> None:
+    for technique in training.techniques if weights else ():
+        technique.learn_from(weights or {})
+
+
+def _seconds(training: Training) -> float:
+    started = time.perf_counter()
+    training.advance(TIMED_STEPS)
+    return time.perf_counter() - started
+
+
+def gains(seeds: int) -> dict[str, Any]:
+    """For each student the test accuracies of all seeds, and what the teacher adds, in points."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder))
+        steps = {name: job.step_ratio(student) for name, student in STUDENTS.items()}
+        epochs = {name: round(EPOCHS * each["median_ratio"]) for name, each in steps.items()}
+        teachers: list[float] = []
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in STUDENTS}
+        for seed in range(seeds):
+            score, weights = job.accuracy({}, seed, EPOCHS)
+            teachers.append(score)
+            for name, student in STUDENTS.items():
+                scores = {
+                    "alone": job.accuracy(student, seed, EPOCHS)[0],
+                    "taught": job.accuracy(student | TAUGHT, seed, EPOCHS, weights)[0],
+                    "alone_for_longer": job.accuracy(student, seed, epochs[name])[0],
+                }
+                for way, accuracy in scores.items():
+                    found[name].setdefault(way, []).append(accuracy)
+                print(seed, name, scores, flush=True)
+    students = {
+        name: {
+            "step_seconds_ratio": steps[name],
+            "epochs_at_equal_time": epochs[name],
+            "test_accuracies": ways,
+            "gain_points": _gain(ways["taught"], ways["alone"]),
+            "gain_points_at_equal_time": _gain(ways["taught"], ways["alone_for_longer"]),
+        }
+        for name, ways in found.items()
+    }
+    return {"train": TRAIN, "epochs": EPOCHS, **TAUGHT, "teacher_test_accuracies": teachers, "students": students}
+
+
+def _gain(taught: list[float], alone: list[float]) -> dict[str, float]:
+    """The mean of the differences by seed, and its 95% t interval, in points."""
+    differences = [100 * (a - b) for a, b in zip(taught, alone, strict=True)]
+    mean, count = statistics.mean(differences), len(differences)
+    half = float(stdtrit(count - 1, 0.975)) * statistics.stdev(differences) / math.sqrt(count)
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description="What a teacher adds.")
+    parser.add_argument("--seeds", type=int, default=24, metavar="N", help="seeds 0 to N - 1, at least 2")
+    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="for the figures")
+    arguments = parser.parse_args()
+    figure = gains(arguments.seeds)
+    for name, each in figure["students"].items():
+        for key in ("gain_points", "gain_points_at_equal_time"):
+            print(f"{name:28} {key:28} {each[key]['mean']:+.2f} ({each[key]['low']:.2f} to {each[key]['high']:.2f})")
+    machines.keep(arguments.figures, "distillation-", "benchmarks", "distillation", figure)
+
+
+if __name__ == "__main__":
+    main()
