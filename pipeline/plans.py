@@ -198,6 +198,7 @@ def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
         "variants": {
             name: frozenset(each for technique in catalogue.asked(variant) for each in technique.relies_on)
             | set(map(outside.package_of, variant.extra))
+            | ({"transformers"} & {config.train_of(name).model})
             for name, variant in config.variants.items()
         },
         "forms": {form: frozenset(_FORMS_RELY_ON.get(form, ())) for form in config.infer.forms},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline import results, tasks
+from pipeline import plans, results, tasks
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset, Split, Statistics, read
 from pipeline.distributed import World
+from pipeline.environment import code
+from pipeline.errors import PipelineError
 from pipeline.models import ModelError
 from pipeline.params import Augment, Config, Machine, Train, parse
 from pipeline.plans import plan
@@ -187,6 +191,89 @@ def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats:
     assert kept[1].activations_bytes < kept[0].activations_bytes
     foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
     assert foreseen.peak_bytes == pytest.approx(kept[1].tensors_bytes, rel=0.05)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},
+    "bert": {"num_hidden_layers": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the tests' language model one of ``transformers``."""
+
+    def use(family: str, **changes: Any) -> None:
+        own = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": LENGTH}
+        values = {"model_type": family, **own, **FAMILIES.get(family, {}), **changes}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        options = {"config": str(tmp_path / "config.json")}
+        model = TRAIN["language_model"] | {"model": "transformers", "model_options": options}
+        monkeypatch.setitem(TRAIN, "language_model", model)
+
+    return use
+
+
+@pytest.mark.slow
+def test_a_configuration_of_transformers_is_a_model_as_any_other(configured: Callable[..., None]) -> None:
+    configured("llama")
+    losses, kept = [], []
+    for applied in ({}, {"activation_checkpointing": True}, {"loss_chunks": 4}):
+        training = training_of("language_model", **applied)
+        rows = [row for row in training.run() if row]
+        assert rows[-1].train_loss < 0.8 * rows[0].train_loss
+        losses.append(rows[-1].train_loss)
+        measured = ledger.measured(training, 10**9)
+        assert measured is not None
+        kept.append(measured.activations_bytes)
+        foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
+        assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
+    assert max(kept[1:]) < kept[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_sees_one_that_follows(configured: Callable[..., None], family: str) -> None:
+    configured(family)
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    tokens[1, -1] = 5
+    with torch.no_grad():
+        one, other = training_of("language_model").model(tokens)
+    torch.testing.assert_close(one[:-1], other[:-1])
+    assert not torch.equal(one[-1], other[-1])
+
+
+@pytest.mark.slow
+def test_what_transformers_cannot_make_of_a_configuration_is_said(
+    configured: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for family, changes, message in (
+        ("nonesuch", {}, r"config\.json', which transformers cannot make a causal language model of: .*nonesuch"),
+        ("t5", {}, "which transformers cannot make a causal language model of"),
+        ("llama", {"max_position_embeddings": 8}, "positions for 8 tokens, but prepare.window is 12"),
+    ):
+        configured(family, **changes)
+        with pytest.raises(PipelineError, match=message):
+            training_of("language_model")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(PipelineError, match="No such file"):
+        training_of("language_model")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(PipelineError, match=r"transformers is not installed \(pip install '\.\[text\]'\)"):
+        training_of("language_model")
+
+
+def test_a_change_of_the_configuration_trains_again(configured: Callable[..., None]) -> None:
+    found = []
+    for layers in (1, 2):
+        configured("llama", num_hidden_layers=layers)
+        train = settings_of("language_model")
+        found.append(code.of_variant(make_plan(train=train)))
+    assert set(found[0]) == set(found[1]) == {train.model_options["config"]}
+    assert found[0] != found[1]
+    config = parse({"train": train.model_dump(), "variants": {"baseline": {}, "other": {"model": "gpt"}}})
+    assert plans.relied_on(config)["variants"] == {"baseline": {"transformers"}, "other": set()}
 
 
 def _trained(joined: World, name: str) -> tuple[dict[str, torch.Tensor], Score | None]:

@@ -47,9 +47,18 @@ def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
 
 
 def of_variant(plan: Plan) -> dict[str, str]:
-    """Return file -> digest of the variant's further code: its techniques, and the user's own modules and imports."""
+    """Return file -> digest of the variant's further code: its techniques, the user's own modules and imports, and the
+    configurations of models of ``transformers``."""
     own = (each.hooks.partition(".")[0] for each in asked(plan.applied))
-    return _digests({*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)})
+    modules = {*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)}
+    return _digests(modules) | {name: _short(Path(name).read_bytes()) for name in sorted(_configurations(plan))}
+
+
+def _configurations(plan: Plan) -> Iterator[str]:
+    for each in (plan.train, plan.applied.distillation):
+        name = str(each.model_options.get("config")) if each and each.model == "transformers" else ""
+        if Path(name).is_file():  # building the model says what is missing
+            yield name
 
 
 def _of_the_user(plan: Plan) -> set[str]:

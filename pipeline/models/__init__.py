@@ -15,6 +15,8 @@ from torch import nn
 
 from pipeline import factories
 from pipeline.errors import PipelineError
+from pipeline.models import from_config
+from pipeline.models.from_config import FromConfig
 from pipeline.models.gpt import GPT
 from pipeline.params import unknown_model
 
@@ -70,6 +72,8 @@ def load(name: str) -> None:
     """
     if ":" in name:
         _factory(name)
+    elif name == "transformers":
+        from_config.load()
     elif name not in _OWN:
         from torchvision import models
 
@@ -155,7 +159,13 @@ class _Scale(nn.Module):
         return logits * self.factor
 
 
-_OWN: dict[str, Callable[..., nn.Module]] = {"small_cnn": small_cnn, "resnet9": resnet9, "mlp": mlp, "gpt": GPT}
+_OWN: dict[str, Callable[..., nn.Module]] = {
+    "small_cnn": small_cnn,
+    "resnet9": resnet9,
+    "mlp": mlp,
+    "gpt": GPT,
+    "transformers": FromConfig,
+}
 
 
 def torchvision_model(

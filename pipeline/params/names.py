@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.params.catalogue import Variant
 from pipeline.params.sections import Train
 
-OWN_MODELS = ("small_cnn", "resnet9", "mlp", "gpt")
+OWN_MODELS = ("small_cnn", "resnet9", "mlp", "gpt", "transformers")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 

@@ -145,7 +145,7 @@ class Train(Section):
     model: str = Field(
         "small_cnn",
         description="small_cnn, resnet9, a torchvision classification model's name (images), mlp (rows of a table), "
-        "gpt (tokens), or module:factory of your own.",
+        "gpt or transformers (tokens), or module:factory of your own.",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
     loss: str = Field(

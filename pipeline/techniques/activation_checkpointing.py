@@ -124,14 +124,14 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
         first, again = contexts()
         return first, _one_in_the_other(_statistics_held(norms), again)
 
-    def recomputed(*inputs: Any) -> Any:
+    def recomputed(*inputs: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
-            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held)
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held, **named)
         # Recomputation in compiled code repeats no side effects, such as BatchNorm's count, so the statistics need not
         # be held; and the compiler takes no contexts but those of selective checkpointing.
         if contexts is noop_context_fn:
-            return checkpoint(forward, *inputs, use_reentrant=False)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
+            return checkpoint(forward, *inputs, use_reentrant=False, **named)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
     return recomputed
 

@@ -1,0 +1,53 @@
+"""Causal language models of the library ``transformers``, with random weights, from a configuration on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import PipelineError, first_line
+
+
+class FromConfig(nn.Module):
+    """Tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
+
+    ``config`` is the path of a model's config.json; its vocabulary is replaced by the data's. Nothing is downloaded,
+    and no code but the library's runs. Raises PipelineError if the library is missing or refuses the configuration.
+    """
+
+    def __init__(self, *, vocabulary: int, length: int, config: str = "") -> None:
+        super().__init__()
+        where = f"train.model_options.config: found {config!r}"
+        load()
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            values = json.loads(Path(config).read_text(encoding="utf-8"))
+            # No token has a part of its own (what pads would not be trained), and encoders see no token that follows.
+            special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+            found = AutoConfig.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
+            self.net = AutoModelForCausalLM.from_config(found, dtype=torch.float32).train()
+        except Exception as error:
+            raise PipelineError(
+                f"{where}, which transformers cannot make a causal language model of: {first_line(error)}"
+            ) from error
+        longest = getattr(found, "max_position_embeddings", length)
+        if longest < length:
+            raise PipelineError(f"{where}, with positions for {longest} tokens, but prepare.window is {length}.")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.net(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def load() -> None:
+    """Import the library. Raises PipelineError if it is missing."""
+    try:
+        import transformers.models.auto.modeling_auto  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise PipelineError(
+            f"train.model: found 'transformers', but {error.name} is not installed (pip install '.[text]')."
+        ) from None
