@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import yaml
 
 from pipeline.data.text import END
+from pipeline.errors import ConfigError
 from pipeline.models.gpt import GPT
 from pipeline.params import Machine, asked, load
 from pipeline.plans import plans
@@ -144,6 +147,24 @@ def test_the_model_of_the_docs_has_a_block_for_the_variant_memory() -> None:
     model = made["mlp"](channels=1, height=8, width=8, classes=10, hidden=64)
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     assert len(list(repeated(model))) == 1
+
+
+def test_a_readme_names_the_extras_without_which_its_job_is_refused() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert sum(_extras_of(params, extras) != set() for params in (ROOT / "examples").glob("*/params.yaml")) == 1
+    for params in (ROOT / "examples").glob("*/params.yaml"):
+        said = params.with_name("README.md").read_text(encoding="utf-8")
+        assert {extra for extra in extras if f"'.[{extra}]'" in said} == _extras_of(params, extras), params
+
+
+def _extras_of(params: Path, extras: dict[str, list[str]]) -> set[str]:
+    """The extras that the messages name with which a machine that has none of their packages refuses the job."""
+    nothing = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+    try:
+        plans(load(params), nothing)
+    except ConfigError as error:
+        return {extra for extra in extras if f"'.[{extra}]'" in str(error)}
+    return set()
 
 
 def test_the_language_model_s_variants_differ_by_one_technique_each_and_run_on_a_cpu() -> None:
