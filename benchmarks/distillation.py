@@ -54,8 +54,8 @@ class Job:
         self, variant: dict[str, Any], seed: int, epochs: int, weights: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[float, dict[str, torch.Tensor]]:
         """Train with one seed, with a teacher that has the ``weights``; return test accuracy and trained weights."""
-        with assembled(self._plan(variant, epochs), self.prepared) as assembly, assembly.training(seed) as training:
-            _teach(training, weights)
+        made = self._plan(variant, epochs)
+        with assembled(made, self.prepared) as assembly, assembly.training(seed, teacher=weights) as training:
             for _ in training.run():
                 pass
             assert training.score is not None
@@ -74,11 +74,6 @@ class Job:
     def _plan(self, variant: dict[str, Any], epochs: int) -> Plan:
         values = {"train": TRAIN | {"epochs": epochs, "device": "cpu"}, "compare": {"baseline": "tried"}}
         return plan(params.parse(values | {"variants": {"tried": variant}}), "tried", environment.machine())
-
-
-def _teach(training: Training, weights: Mapping[str, torch.Tensor] | None) -> None:
-    for technique in training.techniques if weights else ():
-        technique.learn_from(weights or {})
 
 
 def _seconds(training: Training) -> float:

@@ -438,6 +438,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
             "tensor": of_data,
             "is_autocast_enabled": lambda *_: is_autocast("cpu"),
             "get_autocast_dtype": lambda *_: autocast_dtype("cpu"),
+            "get_autocast_gpu_dtype": lambda: autocast_dtype("cpu"),
             "compile": lambda model, **_: model,
         },
         torch.cuda: _cuda(gpus),

@@ -161,9 +161,9 @@ def assembly_of(plan: Plan, world: World, dataset: Dataset, placement: Placement
     return Assembly(plan, world, task_of(dataset, plan.train), placement, of_plan(plan))
 
 
-def setup_of(model: nn.Module) -> Setup:
-    """What a technique gets to change ``model`` with, which takes images [b, 1, 8, 8]."""
-    task: Any = SimpleNamespace(zeros=lambda count: torch.zeros(count, 1, 8, 8))
+def setup_of(model: nn.Module, zeros: torch.Tensor | None = None) -> Setup:
+    """What a technique gets to change ``model`` with, which takes images [b, 1, 8, 8] or what is like ``zeros``."""
+    task: Any = SimpleNamespace(zeros=lambda count: torch.zeros(count, 1, 8, 8) if zeros is None else zeros)
     return Setup(model, task, batch)
 
 

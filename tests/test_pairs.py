@@ -52,7 +52,7 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
     job = JOB | {"optimizer": "adamw" if adamw else "sgd", "device": device}
     if "sync_batchnorm" in asked:
         job |= {"model": "tests.nets:normed_net"}
-    if asked.keys() & {"attention", "loss_chunks"}:
+    if asked.keys() & {"attention", "loss_chunks"} or asked.get("precision") == "float8":
         job |= {"model": "tests.nets:attending_net"}
     if "model" in asked:
         asked = asked | {"model": job["model"]}

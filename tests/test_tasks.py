@@ -39,7 +39,7 @@ from tests.pages import blocks
 from tests.ranks import run_ranks
 from tests.workspaces import PREPARED, enter
 
-CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False, installed=frozenset({"torchao"}))
 LENGTH, VOCABULARY, FEATURES = 12, 32, 5
 OWN = next(code for code in blocks(ROOT / "docs" / "your-job.md", "python") if "Autoencoding" in code)
 TRAIN: dict[str, dict[str, Any]] = {
@@ -219,7 +219,7 @@ def test_a_configuration_of_transformers_is_a_model_as_any_other(configured: Cal
     configured("llama")
     losses, kept = [], []
     for applied in ({}, {"activation_checkpointing": True}, {"loss_chunks": 4}):
-        training = training_of("language_model", **applied)
+        training = training_on("language_model", **applied)
         rows = [row for row in training.run() if row]
         assert rows[-1].train_loss < 0.8 * rows[0].train_loss
         losses.append(rows[-1].train_loss)
@@ -239,7 +239,7 @@ def test_no_token_sees_one_that_follows(configured: Callable[..., None], family:
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
     tokens[1, -1] = 5
     with torch.no_grad():
-        one, other = training_of("language_model").model(tokens)
+        one, other = training_on("language_model").model(tokens)
     torch.testing.assert_close(one[:-1], other[:-1])
     assert not torch.equal(one[-1], other[-1])
 
@@ -255,13 +255,13 @@ def test_what_transformers_cannot_make_of_a_configuration_is_said(
     ):
         configured(family, **changes)
         with pytest.raises(PipelineError, match=message):
-            training_of("language_model")
+            training_on("language_model")
     (tmp_path / "config.json").unlink()
     with pytest.raises(PipelineError, match="No such file"):
-        training_of("language_model")
+        training_on("language_model")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(PipelineError, match=r"transformers is not installed \(pip install '\.\[text\]'\)"):
-        training_of("language_model")
+        training_on("language_model")
 
 
 def test_a_change_of_the_configuration_trains_again(configured: Callable[..., None]) -> None:
@@ -328,6 +328,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "my_tasks:Autoencoding": {"fetch": {"dataset": "digits"}, "prepare": {"train_limit": 400, "test_limit": 37}},
 }
 VARIANTS = {"baseline": {}, "stack": {"parallelism": "ddp", "gradient_accumulation": 2, "precision": "bf16"}}
+OF_GPT: dict[str, dict[str, Any]] = {
+    "kernel": {"attention": "math"},
+    "chunks": {"loss_chunks": 4},
+    "fsdp": {"parallelism": "fsdp"},
+    "tensor": {"parallelism": "tensor"},
+    "float8": {"precision": "float8"},
+}
 
 
 @pytest.fixture(params=list(JOBS))
@@ -345,8 +352,9 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
     own = TRAIN.get(name, {"model": "my_tasks:net"})
     train = {"task": name, "device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 16, "without_native": "run"}
+    variants = VARIANTS | (OF_GPT if name == "language_model" else {})
     return enter(
-        tmp_path, monkeypatch, JOBS[name] | {"train": train | own, "publish": {"live": False}, "variants": VARIANTS}
+        tmp_path, monkeypatch, JOBS[name] | {"train": train | own, "publish": {"live": False}, "variants": variants}
     )
 
 
@@ -373,9 +381,11 @@ def test_verify_holds_for_each_task(config: Config, tmp_path: Path) -> None:
     task = tasks.of_job(config.train, read(PREPARED))
     task.check()
     verifier = Verifier(config, CPU_ONLY, PREPARED, task, tmp_path)
-    claims = [claim for name in VARIANTS for claim in verifier.claims(plan(config, name, CPU_ONLY))]
+    claims = [claim for name in config.variants for claim in verifier.claims(plan(config, name, CPU_ONLY))]
     assert all(claim.holds or claim.undecided for claim in claims), claims
     assert sum(bool(claim.holds) for claim in claims) >= 5, claims
+    for name in OF_GPT.keys() & config.variants.keys():
+        assert any(claim.holds for claim in claims if claim.variant == name), (name, claims)
 
 
 def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:

@@ -49,6 +49,7 @@ IMAGE_VARIABLE = "PIPELINE_IMAGE"
 
 _NATIVE_BF16_CAPABILITY = (8, 0)
 _TF32_CAPABILITY = (8, 0)
+_FLOAT8_CAPABILITY = (8, 9)
 
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
 """The return value of ``plans.relied_on``: section -> user -> names."""
@@ -179,6 +180,7 @@ def machine() -> Machine:
         gpu_native_bf16=bool(shown) and min(capabilities) >= _NATIVE_BF16_CAPABILITY,
         cpu_native_bf16=bool(cpus.flags(cpus.facts()) & cpus.NATIVE_BF16_FLAGS),
         gpu_tf32=bool(shown) and min(capabilities) >= _TF32_CAPABILITY,
+        gpu_float8=bool(shown) and min(capabilities) >= _FLOAT8_CAPABILITY,
         trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
         installed=frozenset(name for name in extras if importlib.util.find_spec(name)),
         no_cpu_kernels=software.no_kernels(software.cpu_compiler()),

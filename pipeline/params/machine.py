@@ -17,6 +17,8 @@ class Machine(BaseModel):
     cpu_native_bf16: bool
     gpu_tf32: bool = False
     """Whether every GPU has TF32 (compute capability 8.0)."""
+    gpu_float8: bool = False
+    """Whether every GPU has products of float8 numbers (compute capability 8.9)."""
     trims_memory: bool = True
     """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
     installed: frozenset[str] = frozenset()

@@ -32,7 +32,7 @@ class ChunkedLoss(Technique):
     name = "chunked_loss"
 
     def change_model(self, setup: Setup) -> None:
-        found = _head(setup)
+        found = head(setup)
         if found is None:
             raise ConfigError(
                 f"{self._where}, but what {type(setup.model).__name__} returns is not what an nn.Linear of it has "
@@ -74,7 +74,7 @@ class _Head(nn.Linear):
         return input if self.training else super().forward(input)
 
 
-def _head(setup: Setup) -> nn.Linear | None:
+def head(setup: Setup) -> nn.Linear | None:
     """Return the linear layer whose output is the model's, found by a trial; None if there is none."""
     seen: list[tuple[nn.Linear, Tensor]] = []
     linears = [each for each in setup.model.modules() if type(each) is nn.Linear]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
 from pipeline.plans import Plan
 from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.chunked_loss import head
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The variant's ``precision`` -> the dtype of autocast."""
@@ -55,3 +58,38 @@ class Float16(BFloat16):
 
     def restore(self, state: dict[str, Any]) -> None:
         self.scaler.load_state_dict(state)
+
+
+class Float8(BFloat16):
+    """torchao's float8 training: linear layers multiply factors that are rounded to 8 bits, each tensor by a scale of
+    its own.
+
+    The layer that gives the model's outputs stays as it is, as torchao's documentation advises, and so do layers that
+    its kernels do not take. A device without such kernels multiplies the rounded factors in float32.
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+    """
+
+    name = "float8"
+
+    @classmethod
+    def prepare_process(cls) -> None:
+        import torchao.float8  # noqa: F401
+
+    def change_model(self, setup: Setup) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        model, last = setup.model, head(setup)
+        fitting = [
+            each
+            for each in model.modules()
+            if type(each) is nn.Linear and each is not last and not (each.in_features % 16 or each.out_features % 16)
+        ]
+        if not fitting:
+            raise ConfigError(
+                f"variants.{self.plan.name}.precision: found 'float8', but {type(model).__name__} has no linear layer "
+                "before its last whose sides are multiples of 16; allowed: 'bf16'."
+            )
+        gpu = self.world.device.type == "cuda"
+        native = gpu and torch.cuda.get_device_capability(self.world.device) >= (8, 9)
+        config = Float8LinearConfig(emulate=not native, pad_inner_dim=True)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, _: layer in fitting)

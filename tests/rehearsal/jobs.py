@@ -40,7 +40,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 
 def _unnamed() -> dict[str, dict[str, Any]]:
     """Of each technique for GPUs that no ready-made variant names, the variant that it declares."""
-    able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True)
+    able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True, gpu_float8=True)
     variants = (Variant(**values) for variants in SETS.values() for values in variants.values())
     named = {each.name for variant in variants for each in asked(variant)}
     return {

@@ -82,5 +82,14 @@ def test_each_kernel_of_attention_trains_and_waits_for_nothing(folder: Path, ker
     assert not [line for step in steps for line in step.waits]
 
 
+@pytest.mark.usefixtures("_gpu")
+def test_products_in_float8_train_and_wait_for_nothing(folder: Path) -> None:
+    config = furnished(folder, {"float8": {"precision": "float8"}}, model="tests.nets:attending_net")
+    steps = train(config, "float8", environment.machine())
+    assert result_of(config, "float8").applied["precision"] == "float8"
+    assert len(steps) == STEPS
+    assert not [line for step in steps for line in step.waits]
+
+
 def test_what_waits_says_so() -> None:
     assert all("wait" in entry(name).costs for name in WAITS)

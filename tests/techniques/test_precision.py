@@ -4,8 +4,49 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.techniques.precision import BFloat16, Float16
-from tests.nets import ALONE, batch, conv_net, gradients, make_plan, make_step
+from pipeline.errors import ConfigError
+from pipeline.models.gpt import GPT
+from pipeline.techniques.precision import BFloat16, Float8, Float16
+from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan, make_step, setup_of
+
+
+def test_products_in_float8_leave_parameters_and_the_last_layer_as_they_are() -> None:
+    model, reference = (GPT(vocabulary=32, length=16, width=64, depth=2, heads=2) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    before = dict(model.named_parameters())
+    setup = setup_of(model, torch.zeros(2, 16, dtype=torch.int64))
+    Float8(make_plan(precision="float8"), ALONE).change_model(setup)
+    assert setup.model is model
+    assert dict(model.named_parameters()) == before
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert [type(each).__name__ for each in model.modules() if isinstance(each, torch.nn.Linear)] == (
+        ["Float8Linear"] * 8 + ["Linear"]
+    )
+    tokens = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(0))
+    losses = [F.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()) for each in (model, reference)]
+    for each in losses:
+        each.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.02)
+    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
+        assert 2.0**-9 < (ours - theirs).norm() / theirs.norm() < 2.0**-3, "e4m3 and e5m2 round by 2^-4 and 2^-3"
+
+
+def test_a_product_in_float8_is_that_of_rounded_factors() -> None:
+    layer = torch.nn.Linear(16, 16, bias=False)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(16, 16))
+    technique = Float8(make_plan(precision="float8"), ALONE)
+    technique.change_model(setup_of(model, torch.zeros(2, 16)))
+    rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    factors = [_rounded(each) for each in (rows, layer.weight.detach())]
+    torch.testing.assert_close(model[0](rows), factors[0] @ factors[1].T)
+    with pytest.raises(ConfigError, match=r"precision: found 'float8', but Sequential has no linear layer"):
+        changed(conv_net(), [technique])
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    """To e4m3, with the largest value at e4m3's largest."""
+    scale = torch.finfo(torch.float8_e4m3fn).max / values.abs().max()
+    return (values * scale).to(torch.float8_e4m3fn).float() / scale
 
 
 @pytest.mark.parametrize(("technique", "dtype"), [(BFloat16, torch.bfloat16), (Float16, torch.float16)])

@@ -21,6 +21,7 @@ CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 PLAIN_CPU = CPU.model_copy(update={"cpu_native_bf16": False})
 WITH_8BIT = CPU.model_copy(update={"installed": frozenset({"bitsandbytes"})})
 OLD_GPUS = Machine(gpus=2, gpu_native_bf16=False, cpu_native_bf16=True)
+OLD_WITH_TORCHAO = OLD_GPUS.model_copy(update={"installed": frozenset({"torchao"})})
 GPUS = Machine(gpus=4, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True)
 NO_COMPILER = GPUS.model_copy(update={"no_cpu_kernels": "there is no compiler 'g++'", "no_gpu_kernels": "no triton"})
 ON_CPU = {"device": "cpu"}
@@ -61,6 +62,8 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("precision", A_GPU, GPUS, ON_CPU, precision="tf32"),
         case("precision", "no TF32", OLD_GPUS, precision="tf32"),
         case("precision", "'leave_out' or 'run'", PLAIN_CPU, {"without_native": "refuse"}, precision="bf16"),
+        case("precision", "torchao is not installed (pip install '.[float8]')", precision="float8"),
+        case("precision", "capability below 8.9", OLD_WITH_TORCHAO, {"without_native": "refuse"}, precision="float8"),
         case("sync_batchnorm", A_GPU, parallelism="ddp", sync_batchnorm=True),
         case("release_cache", "no malloc_trim", CPU.model_copy(update={"trims_memory": False}), release_cache=True),
         case("optimizer_state", "pip install '.[low-bit]'", CPU, {"optimizer": "adamw"}, optimizer_state="8bit"),

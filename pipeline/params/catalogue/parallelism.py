@@ -68,7 +68,9 @@ PARALLELISM: tuple[Entry, ...] = (
         hooks="data_parallel.DataParallel",
         needs_measuring=True,
         excludes={
-            "bf16": "its threads do not take over autocast's type, and would compute in float16",
+            **dict.fromkeys(
+                ("bf16", "float8"), "its threads do not take over autocast's type, and would compute in float16"
+            ),
             "activation_checkpointing": _ONE_FORWARD,
             "selective_checkpointing": _ONE_FORWARD,
             "checkpointing_budget": _ONE_FORWARD,

@@ -17,13 +17,24 @@ def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
     return needs_gpu(machine, on_gpu)
 
 
+def _without_float8(machine: Machine, on_gpu: bool) -> str | None:
+    if on_gpu and machine.gpu_float8:
+        return None
+    here = "this GPU has no float8 products (compute capability below 8.9)" if on_gpu else "this is no GPU"
+    return f"{here}, and would compute them in float32"
+
+
+def _why_no_torchao(machine: Machine, _: bool) -> str | None:
+    return None if "torchao" in machine.installed else "torchao is not installed (pip install '.[float8]')"
+
+
 class PrecisionSettings(Section):
     """A variant's settings of precision."""
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "float8"] = Field(
         "fp32",
         description="tf32: float32 products on Tensor Cores (GPU only). Automatic mixed precision: bf16, or fp16 with "
-        "a gradient scaler (GPU only).",
+        "a gradient scaler (GPU only). float8: bf16 with the products of linear layers in 8 bits.",
     )
 
 
@@ -69,5 +80,30 @@ PRECISION: tuple[Entry, ...] = (
         layer="forward",
         hooks="precision.Float16",
         why_not=needs_gpu,
+    ),
+    Entry(
+        name="float8",
+        setting="precision: float8",
+        searched_for=("FP8", "e4m3", "e5m2", "torchao.float8", "Float8Linear", "Transformer Engine"),
+        does="Linear layers, but the last, multiply in float8, each tensor by a scale of its own, in the forward pass "
+        "(e4m3) and in the backward pass (gradients: e5m2); all else is as with bf16, and parameters stay float32",
+        pays="on GPUs from compute capability 8.9, compiled, for transformers whose linear layers are wide "
+        "(4,096 and more)",
+        costs="4 bits of mantissa in the factors, 3 in gradients; a pass over each factor for its scale, which compile "
+        "fuses. Layers whose sides are no multiples of 16 stay in bf16",
+        source="Micikevicius et al., FP8 Formats for Deep Learning, 2022; torchao documentation: torchao.float8",
+        changes="rounding",
+        roundoff=2.0**-3,
+        needs_measuring=True,
+        layer="model",
+        hooks="precision.Float8",
+        why_not=_why_no_torchao,
+        emulated=_without_float8,
+        relies_on=("torchao",),
+        excludes={
+            "tensor": "layers are cut before they multiply, and each part would have a scale of its own",
+            "pipeline": "the stages' trial does not record layers that scale their factors",
+            "parameter_precision": "the factors would be rounded twice",
+        },
     ),
 )

@@ -52,7 +52,7 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
 def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
     if not on_gpu or variant.attention not in ("flash", "cudnn"):
         return None
-    if variant.precision in ("bf16", "fp16") or variant.parameter_precision == "bf16":
+    if variant.precision in ("bf16", "fp16", "float8") or variant.parameter_precision == "bf16":
         return None
     return "on GPUs this kernel computes in 16 bits alone; set precision to bf16 or fp16"
 

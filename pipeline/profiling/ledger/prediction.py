@@ -56,7 +56,7 @@ def show(
     if device == "cuda" and not machine.gpus:
         processes = [variant.processes for variant in config.variants.values() if isinstance(variant.processes, int)]
         machine = machine.model_copy(
-            update={"gpus": max(processes, default=1), "gpu_native_bf16": True, "gpu_tf32": True}
+            update={"gpus": max(processes, default=1), "gpu_native_bf16": True, "gpu_tf32": True, "gpu_float8": True}
         )
     placement: Placement | None = None
     if memory_bytes is not None and train.placement == "auto":
