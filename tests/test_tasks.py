@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import re
+import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +35,11 @@ from pipeline.profiling import flops, ledger
 from pipeline.tasks import Task, TaskError
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
+from pipeline.training.checkpoints import state_sha256
 from pipeline.training.evaluation import Score, evaluate
 from pipeline.training.loop import Training
+from tests.chaos import Kill, watch
+from tests.commands import Command
 from tests.conftest import ROOT
 from tests.nets import ALONE, batches_of, make_plan, stopped, task_of, training_of
 from tests.pages import blocks
@@ -90,34 +97,52 @@ both = pytest.mark.parametrize("name", TRAIN)
     shape=st.lists(st.integers(1, 4), max_size=3),
     dtype=st.sampled_from([torch.uint8, torch.uint16, torch.int32, torch.float32]),
     world_size=st.sampled_from([1, 2, 3]),
+    micro_batches=st.integers(1, 3),
+    micro_batch_size=st.integers(1, 4),
+    left_over=st.integers(0, 20),
+    steps=st.integers(1, 5),
+    start=st.integers(0, 4),
     placement=st.sampled_from(["resident", "streamed", "dataloader"]),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=15, deadline=None)
 def test_any_arrays_make_the_same_global_batches_for_any_world(
-    shape: list[int], dtype: torch.dtype, world_size: int, placement: Any, seed: int
+    shape: list[int],
+    dtype: torch.dtype,
+    world_size: int,
+    micro_batches: int,
+    micro_batch_size: int,
+    left_over: int,
+    steps: int,
+    start: int,
+    placement: Any,
+    seed: int,
 ) -> None:
-    rows = (torch.arange(50 * math.prod(shape)) % 251).reshape(50, *shape).to(dtype)
-    split = Split({"inputs": rows, "targets": torch.arange(50)})
+    batch_size, start = world_size * micro_batches * micro_batch_size, min(start, steps - 1)
+    count = steps * batch_size + left_over % batch_size
+    rows = (torch.arange(count * math.prod(shape)) % 251).reshape(count, *shape).to(dtype)
+    split = Split({"inputs": rows, "targets": torch.arange(count)})
     dataset = Dataset("any", "0" * 64, (), None, {}, split, split)
     made = [
         TrainBatches(
-            _Plain(Train(), dataset), batch_size=12, micro_batches=2, rank=rank, world_size=world_size, seed=seed,
-            augment=Augment(), placement=placement,
+            _Plain(Train(), dataset), batch_size=batch_size, micro_batches=micro_batches, rank=rank,
+            world_size=world_size, seed=seed, augment=Augment(), placement=placement,
         )
         for rank in range(world_size)
     ]  # fmt: skip
-    found = [list(each.epoch(3)) for each in made]
+    found = [list(each.epoch(3, start)) for each in made]
     for each in made:
         each.close()
-    for step in range(0, 2 * (50 // 12), 2):
-        numbers = [micro[1] for rank in found for micro in rank[step : step + 2]]
-        for inputs, targets in (micro for rank in found for micro in rank[step : step + 2]):
+    assert {len(rank) for rank in found} == {(steps - start) * micro_batches}
+    order = np.random.SeedSequence((seed, 3)).generate_state(1, np.uint64)
+    expected = torch.randperm(count, generator=torch.Generator().manual_seed(int(order[0])))
+    for step in range(start, steps):
+        first = (step - start) * micro_batches
+        micros = [micro for rank in found for micro in rank[first : first + micro_batches]]
+        for inputs, targets in micros:
             assert inputs.dtype == dtype
             assert torch.equal(inputs.long(), rows.long()[targets])
-        order = np.random.SeedSequence((seed, 3)).generate_state(1, np.uint64)
-        expected = torch.randperm(50, generator=torch.Generator().manual_seed(int(order[0])))
-        assert torch.equal(torch.cat(numbers), expected[6 * step : 6 * step + 12])
+        assert torch.equal(torch.cat([micro[1] for micro in micros]), expected[step * batch_size :][:batch_size])
 
 
 class _Plain(Task):
@@ -169,7 +194,10 @@ def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
     training = training_on(name)
     rows = [row for row in training.run() if row]
     assert rows[-1].train_loss < 0.8 * rows[0].train_loss
+    measured = ledger.measured(training, 10**9)
+    assert measured is not None
     found = ledger.predicted(training.plan, task_of(DATA[name], training.train))
+    assert found.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
     assert found.activations_bytes > 0
     counted = flops.counted(training.plan, task_of(DATA[name], training.train), "Some CPU")
     assert counted.model_per_sample == counted.executed_per_sample > 0
@@ -322,6 +350,27 @@ def test_a_resumed_training_ends_with_the_same_bits(name: str) -> None:
     assert resumed.score == whole.score
 
 
+def _resumed_and_whole(joined: World, parallelism: str) -> list[tuple[str, Score | None]]:
+    def made() -> Training:
+        return training_of("language_model", joined, parallelism=parallelism)
+
+    whole, resumed = made(), made()
+    resumed.restore(stopped(made(), after=15))
+    for each in (whole, resumed):
+        for _ in each.run():
+            pass
+    return [(state_sha256(each.model_state.read()), each.score) for each in (whole, resumed)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["ddp", "zero1", "fsdp", "tensor"])
+def test_tied_weights_are_resumed_to_the_bit_by_ranks_together(parallelism: str) -> None:
+    model = training_of("language_model").model
+    assert model[0].weight is model[-1].weight  # type: ignore[index]
+    for whole, resumed in run_ranks(_resumed_and_whole, parallelism):
+        assert whole == resumed
+
+
 JOBS: dict[str, dict[str, Any]] = {
     "language_model": {"fetch": {"dataset": "text_folder", "text_folder": "texts"}, "prepare": {"window": 16}},
     "regression": {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}},
@@ -351,7 +400,10 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
     own = TRAIN.get(name, {"model": "my_tasks:net"})
-    train = {"task": name, "device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 16, "without_native": "run"}
+    train = {
+        "task": name, "device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 16, "without_native": "run",
+        "checkpoint_every_steps": 2,
+    }  # fmt: skip
     variants = VARIANTS | (OF_GPT if name == "language_model" else {})
     return enter(
         tmp_path, monkeypatch, JOBS[name] | {"train": train | own, "publish": {"live": False}, "variants": variants}
@@ -374,6 +426,26 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
         "score": r"test score .* samples/s\n",
     }
     assert re.search(expected[config.train.metric], said)
+
+
+@pytest.mark.slow
+def test_a_killed_job_of_each_task_goes_on_to_the_same_weights(config: Config) -> None:
+    def trained(kill: Kill | None = None) -> int | None:
+        first = functools.partial(watch, kill) if kill else None
+        command = Command("train", "baseline", variables=dict(os.environ), first=first)
+        command.communicate(300)
+        return command.returncode
+
+    at_the_third_checkpoint = Kill("launcher", "pipeline.training.checkpoints.keep", 3, "0", 0.0)
+    assert trained(at_the_third_checkpoint) == -signal.SIGKILL
+    assert trained() == 0
+    (resumed,) = results.read(results.result_file("baseline"), config).runs
+    for folder in ("results", "models", "checkpoints"):
+        shutil.rmtree(folder, ignore_errors=True)
+    assert trained() == 0
+    (whole,) = results.read(results.result_file("baseline"), config).runs
+    assert (resumed.resumes, whole.resumes) == (1, 0)
+    assert (resumed.model_sha256, resumed.test_correct) == (whole.model_sha256, whole.test_correct)
 
 
 @pytest.mark.slow

@@ -75,9 +75,14 @@ def job_of(variant: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def furnished(folder: Path, variants: dict[str, Any] | None = None, **train: Any) -> Config:
-    """Make ``folder`` the checkout for which the stages that train are due; to be called there, as if on GPUs."""
-    params = PARAMS | {"train": PARAMS["train"] | train}
+def furnished(
+    folder: Path, variants: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    """Make ``folder`` the checkout for which the stages that train are due; to be called there, as if on GPUs.
+
+    ``data``: the sections of another data set than the digits.
+    """
+    params = PARAMS | (data or {}) | {"train": PARAMS["train"] | train}
     if variants:
         params |= {"variants": variants, "compare": {"baseline": next(iter(variants))}}
     (folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,31 @@ def test_products_in_float8_train_and_wait_for_nothing(folder: Path) -> None:
     steps = train(config, "float8", environment.machine())
     assert result_of(config, "float8").applied["precision"] == "float8"
     assert len(steps) == STEPS
+    assert not [line for step in steps for line in step.waits]
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"precision": "bf16", "attention": "flash", "loss_chunks": 4, "activation_checkpointing": "selective"},
+        {"precision": "float8"},
+    ],
+    ids=["baseline", "stack", "float8"],
+)
+def test_a_language_model_trains_and_waits_for_nothing(folder: Path, variant: dict[str, Any]) -> None:
+    (folder / "texts").mkdir(exist_ok=True)
+    for index in range(8):
+        (folder / "texts" / f"{index}.txt").write_text("".join(f"{each} hills " for each in range(index, 150 + index)))
+    data = {"fetch": {"dataset": "text_folder", "text_folder": "texts"}, "prepare": {"window": 16}}
+    options = {"width": 32, "depth": 2, "heads": 2}
+    job = {"task": "language_model", "model": "gpt", "model_options": options, "optimizer": "adamw"}
+    config = furnished(folder, {"gpt": variant}, data, **job, learning_rate=0.01, epochs=1)
+    steps = train(config, "gpt", environment.machine())
+    (run,) = result_of(config, "gpt").runs
+    assert run.train_loss < 4.5, "of the 257 tokens, chance is at 5.5"
+    assert len(steps) == run.steps > 8
     assert not [line for step in steps for line in step.waits]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World
@@ -128,6 +130,28 @@ def _peaks(joined: World, dataset: Dataset) -> dict[str, int]:
         state = measured("checkpoint", lambda: joined.wholes_on_main(training.state()))
         measured("restoring", lambda: training.restore(joined.announced(state)))
     return added
+
+
+def _gathered(joined: World, dataset: Dataset) -> tuple[int, int]:
+    """Bytes of the most parameters that are whole at once while a layer runs in an evaluation, and of all."""
+    training = make_training(dataset, joined, wide_net, **FSDP)
+    most, layers = 0, set[nn.Module]()
+
+    def note(module: nn.Module, *_: Any) -> None:
+        nonlocal most
+        layers.update({module} if isinstance(module, nn.Linear) else {})
+        held = [each for layer in layers for each in layer.parameters()]
+        most = max(most, sum(each.nbytes for each in held if not isinstance(each, DTensor)))
+
+    hook = register_module_forward_hook(note)
+    training.evaluate()
+    hook.remove()
+    return most, sum(each.nbytes for each in training.model.parameters())
+
+
+def test_an_evaluation_gathers_a_block_at_a_time(digits: Dataset) -> None:
+    for most, whole in run_ranks(_gathered, digits):
+        assert 0 < most < whole / 4
 
 
 @pytest.mark.gpu
