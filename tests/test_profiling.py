@@ -284,7 +284,7 @@ class _SlowBatches:
 
 
 def profiled(dataset: Dataset, file: Path, joined: World, wait: float = 0.0, **applied: Any) -> Trace:
-    training = make_training(dataset, joined, train=TRAIN, model=conv_net(norm=True), **applied)
+    training = make_training(dataset, joined, train=TRAIN, model=conv_net(norm=True), steady=True, **applied)
     training.batches = _SlowBatches(training.batches, wait)  # type: ignore[assignment]
     found, plain, under = steps.window(training, 5, file)
     assert min(plain, under) > 0

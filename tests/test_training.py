@@ -37,6 +37,7 @@ def make_training(
     seed: int = 0,
     model: nn.Module | None = None,
     train: Train = TRAIN,
+    steady: bool = False,
     **applied: Any,
 ) -> Training:
     """A run of ``conv_net`` over the digits: 44 steps an epoch."""
@@ -47,9 +48,8 @@ def make_training(
         **{"parallelism": "ddp" if joined.size > 1 else "none"} | applied,
     )
     batches = batches_of(dataset, plan, joined, seed)
-    return training_of(
-        plan, model or conv_net(seed=seed), task_of(dataset, plan.train, joined.device), batches, joined, seed
-    )
+    task = task_of(dataset, plan.train, joined.device)
+    return training_of(plan, model or conv_net(seed=seed), task, batches, joined, seed, steady=steady)
 
 
 def rows_of(steps: Iterator[HistoryRow | None]) -> list[HistoryRow]:

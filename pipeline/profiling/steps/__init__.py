@@ -99,8 +99,7 @@ def _marked(items: Iterator[T]) -> Iterator[T]:
 def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
     """Profile ``steps`` steps of one epoch after the training's warm-up, into ``file``, a Chrome trace.
 
-    The training must not have begun. A technique that would begin later in the training begins at once
-    (``begin_after``).
+    The training must not have begun, and be composed as ``steady``.
 
     Returns the trace, and this rank's median step time in seconds without and under the profiler. All ranks call it
     together.
