@@ -352,7 +352,7 @@ def test_a_resumed_training_ends_with_the_same_bits(name: str) -> None:
 
 def _resumed_and_whole(joined: World, parallelism: str) -> list[tuple[str, Score | None]]:
     def made() -> Training:
-        return training_of("language_model", joined, parallelism=parallelism)
+        return training_on("language_model", joined, parallelism=parallelism)
 
     whole, resumed = made(), made()
     resumed.restore(stopped(made(), after=15))
@@ -365,7 +365,7 @@ def _resumed_and_whole(joined: World, parallelism: str) -> list[tuple[str, Score
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["ddp", "zero1", "fsdp", "tensor"])
 def test_tied_weights_are_resumed_to_the_bit_by_ranks_together(parallelism: str) -> None:
-    model = training_of("language_model").model
+    model = training_on("language_model").model
     assert model[0].weight is model[-1].weight  # type: ignore[index]
     for whole, resumed in run_ranks(_resumed_and_whole, parallelism):
         assert whole == resumed
