@@ -24,11 +24,19 @@ from pipeline.training.assembly import assembled
 
 WARM_STEPS, MEASURED_STEPS = 2, 2
 SAMPLES = 1024
+Shape = tuple[int, ...]
 GRAY, COLOUR = (1, 28, 28), (3, 32, 32)
+TEXT, TABLE = (129,), (64,)
+"""Windows of tokens, rows of numbers: a sample's inputs, as the images above."""
+VOCABULARY = 257
 STACK = {"precision": "bf16", "channels_last": True, "activation_checkpointing": True, "gradient_accumulation": 4}
 VIT = {"model_options": {"image_size": 96}}
+GPT = {
+    "task": "language_model", "optimizer": "adamw", "learning_rate": 0.001,
+    "model_options": {"width": 128, "depth": 4, "heads": 4},
+}  # fmt: skip
 
-CASES: dict[str, tuple[tuple[int, int, int], str, int, dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[Shape, str, int, dict[str, Any], dict[str, Any]]] = {
     "small_cnn": (GRAY, "small_cnn", 256, {}, {}),
     "small_cnn, ddp": (GRAY, "small_cnn", 256, {"parallelism": "ddp"}, {}),
     "small_cnn, ddp and accumulation": (
@@ -50,8 +58,13 @@ CASES: dict[str, tuple[tuple[int, int, int], str, int, dict[str, Any], dict[str,
         *(COLOUR, "vit_b_16", 32),
         *({"activation_checkpointing": True}, VIT | {"optimizer": "adamw"}),
     ),
+    "gpt": (TEXT, "gpt", 16, {}, GPT),
+    "gpt, chunked loss": (TEXT, "gpt", 16, {"loss_chunks": 8}, GPT),
+    "gpt, selective checkpointing": (TEXT, "gpt", 16, {"activation_checkpointing": "selective"}, GPT),
+    "gpt, ddp": (TEXT, "gpt", 16, {"parallelism": "ddp"}, GPT),
+    "mlp, regression": (TABLE, "mlp", 256, {}, {"task": "regression", "model_options": {"width": 512}}),
 }
-"""Case -> image shape, model, global batch, variant, and other settings under ``train``."""
+"""Case -> shape of a sample's inputs, model, global batch, variant, and other settings under ``train``."""
 
 
 def predictions() -> dict[str, Any]:
@@ -63,7 +76,8 @@ def predictions() -> dict[str, Any]:
     machine = environment.machine()
     cases, ratios = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        data = {shape: _random_images(Path(folder, f"{shape[0]}"), shape) for shape in (GRAY, COLOUR)}
+        shapes: tuple[Shape, ...] = (GRAY, COLOUR, TEXT, TABLE)
+        data = {shape: _random_set(Path(folder, f"{shape[0]}"), shape) for shape in shapes}
         for name, (shape, model, batch_size, variant, train) in CASES.items():
             values = {"model": model, "batch_size": batch_size, "epochs": 10, "seeds": [0], "without_native": "run"}
             config = parse(
@@ -107,23 +121,35 @@ def _predict(how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, Non
     yield ledger.predicted(how, tasks.of_job(how.train, read(data))), time.perf_counter() - started
 
 
-def _random_images(folder: Path, shape: tuple[int, int, int]) -> Path:
-    """A prepared data set of random images."""
+def _random_set(folder: Path, shape: Shape) -> Path:
+    """A prepared data set of random images, windows of tokens, or rows of a table with numbers to predict."""
     random = np.random.default_rng(0)
     folder.mkdir()
+    arrays: dict[str, np.ndarray[Any, Any]]
+    known: dict[str, int]
+    if shape == TABLE:
+        arrays = {"inputs": random.normal(size=(SAMPLES, *shape)), "targets": random.normal(size=SAMPLES)}
+        arrays = {name: values.astype(np.float32) for name, values in arrays.items()}
+        known = {"inputs": shape[0], "targets": 1}
+    elif shape == TEXT:
+        arrays, known = {"inputs": random.integers(0, VOCABULARY, (SAMPLES, *shape), dtype=np.uint16)}, {}
+    else:
+        images = random.integers(0, 256, (SAMPLES, *shape), dtype=np.uint8)
+        arrays, known = {"inputs": images, "targets": random.integers(0, 10, SAMPLES)}, {"inputs": shape[0]}
     for split in ("train", "test"):
-        np.save(folder / f"{split}_inputs.npy", random.integers(0, 256, (SAMPLES, *shape), dtype=np.uint8))
-        np.save(folder / f"{split}_targets.npy", random.integers(0, 10, SAMPLES))
+        for name, values in arrays.items():
+            np.save(folder / f"{split}_{name}.npy", values)
+    labels = len(shape) == len(GRAY)
     description = Description(
         name="random",
-        classes=tuple(map(str, range(10))),
-        vocabulary=None,
-        arrays={"inputs": Form(dtype="uint8", shape=shape), "targets": Form(dtype="int64", shape=())},
+        classes=tuple(map(str, range(10))) if labels else (),
+        vocabulary=VOCABULARY if shape == TEXT else None,
+        arrays={name: Form(dtype=values.dtype.name, shape=values.shape[1:]) for name, values in arrays.items()},
         train_count=SAMPLES,
         test_count=SAMPLES,
-        train_class_counts=(0,) * 10,
-        test_class_counts=(0,) * 10,
-        statistics={"inputs": Statistics(mean=(0.5,) * shape[0], std=(0.29,) * shape[0])},
+        train_class_counts=(0,) * 10 if labels else (),
+        test_class_counts=(0,) * 10 if labels else (),
+        statistics={name: Statistics(mean=(0.5,) * count, std=(0.29,) * count) for name, count in known.items()},
         files={path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))},
     )
     summed = description.model_copy(update={"sha256": description.digest()})
