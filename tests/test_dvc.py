@@ -13,7 +13,7 @@ from tests.conftest import ROOT, Clone
 
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 STAGES: dict[str, dict[str, Any]] = {name: stage.get("do", stage) for name, stage in PIPELINE["stages"].items()}
-SHOWN = {"reports/accuracy.csv", "reports/loss.csv", "reports/ratios.csv", "reports/verdicts"}
+SHOWN = {"reports/accuracy.csv", "reports/loss.csv", "reports/ratios.csv", "reports/verdicts.json"}
 KEPT_IN_GIT = SHOWN | {"reports/metrics"}
 OF_A_VARIANT = {"train": "${key}", "distil": "${key}", "profile": "${item}", "infer": "${item}"}
 """Stages with one for each variant, or for each in a list of variants, and how DVC calls the variant there."""

@@ -109,4 +109,4 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     assert stored.pop(comparison) == RUNS
     assert list(stored.values()) == [RUNS]
     assert models(checkout)["ddp"] == weights["ddp"]
-    assert re.search(r"reports/verdicts/memory\.json +verdict ", checkout.run("dvc", "metrics", "diff", "--all"))
+    assert re.search(r"reports/verdicts\.json +1_verdict\.memory ", checkout.run("dvc", "metrics", "diff", "--all"))

@@ -10,12 +10,17 @@ from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.verdicts import Noise, Ratio
 from pipeline.report.pictures import Histories
 
+VERDICTS = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
 
-def headlines(each: Compared) -> dict[str, float | int | str | None]:
-    """One variant's figures for ``dvc metrics show`` and ``diff``. None: unknown or untrusted; DVC leaves it out."""
-    known = metrics(each)
-    names = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
-    return {name: known[name] for name in (*names, "samples_per_second", "peak_memory_bytes")}
+
+def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
+    """Figure -> variant -> value, for ``dvc metrics show`` and ``diff``. A number before each figure's name keeps this
+    order, because DVC sorts by name. Unknown and untrusted values are left out."""
+    known = {each.variant: metrics(each) for each in comparison.variants}
+    return {
+        f"{number}_{name}": {variant: value for variant, of in known.items() if (value := of[name]) is not None}
+        for number, name in enumerate(VERDICTS, 1)
+    }
 
 
 def metrics(each: Compared) -> dict[str, float | int | str | None]:

@@ -30,8 +30,8 @@ from pipeline.params import Config
 FILE = Path("evidence.zip")
 MANIFEST = "manifest.json"
 NAME = re.compile(
-    r"(manifest|environment|bench|data/prepared/dataset|(sessions|results|reports/metrics|reports/verdicts)/[\w-]+)\.json"
-    r"|params\.yaml|dvc\.lock|results/[\w-]+/history\.csv|reports/(comparison\.(json|md|html)|\w+\.csv)",
+    r"(manifest|environment|bench|data/prepared/dataset|(sessions|results|reports/metrics)/[\w-]+)\.json"
+    r"|params\.yaml|dvc\.lock|results/[\w-]+/history\.csv|reports/(comparison\.(json|md|html)|verdicts\.json|\w+\.csv)",
     re.ASCII,
 )
 """Names that files in the archive can have."""

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from pipeline import report
 from pipeline.report import html, markdown
 from pipeline.results import Unit
 from pipeline.tracking import labels
+from tests.conftest import Clone
 from tests.factories import make_results
 from tests.report.conftest import Made, made, plain
 from tests.report.golden import alone
 from tests.report.reader import Page
+
+FIGURES = ("1_verdict", "2_throughput_ratio", "3_peak_memory_ratio", "4_accuracy_difference_mean_fraction")
 
 
 def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -> None:
@@ -30,9 +35,7 @@ def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -
         "metrics/ddp.json",
         "metrics/memory.json",
         "ratios.csv",
-        "verdicts/baseline.json",
-        "verdicts/ddp.json",
-        "verdicts/memory.json",
+        "verdicts.json",
     ]
     assert contents[0]["comparison.json"].decode() == usual.comparison.to_json()
 
@@ -79,16 +82,27 @@ def test_a_report_speaks_in_the_words_of_its_task() -> None:
         assert words in of_images
 
 
-def test_what_dvc_shows_are_the_verdict_and_a_few_figures(usual: Made, tmp_path: Path) -> None:
-    report.write(*usual, tmp_path)
-    shown, known = (json.loads((tmp_path / name / "memory.json").read_text()) for name in ("verdicts", "metrics"))
-    assert list(shown)[:3] == ["verdict", "throughput_ratio", "peak_memory_ratio"]
-    assert len(shown) <= 6 < len(known)
-    assert shown.items() <= known.items()
+@pytest.mark.slow
+def test_dvc_metrics_diff_begins_with_verdicts_and_ratios(
+    usual: Made, mixed: Made, clone: Callable[..., Clone]
+) -> None:
+    tried = clone()
+    report.write(*usual, tried.path / "reports")
+    tried.commit()
+    report.write(*alone(), tried.path / "reports")
+    first, last = tried.run("dvc", "metrics", "diff").splitlines(), tried.run("dvc", "metrics", "show").split()
+    assert [row.split()[1] for row in first] == [
+        "Metric",
+        *(f"{figure}.{variant}" for figure in FIGURES for variant in ("ddp", "memory")),
+    ]
+    assert first[1].split() == ["reports/verdicts.json", "1_verdict.ddp", "pays", "-", "-"]
+    assert last == ["Path", "reports/verdicts.json"]
+    report.write(*mixed, tried.path / "reports")
+    untrusted = [row for row in tried.run("dvc", "metrics", "diff").splitlines() if ".untrusted" in row]
+    assert [row.split()[1].split(".")[0] for row in untrusted] == [FIGURES[0], *FIGURES[2:]]
 
 
 def test_metrics_of_a_variant_that_is_gone_are_removed(usual: Made, tmp_path: Path) -> None:
     report.write(*usual, tmp_path)
     report.write(*alone(), tmp_path)
-    for name in ("metrics", "verdicts"):
-        assert [path.name for path in (tmp_path / name).iterdir()] == ["baseline.json"]
+    assert [path.name for path in (tmp_path / "metrics").iterdir()] == ["baseline.json"]
