@@ -16,7 +16,7 @@ from PIL import Image
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import table
 from benchmarks.peers.job import WARM_STEPS, Job, Ready, told
-from benchmarks.peers.table import ACCURACY, CONTROL, EPOCH, OURS, SECONDS, STEP
+from benchmarks.peers.table import ACCURACY, BAREST, CONTROL, EPOCH, OURS, SECONDS, STEP
 from pipeline.data import prepared
 
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("accelerate", "lightning")}
@@ -74,12 +74,43 @@ def test_what_ours_is_beside_itself_says_whether_the_machine_was_quiet() -> None
     assert "Not to be trusted (epoch_seconds)" not in table.page(with_rounds(rounds))
 
 
+def test_an_interval_is_widened_by_the_difference_of_ours_to_itself() -> None:
+    arms = {OURS: 10.0, CONTROL: 10.5, "slow": 15.0, "quick": 9.7}
+    rounds = [{arm: trained(seconds, 4.0, 0.9) for arm, seconds in arms.items()} for _ in range(8)]
+    rows = [row.split(" | ")[:3] for row in table.page(with_rounds(rounds)).splitlines() if row.startswith("| ")]
+    assert rows[3:] == [
+        ["| ours, again", "10.5", "1.05 (1.05 to 1.05)"],
+        ["| slow", "15.0", "1.50 (1.43 to 1.57)"],  # 1.5 / 1.05, 1.5 x 1.05
+        ["| quick", "9.7", "0.97 (0.92 to 1.02)"],  # no win
+    ]
+
+
 def test_steps_are_held_against_the_barest_loop() -> None:
-    arms = {"the barest loop": 50.0, OURS: 52.0, CONTROL: 52.0, "quicker": 51.0, "slower": 53.0}
-    rows = table.page(with_rounds([{arm: {STEP: taken} for arm, taken in arms.items()}] * 6)).splitlines()
+    arms = {BAREST: 50.0, OURS: 52.0, CONTROL: 52.0, "quicker": 51.0, "slower": 53.0}
+    rounds = [{arm: {STEP: taken} for arm, taken in arms.items()}] * 6
+    rows = table.page(with_rounds(rounds, why={BAREST: "it checks nothing"})).splitlines()
     assert "| ours | 52.0 | 1.04 (1.04 to 1.04) |" in rows
-    assert [row for row in rows if "**" in row] == ["| quicker | 51.0 | **1.02 (1.02 to 1.02)** |"]
-    assert [row for row in rows if "wins" in row] == ["* quicker wins (microseconds): nobody has looked into why."]
+    assert [row for row in rows if "**" in row] == [
+        "| the barest loop | 50.0 | **1** |",
+        "| quicker | 51.0 | **1.02 (1.02 to 1.02)** |",
+    ]
+    assert [row for row in rows if "wins" in row] == [
+        "* the barest loop wins (microseconds): it checks nothing.",
+        "* quicker wins (microseconds): nobody has looked into why.",
+    ]
+
+
+def test_no_job_and_no_arm_is_missing() -> None:
+    assert {name: (job.model, job.processes) for name, job in peers.JOBS.items()} == {
+        "small-cnn": ("small_cnn", 1),
+        "small-cnn-ddp": ("small_cnn", 2),
+        "resnet18": ("resnet18", 1),
+        "resnet18-ddp": ("resnet18", 2),
+        "step": ("nothing", 1),
+    }
+    libraries = ["torchvision's reference", "accelerate", "Lightning"]
+    assert list(peers.TRAINED) == [OURS, CONTROL, "textbook", "textbook, 2 workers", *libraries]
+    assert list(peers.STEPPED) == [BAREST, OURS, CONTROL, *libraries, "Lightning, barebones"]
 
 
 def test_rounds_are_added_to_those_that_were_measured_alike(

@@ -174,7 +174,7 @@ def test_what_may_write_runs_the_code_of_the_base_and_says_so_also_when_the_gate
 # What CI runs, and what runs each week.
 
 MAKE = shutil.which("make")  # the image has none
-LARGER = {"fuzz", "chaos", "rehearse", "services-check", "image", "image-check"}
+LARGER = {"fuzz", "chaos", "rehearse", "services-check", "peers", "image", "image-check"}
 
 
 def targets(workflow: str) -> set[str]:
@@ -212,6 +212,11 @@ def test_what_is_larger_runs_each_week() -> None:
     assert set(WORKFLOWS["weekly"][True]) == {"schedule", "workflow_dispatch"}
     [check] = [step for step in steps("weekly", "image") if step.get("run") == "make image-check"]
     assert "env" not in check  # all tests
+    [run] = [step for step in steps("weekly", "tests") if "run" in step]
+    assert run["env"] == {"TARGET": "${{ matrix.target }}", "ARGS": "${{ matrix.args }}"}, "make reads variables there"
+    assert the("weekly", "tests")["strategy"]["matrix"]["include"] == [
+        {"target": "peers", "args": "--job step --minutes 1"}
+    ]
 
 
 def test_ci_tests_every_python_that_the_project_supports() -> None:
@@ -244,11 +249,12 @@ def test_ci_tests_every_python_that_the_project_supports() -> None:
         ("image", [r"docker build --tag pipeline "]),
         ("image-check", ["docker/check$"]),
         ("docker-check", ["docker/first-run$"]),
+        ("peers", [r"\.peers/bin/python -m benchmarks\.peers --job step$"]),
         ("packages", [r"python -c 'from setuptools import build_meta "]),
     ],
 )
 def test_what_a_target_runs(target: str, calls: list[str]) -> None:
-    said = dry(target, BUILDER="docker")
+    said = dry(target, BUILDER="docker", ARGS="--job step" if target == "peers" else "")
     for call in calls:
         assert re.search(rf"^[\w./=-]*{call}", said, re.MULTILINE), said
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.comparison import stats
+from pipeline.comparison.verdicts import Noise
 from pipeline.params import Compare
 from pipeline.report.formats import JOINED, count, points
 
@@ -21,14 +22,38 @@ evaluation, and the test accuracy, 0 to 1; or the microseconds of a step."""
 
 def page(figures: Mapping[str, Any]) -> str:
     """The page of all figures in ``peers-<machine>.json``."""
-    parts = [f"# Peers on {figures['machine']}", "Medians; of ratios over rounds, with 95% intervals."]
+    parts = [f"# Peers on {figures['machine']}"]
+    parts.append(
+        "Medians; of ratios over rounds, with 95% intervals. Each interval but that of ours against itself is widened "
+        "by the difference of ours to itself."
+    )
     for name, figure in figures["peers"].items():
         parts += [f"## {name}", *(_agreement(figure) if "ours_over" in figure else _job(figure))]
     return "\n\n".join(parts).replace(JOINED, " ") + "\n"
 
 
-def ratio(rounds: Rounds, key: str, arm: str, reference: str, confidence: float = 0.95) -> stats.Interval:
-    """Ratio of an arm's figure to the reference's, paired by round."""
+def noise(rounds: Rounds, key: str) -> Noise:
+    """Ours against itself, paired by round."""
+    aa, wide = (_paired(rounds, key, CONTROL, OURS, confidence) for confidence in (0.95, 0.99))
+    most = Compare().max_spread
+    return Noise(
+        estimate=aa.estimate,
+        low=aa.low or None,
+        high=aa.high if aa.low else None,
+        pairs=aa.count,
+        max_spread=most,
+        why_untrusted=stats.distrust(aa, wide, most),
+    )
+
+
+def ratio(rounds: Rounds, key: str, arm: str, reference: str) -> stats.Interval:
+    """Ratio of an arm's figure to the reference's, paired by round. Except for ours against itself, its interval is
+    widened by the difference of ours to itself, as in the comparison of variants."""
+    doubt = 0.0 if (arm, reference) == (CONTROL, OURS) else noise(rounds, key).doubt
+    return stats.widened(_paired(rounds, key, arm, reference), doubt)
+
+
+def _paired(rounds: Rounds, key: str, arm: str, reference: str, confidence: float = 0.95) -> stats.Interval:
     mine, base = ([each[name][key] for each in rounds] for name in (arm, reference))
     return stats.paired_ratio(mine, base, confidence=confidence)
 
@@ -49,8 +74,8 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
         for key in [STEP] if steps else [SECONDS, EPOCH]:
             middle, found = statistics.median(each[arm][key] for each in rounds), ratio(rounds, key, arm, reference)
             row.append(f"{figure['samples'] / middle:,.0f}" if key == EPOCH else f"{middle:.1f}")
-            row.append("" if arm == reference else _interval(found))
-            if arm not in (OURS, CONTROL, BAREST) and 0 < ratio(rounds, key, arm, OURS).high < 1:
+            row.append("1" if arm == reference else _interval(found))
+            if arm not in (OURS, CONTROL) and 0 < ratio(rounds, key, arm, OURS).high < 1:
                 row[-1] = f"**{row[-1]}**"
                 notes.append(f"{arm} wins ({heads[len(row) - 3]}): {why.get(arm, 'nobody has looked into why')}.")
         if not steps and arm != OURS:
@@ -60,8 +85,7 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
                 notes.append(f"{arm}: its accuracy differs by more than noise explains.")
         rows.append(row + [""] * (len(heads) + 1 - len(row)))
     for key in [STEP] if steps else [SECONDS, EPOCH]:
-        same = [ratio(rounds, key, CONTROL, OURS, confidence) for confidence in (0.95, 0.99)]
-        if doubt := stats.distrust(same[0], same[1], Compare().max_spread):
+        if doubt := noise(rounds, key).why_untrusted:
             notes.append(f"Not to be trusted ({key}): {doubt}.")
     versions = ", ".join(f"{package} {version}" for package, version in figure["versions"].items())
     yield (
