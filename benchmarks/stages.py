@@ -194,10 +194,12 @@ class Steady:
             placement="resident",
         ) as batches:
             results.write_history([], self.history)
-            for row in Training(compose(job, self.net(), self.task, batches, self.world, ()), seed=0).run():
-                if row:
-                    results.append_history(row, self.history)
-                yield
+            training = Training(compose(job, self.net(), self.task, batches, self.world, ()), seed=0)
+            with results.adding_to_history(self.history) as add_to_history:
+                for row in training.run():
+                    if row:
+                        add_to_history(row)
+                    yield
 
     def throughput(self, loop: Iterator[None], steps: int) -> float:
         """Samples a second over ``steps`` steps of a loop."""

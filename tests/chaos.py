@@ -77,7 +77,7 @@ MOMENTS = {
     "os.fsync": ("a file's way to the disk", 6),
     "os.replace": ("a rename", 6),
     "pipeline.training.evaluation.evaluate": ("evaluation", 2),
-    "pipeline.results.append_history": ("a row of history", 3),
+    "pipeline.results.files.append_history": ("a row of history", 3),
     "pipeline.files.write_text": ("a result", 2),
     TURN: ("a turn of the bench", 8),
 }

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +183,36 @@ def test_history_comes_back_row_by_row(tmp_path: Path) -> None:
     path, rows = results.history_file("ddp", tmp_path), make_history((0, 1))
     assert {row.test_accuracy is None for row in rows} == {True, False}, "blank fields too"
     results.write_history(rows[:5], path)
-    for row in rows[5:]:
-        results.append_history(row, path)
+    with results.adding_to_history(path) as add:
+        for row in rows[5:]:
+            add(row)
     assert results.read_history(path) == rows
     with path.open("a", encoding="utf-8") as file:
         file.write('"' + "0" * (csv.field_size_limit() + 1))  # a quote begins a field that takes in all that follows
     with pytest.raises(ResultError, match=r"history\.csv is not a history"):
         results.read_history(path)
+
+
+def test_rows_of_history_are_written_together_and_none_is_lost_by_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now = tmp_path / "history.csv", [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    row = make_history((0,))[0].model_copy(update={"test_loss": None, "test_accuracy": None})
+    evaluated = row.model_copy(update={"test_loss": 0.5, "test_accuracy": 0.5})
+    rows, written = [], []
+    results.write_history([], path)
+    with suppress(ZeroDivisionError), results.adding_to_history(path) as add:
+        for step, (seconds, each) in enumerate(
+            [(0.0, row), (0.9, row), (1.1, row), (1.2, row), (1.3, evaluated), (1.4, row)]
+        ):
+            now[0] = seconds
+            rows.append(each.model_copy(update={"step": step}))
+            add(rows[-1])
+            written.append(len(results.read_history(path)))
+        raise ZeroDivisionError
+    assert written == [1, 1, 3, 3, 5, 5]
+    assert results.read_history(path) == rows
 
 
 def test_equal_records_alone_share_a_digest() -> None:

@@ -26,7 +26,7 @@ from pipeline.results.files import (
     RESULTS,
     SESSIONS,
     ResultError,
-    append_history,
+    adding_to_history,
     differing,
     digest,
     history_file,
@@ -68,7 +68,7 @@ from pipeline.results.records import (
 __all__ = [
     "BENCH_FILE", "INFERENCE", "KEPT_BENCHES", "MODELS", "PROFILES", "REPORTS", "RESULTS", "SESSIONS", "Arm", "Bench",
     "Dataset", "Document", "Flops", "HistoryRow", "Ledger", "Ledgers", "R", "Record", "Result", "ResultError", "Run",
-    "Score", "Session", "Setup", "Summary", "Unit", "VariantDocument", "Window", "append_history", "differing",
+    "Score", "Session", "Setup", "Summary", "Unit", "VariantDocument", "Window", "adding_to_history", "differing",
     "digest", "history_file", "history_row", "inference_file", "kind_of", "model_file", "profile_directory", "read",
     "read_bench", "read_document", "read_history", "read_sessions", "read_values", "rejected", "rejections",
     "result_file", "session_starts", "sha256", "stage_of", "summarise", "system_file", "train_again", "write",

@@ -6,7 +6,10 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +29,9 @@ BENCH_FILE = Path("bench.json")
 SESSIONS = Path("sessions")
 KEPT_BENCHES = Path("checkpoints/bench")
 """Measurements of the stage ``bench``, kept also after an interruption: DVC deletes ``bench.json`` before a new run."""
+
+HISTORY_SECONDS = 1.0
+"""A row of the history can wait this long to be written."""
 
 
 class ResultError(PipelineError, ValueError):
@@ -184,10 +190,36 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
     write_text(path, text.getvalue())
 
 
-def append_history(row: HistoryRow, path: Path) -> None:
-    """Add one row to a file that ``write_history`` began."""
+@contextmanager
+def adding_to_history(path: Path) -> Iterator[Callable[[HistoryRow], None]]:
+    """Give a function that adds a row to a file that ``write_history`` began.
+
+    Opening the file for each row would slow down the steps. So the first row and rows with an evaluation are written at
+    once, and the others with the first row after ``HISTORY_SECONDS``, or when the block ends, also by an error. If the
+    process is killed, the waiting rows are lost; a checkpoint holds the rows up to its own step.
+    """
+    waiting: list[HistoryRow] = []
+    written = -math.inf
+
+    def add(row: HistoryRow) -> None:
+        nonlocal written
+        waiting.append(row)
+        if row.test_accuracy is not None or time.monotonic() - written >= HISTORY_SECONDS:
+            append_history(waiting, path)
+            waiting.clear()
+            written = time.monotonic()
+
+    try:
+        yield add
+    finally:
+        if waiting:
+            append_history(waiting, path)
+
+
+def append_history(rows: Iterable[HistoryRow], path: Path) -> None:
+    """Write rows at the end of a file that ``write_history`` began."""
     with naming(path), path.open("a", newline="", encoding="utf-8") as file:
-        csv.DictWriter(file, list(HistoryRow.model_fields)).writerow(row.model_dump())
+        csv.DictWriter(file, list(HistoryRow.model_fields)).writerows(row.model_dump() for row in rows)
 
 
 def sha256(path: Path) -> str:

@@ -135,7 +135,10 @@ class Job:
             max_foreign_load=None,
         )
         plan = Plan.model_validate(saved["plan"] | {"train": self.plan.train}) if saved else self.plan
-        with replace(self.assembly, plan=plan).training(seed, watching, teacher=taught_by) as training:
+        with (
+            replace(self.assembly, plan=plan).training(seed, watching, teacher=taught_by) as training,
+            results.adding_to_history(self.history_file) if self.world.is_main else nullcontext() as add_to_history,
+        ):
             del taught_by  # its memory
             self.plan = training.plan
             self.setup = setup_of(training, self.device_name)
@@ -164,8 +167,8 @@ class Job:
                         )
                     if row:
                         self.history.append(row)
-                        if self.world.is_main:
-                            results.append_history(row, self.history_file)
+                        if add_to_history:
+                            add_to_history(row)
                     leaving = self.interruption.agreed() and training.steps < training.total_steps
                     if leaving or self._checkpoint_is_due(training):
                         with training.paused():
