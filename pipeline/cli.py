@@ -138,7 +138,10 @@ def _parser() -> argparse.ArgumentParser:
     variants.add_argument("--add", action="store_true", help="write those that can run here into params.yaml")
     init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
     init.epilog = "Keeps what is yours. Again after an upgrade: shows what would change, and asks, or takes --yes."
-    init.add_argument("--images", metavar="DIR", help="the job: images, as DIR/train/CLASS/*; perhaps DIR/test/CLASS/*")
+    data = init.add_mutually_exclusive_group()
+    data.add_argument("--images", metavar="DIR", help="the job: images, as DIR/train/CLASS/*; perhaps DIR/test/CLASS/*")
+    data.add_argument("--arrays", metavar="PATH", help="the job: an .npz, .safetensors or .parquet file, or .npy files")
+    data.add_argument("--text", metavar="DIR", help="the job: a language model of UTF-8 files")
     init.add_argument("--model", metavar="NAME", help="the job: module:factory of your own, or one of torchvision's")
     init.add_argument("--yes", action="store_true", help="change also what stands there, without a question")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
@@ -360,7 +363,8 @@ def _init(parsed: argparse.Namespace) -> None:
     from pipeline import environment
     from pipeline.tools import init
 
-    init.run(environment.machine(), images=parsed.images, model=parsed.model, yes=parsed.yes)
+    data = {"images": parsed.images, "arrays": parsed.arrays, "text": parsed.text}
+    init.run(environment.machine(), model=parsed.model, yes=parsed.yes, **data)
 
 
 def _schema(parsed: argparse.Namespace) -> None:

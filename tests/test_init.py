@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from PIL import Image
@@ -218,7 +220,7 @@ def images(folder: Path, sides: list[int]) -> None:
     ids=["laptop", "server"],
 )
 def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
-    machine: Machine, variants: list[str], minutes: float, repository: Path
+    machine: Machine, variants: list[str], minutes: float, repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images(repository / "shots", [60, 70, 70, 400] * 40)
     (repository / "shots/train/0/broken.png").write_bytes(b"no image")
@@ -232,10 +234,43 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     assert config.variants["memory"].activation_checkpointing is True
     text = (repository / "params.yaml").read_text(encoding="utf-8")
     assert text.count("#") > 40, "its comments stay"
-    assert "#   batch_size 8: about twenty steps an epoch of 161 images" in text
+    assert "#   batch_size 8: about twenty steps an epoch of 161 samples" in text
+    least = {2.5: 0.6, 5.0: 1.2}[minutes]  # 6 rounds of 4 or 8 arms, 1.5 s each
+    told = f"at least 6 rounds are measured, so the bench takes more than {least} minutes: starts, warm-up"
+    assert f"#   {told}" in text
+    assert f"{minutes:g} minutes of bench; {told}" in capsys.readouterr().out
     assert ("#   no ddp: with fewer than 2 GPU(s)" in text) is (machine is LAPTOP)
     assert text.count("variants:\n") == 1
     assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arrays", "task", "model"),
+    [
+        ({"inputs": np.zeros((640, 5), np.float32), "targets": np.zeros((640, 2), np.float32)}, "regression", "mlp"),
+        ({"inputs": np.zeros((640, 5)), "targets": np.arange(640) % 3}, "classification", "mlp"),
+        ({"inputs": np.zeros((640, 3, 8, 8), np.uint8), "targets": np.arange(640) % 3}, "classification", "resnet18"),
+        ({"inputs": np.zeros((640, 9), np.int64)}, "language_model", "gpt"),
+    ],
+)
+def test_a_job_on_arrays_gets_the_task_and_model_that_their_types_say(
+    arrays: dict[str, Any], task: str, model: str, repository: Path
+) -> None:
+    np.savez(repository / "mine.npz", **arrays)
+    assert cli.main(["init", "--arrays", "mine.npz"]) == 0
+    config = load()
+    assert (config.fetch.dataset, config.fetch.arrays) == ("arrays", "mine.npz")
+    assert (config.train.task, config.train.model, config.train.batch_size) == (task, model, 32)
+    assert config.variants["memory"].activation_checkpointing
+    assert ("channels-last" in config.variants) is config.variants["memory"].channels_last is (model == "resnet18")
+
+
+def test_a_job_on_text_is_a_language_model(repository: Path) -> None:
+    for name in ("one", "two"):
+        add(repository / f"letters/{name}", "x" * 128 * 320)
+    assert cli.main(["init", "--text", "letters"]) == 0
+    assert (load().fetch.text_folder, load().train.task, load().train.model) == ("letters", "language_model", "gpt")
+    assert load().train.batch_size == 32
 
 
 def test_a_model_of_ones_own_need_have_no_blocks(repository: Path) -> None:
@@ -262,6 +297,9 @@ def test_one_of_the_splits_is_no_image_folder_and_its_parent_is_named(repository
     ("arguments", "message"),
     [
         (["--images", "nowhere"], "--images: found 'nowhere'; expected a folder with images as train/CLASS/*"),
+        (["--arrays", "nowhere.npz"], "--arrays: found 'nowhere.npz'; expected a file of type .npz"),
+        (["--arrays", "mine:samples"], "--arrays: found 'mine:samples'; expected a file or folder."),
+        (["--text", "nowhere"], "--text: found 0 file(s) in nowhere; expected two or more"),
         (["--model", "nets:net"], "error: --model: found 'nets:net', but there is no module 'nets'"),
         (["--model", "resnet81"], "error: --model: found 'resnet81'; did you mean"),
     ],
@@ -296,7 +334,7 @@ def test_what_is_in_the_way_is_named(
     assert ".dvc/init.json is damaged; delete it" in refused()
     (repository / ".dvc/init.json").unlink()
     assert cli.main(["init", "--model", "resnet18"]) == 2
-    assert "params.yaml is there; set fetch.image_folder and train.model in it" in capsys.readouterr().err
+    assert "params.yaml is there; set the data under fetch and train.model in it" in capsys.readouterr().err
     (repository / "two words").mkdir()
     monkeypatch.chdir("two words")
     assert "found the folder 'two words'" in refused()

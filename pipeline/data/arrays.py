@@ -207,6 +207,15 @@ def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
     return {name: found[name] for name in NAMES if name in found}
 
 
+def headers(fetch: Fetch) -> dict[str, _Array]:
+    """Name -> array, of the files of ``fetch.arrays``, as their headers describe it. Raises DataError."""
+    folder, found = root(fetch, Path()), list[_Array]()
+    for name in files(fetch, Path()):
+        with _naming(folder / name):
+            found += _READERS[Path(name).suffix](folder / name)
+    return {Path(array.member).stem: array for array in found}
+
+
 def _in_numpy(path: Path) -> Iterator[_Array]:
     """The .npy file, or those of an .npz that have a known name."""
     for member in zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]:

@@ -22,8 +22,10 @@ from typing import Any
 import yaml
 
 from pipeline import files, params
+from pipeline.comparison.stats import FEWEST_PAIRS
+from pipeline.data import DataError
 from pipeline.errors import ConfigError, PipelineError, printable
-from pipeline.params import PARAMS_FILE, Machine
+from pipeline.params import PARAMS_FILE, Config, Fetch, Machine
 from pipeline.tools import variant_sets
 from pipeline.tools.variant_sets import PROJECT
 
@@ -47,6 +49,8 @@ ONCE = (".dvc/config", ".dvc/.gitignore")
 """Files that are written only if they do not exist."""
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
 """File -> beginning of a line; from this line on, lines that the user's file lacks are added to it."""
+ADAMW = {"optimizer": "adamw", "learning_rate": 0.001}
+"""What a transformer usually learns with."""
 IN_A_FOLDER = (
     ('REVISION="$GITHUB_SHA" .', 'REVISION="$GITHUB_SHA" {}'),
     ('"$CONTAINER" .ci/gpu', '"$CONTAINER" {}/.ci/gpu'),
@@ -56,13 +60,13 @@ IN_A_FOLDER = (
 """Replacements (old, new) in the GPU workflow if the pipeline is in a folder, which stands for {}."""
 
 
-def run(machine: Machine, *, images: str | None = None, model: str | None = None, yes: bool = False) -> None:
+def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data: str | None) -> None:
     """Write missing files into the current directory, and the workflow to the top of its git repository.
 
-    ``images``, ``model``: the data and model of the job in a new params.yaml. An existing file is changed only if
-    ``init`` wrote it and nobody changed it since, or by adding lines; and only after showing the difference, with
-    ``yes`` or a yes on the terminal. Without that consent, or if something is in the way, raises ConfigError or
-    PipelineError and writes nothing.
+    ``data`` (``images``, ``arrays`` or ``text``: a path) and ``model`` go into a new params.yaml. An existing file is
+    changed only if ``init`` wrote it and nobody changed it since, or by adding lines; and only after showing the
+    difference, with ``yes`` or a yes on the terminal. Without that consent, or if something is in the way, raises
+    ConfigError or PipelineError and writes nothing.
     """
     top, here = _top(), Path.cwd()
     folder = here.relative_to(top).as_posix()
@@ -78,9 +82,10 @@ def run(machine: Machine, *, images: str | None = None, model: str | None = None
     if "Dockerfile" in kept:
         del whole[".dockerignore"]  # the user's Dockerfile needs the user's .dockerignore
         kept = [name for name in kept if name in whole]
-    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, top, images, model)}
-    if not wanted and (images or model):
-        raise ConfigError(f"init: {PARAMS_FILE} is there; set fetch.image_folder and train.model in it.")
+    asked = {kind: path for kind, path in data.items() if path}
+    if PARAMS_FILE.exists() and (asked or model):
+        raise ConfigError(f"init: {PARAMS_FILE} is there; set the data under fetch and train.model in it.")
+    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, top, model, asked)}
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
     wanted |= {name: _with_lines(name, first) for name, first in LINES.items()}
     wanted |= {name: text for name, text in whole.items() if name not in kept}
@@ -102,8 +107,10 @@ def run(machine: Machine, *, images: str | None = None, model: str | None = None
     if str(PARAMS_FILE) in changes:
         config = params.load()
         print(
-            f"init: {len(config.variants)} variants, {config.bench.max_minutes:g} minutes of bench. Commit this. Then "
-            "`dvc repro prepare && python -m pipeline verify` tells whether each trains, and `dvc repro` which pays."
+            f"init: {len(config.variants)} variants, {config.bench.max_minutes:g} minutes of bench; "
+            f"{_least(config, len(config.variants))}\n"
+            "init: commit this. Then `dvc repro prepare && python -m pipeline verify` tells whether each variant "
+            "trains, and `dvc repro` which pays."
         )
 
 
@@ -196,31 +203,30 @@ def _agreed() -> bool:
     return terminal and input("Write this? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _params(machine: Machine, top: Path, images: str | None, model: str | None) -> str:
-    """The shipped params.yaml; with ``images`` or ``model``, a job on them with variants that this machine can run.
+def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, str]) -> str:
+    """The shipped params.yaml; with ``data`` or ``model``, a job on them with variants that this machine can run.
 
-    Raises ConfigError if the images or the model do not exist.
+    Raises ConfigError if the data or the model do not exist.
     """
     text = _shipped(str(PARAMS_FILE))
-    if images is None and model is None:
+    if not data and model is None:
         return text
     shipped = params.parse(yaml.safe_load(text))
-    text, why = _with(text, "model", model or "resnet18"), []
-    if images is not None:
-        count, side = _looked_at(Path(images))
-        batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about twenty steps an epoch
-        found = {"dataset": "image_folder", "image_folder": images, "image_size": [side, side], "batch_size": batch}
-        for key, value in found.items():
-            text = _with(text, key, value)
-        why = [
-            f"batch_size {batch}: about twenty steps an epoch of {count:,} images, from 8 to 256",
-            f"image_size {side}x{side}: the median of the images' shorter sides, in eights, at most 224",
-        ]
-    variants, left_out = _variants(machine, yaml.safe_load(text), own=":" in (model or ""))
+    found, why = dict[str, Any](), list[str]()
+    for kind, path in data.items():
+        found, count, why = _LOOKS[kind](path)
+        found["batch_size"] = batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about twenty steps an epoch
+        why += [f"batch_size {batch}: about twenty steps an epoch of {count:,} samples, from 8 to 256"]
+    found["model"] = model or found.get("model", "resnet18")
+    for key, value in found.items():
+        text = _with(text, key, value)
+    variants, left_out = _variants(machine, yaml.safe_load(text), found["model"])
     arms, as_shipped = (len(each) + 1 for each in (variants, shipped.variants))  # plus the A/A control
     text = _with(text, "max_minutes", round(shipped.bench.max_minutes * arms / as_shipped, 1))
     why += [f"max_minutes: in proportion to the variants, {len(variants)} and the A/A control", *left_out]
-    why += ["epochs, optimizer and learning_rate are the shipped example's: set those of your training"]
+    why += [_least(shipped, len(variants))]
+    others = ", ".join(key for key in ("epochs", "optimizer", "learning_rate") if key not in found)
+    why += [f"{others}: as in the shipped example; set those of your training"]
     chosen = "\n#   ".join(("\n# What `init` chose for this job and machine:", *why))
     written = yaml.safe_dump({"variants": variants}, sort_keys=False)
     text = text[: text.index("\n# One entry a variant")] + f"{chosen}\n{written}"
@@ -234,6 +240,15 @@ def _params(machine: Machine, top: Path, images: str | None, model: str | None) 
     return text
 
 
+def _least(config: Config, variants: int) -> str:
+    """What the bench of so many variants costs at least."""
+    minutes = FEWEST_PAIRS * (variants + 1) * config.bench.window_seconds / 60
+    return (
+        f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes more than {minutes:.1f} minutes: starts, "
+        "warm-up and slow steps add to it"
+    )
+
+
 def _with(text: str, key: str, value: object) -> str:
     """params.yaml with ``value`` for the first ``key`` of a section; the comment of that line stays."""
     written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()[1:-1]
@@ -242,7 +257,7 @@ def _with(text: str, key: str, value: object) -> str:
     return text[: old.start()] + f"  {key}: {written} ".ljust(len(old[0])) + text[old.end() :]
 
 
-def _variants(machine: Machine, values: Mapping[str, Any], *, own: bool) -> tuple[dict[str, Any], list[str]]:
+def _variants(machine: Machine, values: Mapping[str, Any], model: str) -> tuple[dict[str, Any], list[str]]:
     """The shipped variants, and the ready-made ones that most often make steps faster, if this machine can run them;
     and why some are left out."""
     speed = yaml.safe_load(_shipped("variants/speed.yaml"))
@@ -252,7 +267,10 @@ def _variants(machine: Machine, values: Mapping[str, Any], *, own: bool) -> tupl
         if machine.gpus < least:
             del found[name]
             why.append(f"no {name}: with fewer than {least} GPU(s) it costs minutes and seldom pays")
-    if own:
+    if model in ("mlp", "gpt"):
+        del found["channels-last"], found["memory"]["channels_last"]
+        why.append("no channels_last: the inputs are no images")
+    if ":" in model:
         del found["memory"]["activation_checkpointing"]
         why.append("memory without activation_checkpointing: it needs a model with blocks, which yours may have")
     config = params.parse(values)
@@ -263,22 +281,69 @@ def _variants(machine: Machine, values: Mapping[str, Any], *, own: bool) -> tupl
     return {name: found[name] for name, (runs, _) in here.items() if runs}, why
 
 
-def _looked_at(folder: Path) -> tuple[int, int]:
-    """The number of training images, and the side in pixels to train on: the median shorter side of about a hundred
-    images, rounded down to a multiple of 8, from 8 to 224. Raises ConfigError if no image can be read."""
+def _images(path: str) -> tuple[dict[str, Any], int, list[str]]:
+    """Keys for an image folder, the number of training images, and reasons.
+
+    The side in pixels to train on is the median shorter side of about a hundred images, rounded down to a multiple of
+    8, from 8 to 224. Raises ConfigError if no image can be read.
+    """
     from PIL import Image
 
     from pipeline.data.sources.local import IMAGE_SUFFIXES, parent_instead
 
-    train = folder.expanduser() / "train"
-    paths = sorted(path for path in train.glob("*/**/*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    folder = Path(path).expanduser()
+    found = sorted(each for each in (folder / "train").glob("*/**/*") if each.suffix.lower() in IMAGE_SUFFIXES)
     sides = []
-    for path in paths[:: len(paths) // 100 + 1]:
-        with suppress(OSError, Image.DecompressionBombError), Image.open(path) as image:
+    for each in found[:: len(found) // 100 + 1]:
+        with suppress(OSError, Image.DecompressionBombError), Image.open(each) as image:
             sides.append(min(image.size))
     if not sides:
         raise ConfigError(
-            f"--images: found {str(folder)!r}; expected a folder with images as train/CLASS/* in it."
-            f"{parent_instead(folder.expanduser())}"
+            f"--images: found {path!r}; expected a folder with images as train/CLASS/* in it.{parent_instead(folder)}"
         )
-    return len(paths), max(8, min(224, int(statistics.median(sides)) // 8 * 8))
+    side = max(8, min(224, int(statistics.median(sides)) // 8 * 8))
+    why = [f"image_size {side}x{side}: the median of the images' shorter sides, in eights, at most 224"]
+    return {"dataset": "image_folder", "image_folder": path, "image_size": [side, side]}, len(found), why
+
+
+def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
+    """Keys for arrays, the number of samples, and reasons. Raises ConfigError if they cannot be read, and if a model
+    and a task do not follow from their shapes and types."""
+    from pipeline.data import arrays
+
+    fetch = Fetch(dataset="arrays", arrays=path)
+    if fetch.own_module:
+        raise ConfigError(f"--arrays: found {path!r}; expected a file or folder. Write a function into {PARAMS_FILE}.")
+    try:
+        found = arrays.headers(fetch)
+    except DataError as error:
+        raise ConfigError(str(error).replace("fetch.arrays", "--arrays", 1)) from None
+    inputs, targets = found["inputs"], found.get("targets")
+    task = "regression"
+    if targets is None or targets.dtype.kind in "iu":
+        task = "classification" if targets else "language_model"
+    fitting = {"regression": {2: "mlp"}, "classification": {2: "mlp", 4: "resnet18"}, "language_model": {2: "gpt"}}
+    model = fitting[task].get(len(inputs.shape))
+    if model is None or (model == "gpt" and inputs.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"--arrays: no model follows from {', '.join(map(str, found.values()))}; write {PARAMS_FILE}."
+        )
+    keys = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | (ADAMW if model == "gpt" else {})
+    return keys, inputs.shape[0], [f"task {task}, model {model}: from the arrays' shapes and types"]
+
+
+def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:
+    """Keys for a folder of text, the number of windows, and reasons. Raises ConfigError without two files."""
+    from pipeline.data import text
+
+    fetch = Fetch(dataset="text_folder", text_folder=path)
+    try:
+        sizes = [(text.root(fetch) / name).stat().st_size for name in text.files(fetch)]
+    except DataError as error:
+        raise ConfigError(str(error).replace("fetch.text_folder", "--text", 1)) from None
+    keys = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt"} | ADAMW
+    return keys, sum(sizes) // params.parse({"variants": {"baseline": {}}}).prepare.window, []
+
+
+_LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
+"""Option -> what looks at its data. Returns keys of params.yaml, the number of training samples, and reasons."""
