@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
 
-Runs the GPU tests, the default job, a ready-made variant of each kind that the machine can run, ``verify``, the
-transfers between GPUs, and the benchmarks that are meaningful on a GPU. Goes on after a failure, prints a table of the
-steps, and writes all that a bug report needs to one small file. The exit code is the number of failed steps (at most
-100), or 2 without a GPU. All of it runs in a temporary copy of the checkout.
+Runs the GPU tests, the default job and its energy, a ready-made variant of each kind that the machine can run,
+``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. Goes on after a failure, prints
+a table of the steps, and writes all that a bug report needs to one small file. The exit code is the number of failed
+steps (at most 100), or 2 without a GPU. All of it runs in a temporary copy of the checkout.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ def settings(config: Config, rehearse: bool) -> dict[str, Any]:
     For a rehearsal: a small job, on data that needs no network.
     """
     values: dict[str, Any] = config.model_dump(mode="json")
+    values["bench"] |= {"energy": True, "window_seconds": 3.0}  # NVML's counter needs windows of seconds
     fetch = values["fetch"]
     if rehearse:
         fetch |= {"dataset": "digits", "mirror": None}

@@ -640,6 +640,7 @@ def _nvml(gpus: Gpus) -> dict[str, Any]:
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=MEMORY_BYTES, used=gpus.allocated[handle]),
         "nvmlDeviceGetPowerManagementLimit": lambda _: 700_000,
         "nvmlDeviceGetPowerUsage": lambda _: 100_000,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda _: int(100_000 * time.monotonic()),  # of as many milliwatts
         "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=50),
         "nvmlDeviceGetCurrentClocksEventReasons": lambda _: gpus.throttling,
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [

@@ -92,6 +92,11 @@ def test_a_variant_of_each_kind_that_the_machine_can_run(machine: Machine, expec
     assert set(gpu_check.variants_of_each_kind(values, machine, (ROOT / "variants").glob("*.yaml"))) == expected
 
 
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_the_default_job_measures_energy_too(rehearse: bool) -> None:
+    assert gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse)["bench"]["energy"] is True
+
+
 def test_a_transfer_that_arrives_wrong_is_an_error() -> None:
     row = transfers.Transfer("all-reduce", 4, 1.0)
     transfers._demand(True, row)

@@ -13,6 +13,7 @@ import pytest
 from pipeline import environment, results
 from pipeline.benchmark.arm import PRELOAD, Measured, _measure_in_turns
 from pipeline.distributed import forked
+from pipeline.measurement import energy
 from pipeline.params import Config
 from pipeline.plans import plan
 from pipeline.profiling import ledger, steps
@@ -69,6 +70,22 @@ def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str
         assert measured.ledgers.measured.peak_bytes == measured.window.peak_memory_bytes
         assert (measured.ledgers.predicted is None) is (measured.ledgers.why_not_predicted is not None)
     assert next(arm, None) is None
+
+
+@pytest.mark.usefixtures("gpus")
+def test_an_arms_energy_is_the_power_of_its_gpu_over_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(energy.SHORTEST_SECONDS, "cuda", 0.0)
+    config = configure(baseline={})
+    bench = config.bench.model_copy(update={"energy": True, "max_foreign_load": 1.0, "max_input_wait": 1.0})
+    config = config.model_copy(update={"bench": bench})
+    made = plan(config, "baseline", environment.machine())
+    arm = _measure_in_turns(config, made, PREPARED, environment.read(), STEPS, True)
+    next(arm)
+    arm.send(STEPS)
+    window = check(arm.send(None)).window
+    assert window.samples_per_second
+    assert window.joules_per_sample
+    assert window.joules_per_sample * window.samples_per_second == pytest.approx(100.0, rel=0.5)  # watts
 
 
 @pytest.mark.slow
