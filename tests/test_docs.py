@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +30,21 @@ def in_line(page: Path) -> list[str]:
     """Return the page's inline code, also that in link texts."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def test_the_version_in_the_pages_is_the_one_of_pyproject() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    named = [
+        found for page in PAGES for found in re.findall(r"pipeline-([\w.]+)-py3|download/v([\w.]+)/", page.read_text())
+    ]
+    assert len(named) == 3
+    assert {each for found in named for each in found if each} == {version}
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", index.read_text(encoding="utf-8"))
+    assert sorted([*linked, index.name]) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 def simple_commands(page: Path) -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import tarfile
 import tomllib
@@ -55,10 +56,11 @@ def wheel(source: Clone) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The unpacked wheel, to be found by PYTHONPATH."""
-    site = tmp_path_factory.mktemp("site")
-    shutil.unpack_archive(wheel, site, "zip")
-    return str(site)
+    """Where pip installed the wheel, to be found by PYTHONPATH. Its dependencies are in this environment."""
+    site = str(tmp_path_factory.mktemp("site"))
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site]
+    subprocess.run([*install, str(wheel)], check=True)
+    return site
 
 
 def test_the_wheel_has_the_package_and_what_init_writes_and_nothing_else(source: Clone, wheel: Path) -> None:
