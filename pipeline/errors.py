@@ -71,6 +71,11 @@ def own_place(trace: str) -> str:
     return own[-1] if own else ""
 
 
+def count(amount: int, noun: str) -> str:
+    """Return "1 round", "2 rounds", "1,000 processes"."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message; the error's type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

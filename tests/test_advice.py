@@ -27,16 +27,16 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
         return f"throughput is undecided: about {text} in all would decide ({remedy})"
 
     assert reason(undecided) == said(
-        "11 minute(s) of rounds", "set bench.max_minutes: 11"
+        "11 minutes of rounds", "set bench.max_minutes: 11"
     )  # ten, and one for what differs
     cost = RoundCost("bench.max_minutes", 100, 100.0)
-    assert reason(undecided, cost) == said("0.5 minute(s) of rounds", "set bench.max_minutes: 0.5")
+    assert reason(undecided, cost) == said("0.5 minutes of rounds", "set bench.max_minutes: 0.5")
     cost = RoundCost("bench.max_rounds", 6, 100.0)
-    assert reason(undecided, cost) == said("3.5 minute(s) of rounds", "set bench.max_rounds: 10")
+    assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)
     assert reason(undecided, cost) == said("10 rounds", "raise bench.max_minutes")
     rejected = undecided.model_copy(update={"refused": 6})  # half of the rounds are
-    assert reason(rejected) == said("21 minute(s) of rounds", "set bench.max_minutes: 21")
+    assert reason(rejected) == said("21 minutes of rounds", "set bench.max_minutes: 21")
 
 
 def test_what_an_undecided_verdict_leaves_certain_is_said() -> None:
@@ -74,7 +74,7 @@ def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
 
 def test_more_than_an_hour_is_no_advice() -> None:
     undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 53})
-    assert "60 minute(s) of rounds in all would decide (set bench.max_minutes: 60)" in reason(undecided)
+    assert "60 minutes of rounds in all would decide (set bench.max_minutes: 60)" in reason(undecided)
     interval = stats.Interval(undecided.estimate or 0.0, undecided.low or 0.0, undecided.high or 0.0, 6)
     for more_pairs in (54, None):
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})

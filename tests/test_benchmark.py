@@ -199,8 +199,8 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
     assert len(found.arms[0].samples) == rounds
     out = capsys.readouterr().out
-    assert out.count("minutes are over after 1 round(s), and it goes on: 6 without a rejected sample are needed") == 1
-    assert "bench: 2 round(s) after 44 s\nbench: 4 round(s) after 88 s" in out  # as there is no terminal
+    assert out.count("minutes are over after 1 round, and it goes on: 6 without a rejected sample are needed") == 1
+    assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # as there is no terminal
 
 
 MARGINS = {"samples_per_second": 0.03, "peak_memory_bytes": 0.03}
@@ -379,11 +379,11 @@ def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ((150.0, None, 6), "6 round(s) (the fewest that can decide anything; 2.5 minutes give 3), until about 12:04"),
-        ((150.0, None, 0), "3 round(s) (at least 6 would be needed to decide anything), until about 12:02"),
-        ((600.0, None, 6), "15 round(s), until about 12:10"),
-        ((600.0, 7, 6), "7 round(s), until about 12:04"),
-        ((1.0, 2, 6), "2 round(s) (at least 6 would be needed to decide anything), until about 12:01"),
+        ((150.0, None, 6), "6 rounds (the fewest that can decide anything; 2.5 minutes give 3), until about 12:04"),
+        ((150.0, None, 0), "3 rounds (at least 6 would be needed to decide anything), until about 12:02"),
+        ((600.0, None, 6), "15 rounds, until about 12:10"),
+        ((600.0, 7, 6), "7 rounds, until about 12:04"),
+        ((1.0, 2, 6), "2 rounds (at least 6 would be needed to decide anything), until about 12:01"),
     ],
 )
 def test_what_is_about_to_be_measured_is_said(
@@ -494,7 +494,7 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
     stage.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
-    line = rf"bench: 8 arms of {bench.steps} steps, a round takes about \d+ s: 2 round\(s\) .*, until about \d\d:\d\d "
+    line = rf"bench: 8 arms of {bench.steps} steps, a round takes about \d+ s: 2 rounds .*, until about \d\d:\d\d "
     looks = [
         rf"bench: a first look at {name}, {place} of 3" for place, name in enumerate(("baseline", "ddp", "stack"), 1)
     ]

@@ -707,4 +707,4 @@ def test_lines_fit_the_terminal_and_keep_commands_whole() -> None:
     assert max(len(line) for line in written if "x" * 90 not in line) <= 80
     assert any(line.endswith("/a/very/long/path/" + "x" * 90) for line in written)
     assert [line.index("fine") for line in written if "fine" in line] == [written[0].index("word")], "aligned"
-    assert written[-1] == "1 problem(s), 0 warning(s)"
+    assert written[-1] == "1 problem, 0 warnings"

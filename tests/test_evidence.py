@@ -130,7 +130,7 @@ def test_what_is_made_holds(made: bytes, members: Members, checked: Checked) -> 
     assert f"commit {'c' * 40}, environment {ENVIRONMENT['hash'][:12]}, data set fashion_mnist" in said
     assert DESCRIBED.digest()[:12] in said
     assert f"Verified: the SHA-256 of {len(members) - 1} files" in said
-    assert "2 session(s) of the bench and the runs of 3 seed(s) of each of 3 variants" in said
+    assert "2 sessions of the bench and the runs of 3 seeds of each of 3 variants" in said
     assert "Not verified" in said
     files = {"manifest.json", "params.yaml", "environment.json", "dvc.lock", "bench.json"}
     assert {name.partition("/")[0] for name in members} == files | {"data", "sessions", "results", "reports"}
@@ -349,7 +349,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "a score": (
         {"results/memory.json": of_json(righter)},
-        r"results/memory\.json holds what was not measured: summary\.",
+        r"results/memory\.json holds impossible values: summary\.",
     ),
     "an evaluation": (
         {"results/ddp/history.csv": lambda content: re.sub(rb"0\.8\r\n", b"0.89\r\n", content)},

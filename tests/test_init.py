@@ -239,7 +239,7 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     told = f"at least 6 rounds are measured, so the bench takes more than {least} minutes: starts, warm-up"
     assert f"#   {told}" in text
     assert f"{minutes:g} minutes of bench; {told}" in capsys.readouterr().out
-    assert ("#   no ddp: with fewer than 2 GPU(s)" in text) is (machine is LAPTOP)
+    assert ("#   no ddp: with fewer than 2 GPUs" in text) is (machine is LAPTOP)
     assert text.count("variants:\n") == 1
     assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text
 

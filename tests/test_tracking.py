@@ -1000,7 +1000,7 @@ def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.C
     write_comparison(root)
     write_gate(root)
     assert tracking.promote(config_of(), COMMIT, root) == promoting.TOO_FEW
-    assert "ddp pays in 1 session(s) of the bench, and 3 are asked for" in capsys.readouterr().err
+    assert "ddp pays in 1 session of the bench, and 3 are asked for" in capsys.readouterr().err
     assert client_of(root).search_registered_models() == []
 
 

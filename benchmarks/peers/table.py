@@ -8,8 +8,9 @@ from typing import Any
 
 from pipeline.comparison import stats
 from pipeline.comparison.verdicts import Noise
+from pipeline.errors import count
 from pipeline.params import Compare
-from pipeline.report.formats import JOINED, count, points
+from pipeline.report.formats import JOINED, points
 
 OURS, CONTROL, BAREST = "ours", "ours, again", "the barest loop"
 LATER = "later epochs with evaluation (Lightning: and checkpoint)"
@@ -116,5 +117,5 @@ def _agreement(figure: Mapping[str, Any]) -> Iterator[str]:
 
 def _interval(found: stats.Interval) -> str:
     if found.low <= 0:
-        return f"{found.estimate:.2f} (no interval from {count(found.count, 'round')})"
+        return f"{found.estimate:.2f} (too few rounds for an interval: {found.count})"
     return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from pipeline.benchmark.rounds import FEWEST_ROUNDS
+from pipeline.errors import count
 
 
 def outlook(arms: int, steps: int, round_seconds: float, *, seconds: float, max_rounds: int | None, fewest: int) -> str:
@@ -17,5 +18,5 @@ def outlook(arms: int, steps: int, round_seconds: float, *, seconds: float, max_
         remark = f" (at least {FEWEST_ROUNDS} would be needed to decide anything)"
     elif rounds > fitting:
         remark = f" (the fewest that can decide anything; {seconds / 60:g} minutes give {fitting})"
-    counted = f"{arms} arms of {steps} steps, a round takes about {round_seconds:.0f} s: {rounds} round(s){remark}"
-    return f"{counted}, until about {ends}"
+    cost = f"{arms} arms of {steps} steps, a round takes about {round_seconds:.0f} s"
+    return f"{cost}: {count(rounds, 'round')}{remark}, until about {ends}"

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.settling import unsettled
+from pipeline.errors import count
 from pipeline.params import Bench as BenchSettings
 from pipeline.results import Arm, Setup, Window
 
@@ -113,7 +114,7 @@ def measure(
                     limit, extended = 2 * seconds, True
                 if rounds and not overdue and began - started > limit:
                     overdue = True
-                    over = f"{limit / 60:g} minutes are over after {len(rounds)} round(s)"
+                    over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
                     least = f"{fewest} without a rejected sample are needed, and {2 * fewest} are the most"
                     bar.write(f"bench: {over}, and it goes on: {least} (bench.hard_limit)", sys.stdout)
                 order = order_of(running, len(rounds))
@@ -133,7 +134,7 @@ def measure(
                 now = time.monotonic()
                 if bar.disable and now - told >= TOLD_SECONDS:
                     told = now
-                    print(f"bench: {len(rounds)} round(s) after {now - started:.0f} s", flush=True)
+                    print(f"bench: {count(len(rounds), 'round')} after {now - started:.0f} s", flush=True)
                 longest = max(longest, now - began)
                 if len(rounds) >= FEWEST_ROUNDS and decided(so_far()):
                     break

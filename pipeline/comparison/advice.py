@@ -9,6 +9,7 @@ from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
 from pipeline.comparison.stats import Decision
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio
+from pipeline.errors import count
 from pipeline.results import Bench
 
 MOST_SEEDS = 20
@@ -62,7 +63,7 @@ def reasons(
 
 
 def interrupted(bench: Bench) -> str:
-    return f"the bench was interrupted after {bench.rounds} round(s): run `dvc repro bench`"
+    return f"the bench was interrupted after {count(bench.rounds, 'round')}: run `dvc repro bench`"
 
 
 def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped: bool = False) -> list[str]:

@@ -81,7 +81,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
         elif (root / history).exists():
             try:
                 ends = contradictions.of_history(result, results.read_history(root / history))
-                problems += [f"{file} holds what was not measured: {'; '.join(ends)}. {again}"] if ends else []
+                problems += [f"{file} holds impossible values: {'; '.join(ends)}. {again}"] if ends else []
             except PipelineError as error:
                 problems.append(str(error))
         if data and data.sha256 != result.dataset.sha256:

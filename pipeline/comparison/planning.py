@@ -38,7 +38,8 @@ class RoundCost(NamedTuple):
 
     def duration(self, rounds: int) -> str:
         """Say how long ``rounds`` rounds in all take; if that is not known, their number."""
-        return f"{self._minutes(rounds):g} minute(s) of rounds" if self.seconds else f"{rounds} rounds"
+        minutes = self._minutes(rounds)
+        return f"{minutes:g} minute{'' if minutes == 1 else 's'} of rounds" if self.seconds else f"{rounds} rounds"
 
     def _minutes(self, rounds: int) -> float:
         """Return the minutes for ``rounds`` rounds and one more, rounded up to half minutes."""

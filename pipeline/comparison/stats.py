@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr, stdtrit
 
+from pipeline.errors import count
+
 Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
 """The decision on one quantity. ``decide`` never returns *untrusted*: that depends on the samples; see ``verdicts``."""
 
@@ -105,8 +107,8 @@ def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float 
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
         return (
-            f"the baseline was measured against itself in {aa.count} pair(s), and at least {FEWEST_PAIRS} are needed "
-            "to know how noisy the machine is"
+            f"the baseline was measured against itself in {count(aa.count, 'pair')}, and at least {FEWEST_PAIRS} are "
+            "needed to know how noisy the machine is"
         )
     held, confidence = (wide, "99%") if wide.low > 0 else (aa, "95%")
     if held.low > 1 + negligible or held.high < 1 / (1 + negligible):

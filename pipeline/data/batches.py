@@ -89,8 +89,8 @@ class TrainBatches:
         first, *others = (dataset.train.arrays[name] for name in task.arrays)
         if augment != Augment() and first.ndim != 4:
             raise ConfigError(
-                f"train.augment: found {augment}, but the inputs of {dataset.name} are no images, [channels, height, "
-                f"width], but {list(first.shape[1:])}; allowed: no augmentation."
+                f"train.augment: found {augment}, but augmentation needs images [channels, height, width], and the "
+                f"inputs of {dataset.name} have the shape {list(first.shape[1:])}; allowed: no augmentation."
             )
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

@@ -69,11 +69,11 @@ class Dataset:
     sha256: str
     """SHA-256 over everything: arrays, classes, statistics."""
     classes: tuple[str, ...]
-    """Names of the classes that targets number; empty where targets are no labels."""
+    """Names of the classes, in the order of the targets' numbers; empty if targets are no labels."""
     vocabulary: int | None
-    """Inputs are tokens from 0 to this number minus one; None: inputs are no tokens."""
+    """Number of different tokens, which are the integers from 0 on; None if inputs are no tokens."""
     statistics: Mapping[str, Statistics]
-    """By name, of every array but labels and tokens."""
+    """Statistics of each array, by its name, except for labels and tokens."""
     train: Split
     test: Split
     test_in_train_count: int | None = None

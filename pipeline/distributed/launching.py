@@ -25,15 +25,16 @@ from pipeline.interpreter import end_with_parent
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 30
-"""How long launched ranks have to end after a signal: to finish a step and save."""
+"""How long launched ranks may take to end after a signal: they finish a step and save a checkpoint."""
 
 
 DEATH_SECONDS = 0.5
-"""How long to wait for more failures after the first: a rank may report a lost peer before the peer's death shows."""
+"""How long to wait for more failures after the first one: a rank may report that it lost its peer before the launcher
+sees that the peer has died."""
 
 
 class WorkerError(PipelineError):
-    """A worker process failed. The message is of the rank that died first or, if none died, of the first to fail."""
+    """A worker process failed. The message comes from the rank that died first or, if none died, that failed first."""
 
 
 def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
@@ -54,7 +55,7 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
         try:
             code = max(ask(None))
         except WorkerError:
-            if heard:  # a rank that did not handle the signal yet
+            if heard:  # of a rank that has not handled the signal yet
                 sys.exit(128 + heard[0])
             raise
     if heard or code:
@@ -153,7 +154,7 @@ def _variables(rank: int, size: int, store: Path) -> dict[str, str]:
 def _ask(pipes: Sequence[Connection], processes: Sequence[Any], request: Any) -> list[Any]:
     values: dict[int, Any] = {}
     failures: list[tuple[bool, str]] = []
-    with suppress(BrokenPipeError):  # the rank is dead, which its answer says
+    with suppress(BrokenPipeError):  # the rank is dead; the missing answer shows it
         for pipe in pipes:
             pipe.send(request)
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -179,7 +180,7 @@ def _end_of(process: Any) -> str:
             "the process was killed, most likely because memory ran out, here or in its container. Give it more, or "
             "lower train.batch_size; `python -m pipeline predict-memory` tells what is needed."
         )
-    return f"the process died, with exit code {process.exitcode}; what it said stands above."
+    return f"the process died, with exit code {process.exitcode}; its output is above."
 
 
 def _forked(
@@ -195,7 +196,7 @@ def _forked(
     while True:
         try:
             request = pipe.recv()
-        except EOFError:  # nobody asks any more
+        except EOFError:  # the parent has closed its end
             break
         value, failure = None, None
         try:

@@ -21,7 +21,8 @@ from pipeline.errors import PipelineError
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=5)
-"""How long a collective waits for a rank that does not join it: enough for a slow disk. Not meant for a dead rank."""
+"""How long a collective waits for a rank that does not join it: long enough for a slow disk. The launcher notices a
+dead rank earlier."""
 
 A_GPU_EACH = "Start one process a GPU."
 
@@ -140,7 +141,7 @@ class World:
             dist.barrier()
 
     def broadcast_buffers_(self, model: nn.Module) -> None:
-        """Give every rank the main rank's buffers (BatchNorm's running statistics differ by rank in training)."""
+        """Copy the main rank's buffers to every rank: in training, BatchNorm's running statistics differ by rank."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -167,7 +168,7 @@ class World:
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its values, on the meta device."""
+    """Return ``tensor`` on the meta device, without its values."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
@@ -250,7 +251,7 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set those of ``variables`` that the user has not set, for the block."""
+    """While the block runs, set the environment ``variables``, except for variables that the user has set."""
     ours = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ |= ours
     try:

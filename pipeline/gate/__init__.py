@@ -48,7 +48,7 @@ def run(config: Config, against: str) -> int:
         raise
     except Exception as error:  # Python would exit with 1, which means that something got worse
         traceback.print_exc()
-        raise GateError(f"nothing was decided, because of what stands above: {error!r}") from error
+        raise GateError(f"nothing was decided, because of the error above: {error!r}") from error
     write_text(MARKDOWN_FILE, text)
     print(text, end="")
     return code

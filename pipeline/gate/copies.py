@@ -69,7 +69,7 @@ def dvc(side: Copy, *arguments: str) -> None:
         process.wait()  # DVC was interrupted too; let it end its stage before the copy is removed
         raise
     if failed:
-        raise GateError(f"`dvc {' '.join(arguments)}` failed in {root}; what it wrote stands above.")
+        raise GateError(f"`dvc {' '.join(arguments)}` failed in {root}; its output is above.")
 
 
 def check_arms(side: Copy, label: str) -> None:

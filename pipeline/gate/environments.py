@@ -19,9 +19,9 @@ BUILD_LOCK = "requirements-build.lock"
 """Lock file of the packages that build source distributions."""
 CACHE = Path(".dvc", "tmp", "gate-environments")
 KEPT = 3
-"""How many environments are kept, the last used ones: an environment with torch for CUDA takes some 6 GB."""
+"""How many environments are kept, those that were used last: an environment with torch for CUDA takes some 6 GB."""
 NAMED = 12
-"""How many differing packages are named at most."""
+"""Largest number of differing packages that a message names."""
 
 
 def pythons(base: Path, head: Path) -> tuple[Path, Path]:
@@ -109,7 +109,7 @@ def _made(lock: Path) -> Path:
         for command in (making, *asked):
             if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
                 shutil.rmtree(folder, ignore_errors=True)
-                raise GateError(f"{lock} cannot be installed; what pip wrote stands above.")
+                raise GateError(f"{lock} cannot be installed; the output of pip is above.")
     stamp.touch()
     for each in sorted(CACHE.glob("*/installed"), key=os.path.getmtime, reverse=True)[KEPT:]:
         shutil.rmtree(each.parent)

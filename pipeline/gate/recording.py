@@ -91,7 +91,7 @@ def check_current(config: Config, names: Sequence[str]) -> None:
         for section, name in described
         for line in differing(made_of.get(section, {}).get(name), here.get(section, {}).get(name), name)
     ]
-    unknown = f"nobody knows whether {COMPARISON_FILE} is of what is here now, for `dvc status` failed; put that right"
+    unknown = f"`dvc status` failed, so {COMPARISON_FILE} may not match the present files; fix that error"
     trained = (f"{stage_of(config.variants.get(name))}@{name}" for name in names)
     stages_held = [*trained, "bench", "compare"]
     text = output([sys.executable, "-m", "dvc", "status", "--json", *stages_held], unknown)

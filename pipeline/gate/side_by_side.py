@@ -21,6 +21,7 @@ from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy
 from pipeline.environment import ENVIRONMENT_FILE, checked_out
+from pipeline.errors import count
 from pipeline.gate import environments
 from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
 from pipeline.gate.decision import (
@@ -98,9 +99,10 @@ def measured(config: Config, revision: str) -> Gated:
         specs = arms_of(names, baseline, {"base": (base, there), "head": (head, here)})
         rounds = _rounds(effective, specs, turns, compared)
 
-    count = len(rounds.arms[0].samples)
-    if rounds.interrupted and count < stats.FEWEST_PAIRS:
-        raise GateError(f"interrupted after {count} round(s); at least {stats.FEWEST_PAIRS} are needed to decide.")
+    measured = len(rounds.arms[0].samples)
+    if rounds.interrupted and measured < stats.FEWEST_PAIRS:
+        done = count(measured, "round")
+        raise GateError(f"interrupted after {done}; at least {stats.FEWEST_PAIRS} are needed to decide.")
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     control, of_base, of_head = _sides(rounds)
     found = _judged(rounds, effective, compared)
@@ -122,7 +124,7 @@ def measured(config: Config, revision: str) -> Gated:
             test_accuracies=trained[1],
         ),
         remarks=(
-            *([f"Interrupted after {count} rounds."] if rounds.interrupted else []),
+            *([f"Interrupted after {count(measured, 'round')}."] if rounds.interrupted else []),
             *([] if packages else unexplained(found, *fingerprints)),
             *said,
             *unshared(there["variants"], config.variants),

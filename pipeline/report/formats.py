@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
+from pipeline.errors import count as count  # the report counts with it, too
 from pipeline.results import Unit
 
 MINUS, TIMES, DASH, JOINED = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
@@ -85,10 +86,6 @@ def _bare(ratio: float, decimals: int) -> str:
     return f"{ratio:.{decimals if ratio >= 0.1 else decimals + 1}f}"
 
 
-def count(amount: int, noun: str) -> str:
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
 def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Nested mappings, and lists of mappings, as pairs of a dotted key and its value as text."""
     rows: list[tuple[str, str]] = []
@@ -114,7 +111,7 @@ def estimate(ratio: Ratio | Noise) -> str:
 def interval(ratio: Ratio | Noise) -> str:
     """The ends of the interval, or the reason why it has none."""
     if ratio.low is None or ratio.high is None:
-        return f"no interval from {count(ratio.pairs, 'pair')}"
+        return f"too few pairs ({ratio.pairs}) for an interval"
     return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
 
 
@@ -130,7 +127,7 @@ def _decimals(ratio: Ratio | Noise) -> int:
 
 def points_interval(accuracy: Accuracy) -> str:
     if accuracy.low_fraction is None or accuracy.high_fraction is None:
-        return f"no interval from {count(accuracy.seeds, 'seed')}"
+        return f"too few seeds ({accuracy.seeds}) for an interval"
     return _to(points(accuracy.low_fraction), points(accuracy.high_fraction))
 
 

@@ -236,4 +236,4 @@ def _refuse(path: Path, problems: Sequence[str], remedy: str) -> None:
     """Raise ResultError if there are any ``problems``."""
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ResultError(f"{path} holds what was not measured: {'; '.join(problems[:5])}{more}. To go on, {remedy}.")
+        raise ResultError(f"{path} holds impossible values: {'; '.join(problems[:5])}{more}. To go on, {remedy}.")

@@ -39,7 +39,7 @@ class ChunkedLoss(Technique):
                 "computed; allowed: 1, or a model that returns the outputs of its last linear layer unchanged."
             )
         self._head = found
-        found.__class__ = _Head  # of the module itself, so names in the state dict stay
+        found.__class__ = _Head  # changes the module in place, so the names in the state dict stay the same
 
     def change_step(self, setup: Setup) -> None:
         criterion = setup.step.criterion

@@ -114,7 +114,7 @@ class Pair:
     between: tuple[nn.Module, ...]
     second: nn.Linear
     parts: int
-    """Into how many parts they can be cut: values between the layers, or heads."""
+    """Largest number of parts into which the pair can be cut: the number of values between the layers, or of heads."""
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from pipeline.distributed import forked, launched_size
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, count
 from pipeline.params import Config, Machine
 from pipeline.params.catalogue import acting, asked
 from pipeline.plans import Plan
@@ -47,7 +47,7 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     print(f"{name}: {plan.processes} process(es) on {plan.device.upper()}, {samples}")
     print(
         f"job: {train.model}, {train.optimizer} at a learning rate of {train.learning_rate:g}, "
-        f"{train.batch_size} samples a step, {train.epochs} epoch(s), {len(train.seeds)} seed(s)"
+        f"{train.batch_size} samples a step, {count(train.epochs, 'epoch')}, {count(len(train.seeds), 'seed')}"
     )
     for skipped, reason in plan.skipped.items():
         print(f"left out: {skipped}: {reason}", flush=True)

@@ -23,7 +23,7 @@ from pipeline import environment, params, report, results
 from pipeline.comparison.compare import compare
 from pipeline.comparison.consistency import LOCK, PREPARED, made_of, read_all
 from pipeline.environment import code
-from pipeline.errors import PipelineError, printable, redacted
+from pipeline.errors import PipelineError, count, printable, redacted
 from pipeline.files import whole
 from pipeline.params import Config
 
@@ -36,12 +36,12 @@ NAME = re.compile(
 )
 """Names that files in the archive can have."""
 LARGEST = 2**27
-"""Most bytes of the archive."""
+"""Largest size of the archive, in bytes."""
 MOST = 2_000
-"""Most files of the archive, and most rounds of a bench."""
+"""Largest number of files in the archive, and of rounds in a bench."""
 NOT_VERIFIED = """\
-Not verified, for no file can tell it: that this was measured at all, on that machine, with that code and data; that no
-session was left out. Against a forger, measure it again. Who made the file, its attestation tells."""
+Not verified, because no file can prove it: that this was measured at all, on that machine, with that code and data;
+that no session was left out. If you suspect a forgery, measure again. The file's attestation says who made it."""
 
 
 class EvidenceError(PipelineError):
@@ -113,8 +113,8 @@ def check(file: Path = FILE) -> int:
         print(printable(f"{file}: {error if named else repr(error)}{_by_other_code(members)}"))
         return 1
     found = json.loads(made[f"{results.REPORTS}/comparison.json"])
-    data, rounds = found["dataset"], f"the rounds of {len(found['sessions'])} session(s) of the bench"
-    runs = f"the runs of {len(found['seeds'])} seed(s) of each of {len(found['variants'])} variants"
+    data, rounds = found["dataset"], f"the rounds of {count(len(found['sessions']), 'session')} of the bench"
+    runs = f"the runs of {count(len(found['seeds']), 'seed')} of each of {len(found['variants'])} variants"
     verified = (
         f"{file}: commit {found['bench']['commit']}, environment {found['environment']['hash'][:12]}, data set "
         f"{data['name']} (SHA-256 {data['sha256'][:12]}).\n"

@@ -24,7 +24,7 @@ import yaml
 from pipeline import files, params
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.data import DataError
-from pipeline.errors import ConfigError, PipelineError, printable
+from pipeline.errors import ConfigError, PipelineError, count, printable
 from pipeline.params import PARAMS_FILE, Config, Fetch, Machine
 from pipeline.tools import variant_sets
 from pipeline.tools.variant_sets import PROJECT
@@ -50,7 +50,7 @@ ONCE = (".dvc/config", ".dvc/.gitignore")
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
 """File -> beginning of a line; from this line on, lines that the user's file lacks are added to it."""
 ADAMW = {"optimizer": "adamw", "learning_rate": 0.001}
-"""What a transformer usually learns with."""
+"""Usual optimizer and learning rate of a transformer."""
 IN_A_FOLDER = (
     ('REVISION="$GITHUB_SHA" .', 'REVISION="$GITHUB_SHA" {}'),
     ('"$CONTAINER" .ci/gpu', '"$CONTAINER" {}/.ci/gpu'),
@@ -241,7 +241,7 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
 
 
 def _least(config: Config, variants: int) -> str:
-    """What the bench of so many variants costs at least."""
+    """Say how long the bench of this number of variants takes at least."""
     minutes = FEWEST_PAIRS * (variants + 1) * config.bench.window_seconds / 60
     return (
         f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes more than {minutes:.1f} minutes: starts, "
@@ -266,7 +266,7 @@ def _variants(machine: Machine, values: Mapping[str, Any], model: str) -> tuple[
     for name, least in (("ddp", 2), ("compiled", 1)):  # with fewer GPUs the variant costs minutes and seldom pays
         if machine.gpus < least:
             del found[name]
-            why.append(f"no {name}: with fewer than {least} GPU(s) it costs minutes and seldom pays")
+            why.append(f"no {name}: with fewer than {count(least, 'GPU')} it costs minutes and seldom pays")
     if model in ("mlp", "gpt"):
         del found["channels-last"], found["memory"]["channels_last"]
         why.append("no channels_last: the inputs are no images")
@@ -346,4 +346,4 @@ def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:
 
 
 _LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
-"""Option -> what looks at its data. Returns keys of params.yaml, the number of training samples, and reasons."""
+"""Option -> the function that inspects its data. It returns keys of params.yaml, the number of samples, and reasons."""

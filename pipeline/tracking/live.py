@@ -1,6 +1,6 @@
-"""Show a running training in MLflow, from a process of its own that uses only what the training leaves.
+"""Show a running training in MLflow, from a process of its own that reads only the files that the training writes.
 
-The view is provisional: ``publish`` writes each run from its files and takes the live ones away.
+The view is provisional: ``publish`` writes each run from its files and deletes the live runs.
 """
 
 from __future__ import annotations

@@ -88,12 +88,12 @@ def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[
 
 
 def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
-    """The comparison's figures, as ``<variant>/<figure>``: those in ``reports/metrics``, the shares of a profiled
-    step, and the figures of inference.
+    """Yield the comparison's figures, named ``<variant>/<figure>``: the content of ``reports/metrics``, the shares of a
+    profiled step, and the figures of inference.
 
-    ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so one that has no value any
-    more is logged as NaN. ``timestamp_ms``: when the last run ended. MLflow shows a metric's latest value, so the
-    timestamp is that of the newest file if a file was written later.
+    ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so a metric that
+    no longer has a value is logged as NaN. ``timestamp_ms``: when the last run ended. MLflow shows a metric's latest
+    value, so if a file was written later, the timestamp is the newest file's.
     """
     files = [
         root / results.REPORTS / "metrics" / f"{variant}.json"

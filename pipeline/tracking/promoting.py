@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, count
 from pipeline.interpreter import importing
 from pipeline.params import Config
 from pipeline.results import REPORTS, session_starts
@@ -57,10 +57,10 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         )
     best = compared["champion"]
     variant = best["variant"] if best else compared["baseline"]
-    if best and (count := sessions_of(compared, variant)) < FEWEST_SESSIONS:
+    if best and (sessions := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
-            f"not promoted: {variant} pays in {count} session(s) of the bench, and {FEWEST_SESSIONS} are asked for, "
-            f"each with all {best['among']} that pay. Run `make again` on another day.",
+            f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, and {FEWEST_SESSIONS} are "
+            f"asked for, each with all {best['among']} that pay. Run `make again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW

@@ -174,7 +174,7 @@ def test_a_transfer_shows_its_progress_on_a_terminal(
 
 def test_elsewhere_a_transfer_is_a_line(server: Server, raw: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fetch(config(), raw)
-    assert capsys.readouterr().err == f"fetching 2 file(s) of mnist from {server.url}\n"
+    assert capsys.readouterr().err == f"fetching 2 files of mnist from {server.url}\n"
 
 
 def test_sources_that_failed_before_one_delivered_are_a_line(
@@ -184,7 +184,7 @@ def test_sources_that_failed_before_one_delivered_are_a_line(
     use(GzippedFiles(closed), GzippedFiles(f"{server.url}/absent"), GzippedFiles(server.url))
     fetch(config(), raw)
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"fetching 2 file(s) of mnist from {closed}"
+    assert first == f"fetching 2 files of mnist from {closed}"
     assert second.startswith(f"fetched from {server.url}, as before it failed: {closed}: ")
     assert second.endswith(f"; {server.url}/absent: HTTP status 404 Not Found")
 

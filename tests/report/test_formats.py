@@ -63,16 +63,16 @@ def test_what_is_untrusted_stands_in_brackets() -> None:
     noisy = ratio(decision="untrusted", why_untrusted="throughput: too noisy")
     assert plain(formats.ratio_text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
     few = noisy.model_copy(update={"low": None, "high": None, "pairs": 3})
-    assert plain(formats.ratio_text(few)) == "untrusted [1.42x, no interval from 3 pairs]"
+    assert plain(formats.ratio_text(few)) == "untrusted [1.42x, too few pairs (3) for an interval]"
     unknown = few.model_copy(update={"estimate": None, "pairs": 0})
     assert formats.ratio_text(unknown) == "untrusted"
 
 
 def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
-    assert plain(formats.ratio_text(few)) == "1.42x undecided (no interval from 4 pairs)"
+    assert plain(formats.ratio_text(few)) == "1.42x undecided (too few pairs (4) for an interval)"
     one = accuracy(low_fraction=None, high_fraction=None, seeds=1, decision="undecided")
-    assert formats.accuracy_lines(one) == ("+0.03 points undecided", "no interval from 1 seed")
+    assert formats.accuracy_lines(one) == ("+0.03 points undecided", "too few seeds (1) for an interval")
 
 
 def test_lists_of_devices_are_shown_key_by_key() -> None:

@@ -15,6 +15,7 @@ from pipeline.data.sources.listings import LISTINGS, Listing
 from pipeline.data.sources.local import describe_synthetic, export_digits, list_files, list_images
 from pipeline.data.sources.places import Mirror
 from pipeline.data.sources.store import SourceError, Store, say
+from pipeline.errors import count
 from pipeline.params import Fetch
 
 
@@ -57,7 +58,7 @@ def _collect(config: Fetch, listing: Listing, target: Path, partials: Path) -> N
         if not missing:
             break
         if not failures:
-            say(f"fetching {len(missing)} file(s) of {config.dataset} from {source.label}")
+            say(f"fetching {count(len(missing), 'file')} of {config.dataset} from {source.label}")
         try:
             source.deliver(missing, store)
         except SourceError as error:

@@ -25,13 +25,13 @@ def _records_within_warmup(train: Train) -> str | None:
     if train.warmup_steps > GRAPH_WARMUP_STEPS:
         return None
     return (
-        f"it records its step after {GRAPH_WARMUP_STEPS} others, which no figure may hold, and train.warmup_steps is "
+        f"it records its step after {GRAPH_WARMUP_STEPS} other steps, which must not count, and train.warmup_steps is "
         f"{train.warmup_steps}"
     )
 
 
 def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu else "it is default and CUDA graphs, which need a GPU; on a CPU say default"
+    return None if on_gpu else "it is the mode default plus CUDA graphs, which need a GPU; on a CPU use default"
 
 
 def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from pipeline.errors import redacted
+from pipeline.errors import count, redacted
 
 Status = Literal["ok", "warning", "problem", "not applicable"]
 
@@ -95,7 +95,7 @@ def as_text(findings: Sequence[Finding], width: int) -> str:
         if remedy:
             blocks.append(_wrapped("         -> ", remedy, width))
     counts = Counter(finding.status for finding in findings)
-    return "\n".join([*blocks, "", f"{counts['problem']} problem(s), {counts['warning']} warning(s)"])
+    return "\n".join([*blocks, "", f"{count(counts['problem'], 'problem')}, {count(counts['warning'], 'warning')}"])
 
 
 def _wrapped(head: str, text: str, width: int) -> str:

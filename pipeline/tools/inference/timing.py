@@ -23,7 +23,7 @@ FEWEST_FOR_P99 = 100
 FEWEST_CALLS = 3
 """Fewest calls in a slice, however long a call takes."""
 MOST_UNSEEN_BYTES = 1 << 28
-"""Most bytes of batches that are prepared at once before they are timed."""
+"""Largest size, in bytes, of the batches that are prepared together before they are timed."""
 
 Synchronise = Callable[[], None]
 

@@ -41,7 +41,7 @@ LEAST = 2.0**11 * FLOAT32
 roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019); k,
 samples times pixels, is some 10^5 here, and terms of both signs cancel in part."""
 KERNEL_ROUNDOFFS = 2.0**5
-"""Most float32 roundoffs by which two kernels of the same layer differ; on CPUs it is some 10."""
+"""Largest difference between two kernels of the same layer, in float32 roundoffs; on CPUs it is about 10."""
 DRAWS = 2
 """How often the reference is trained with noise of the size of the expected rounding; the largest difference counts."""
 FACTOR = 2.0

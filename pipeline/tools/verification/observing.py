@@ -103,7 +103,7 @@ class Observed:
     """The same sum by one process alone, from the same weights; ``expected_count``: its count."""
     expected_count: int = 0
     work: Work | None = None
-    """The samples taken by the step of a run that left out most."""
+    """The samples taken by the one step of a run that left out the most samples."""
     ties: int = 0
     """Number of test samples whose score rounding may change, as where the two largest logits are as good as equal."""
 

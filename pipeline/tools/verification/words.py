@@ -45,7 +45,7 @@ def summary(claims: Sequence[Claim], seconds: float) -> str:
 
 
 def hold(claims: Sequence[Claim]) -> bool:
-    """True if no claim is wrong, and of each variant one at least holds: what does not train shows nothing."""
+    """True if no claim is wrong and each variant has a claim that holds."""
     return not (any(claim.holds is False for claim in claims) or _untried(claims))
 
 
