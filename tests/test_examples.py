@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -70,6 +71,45 @@ found = mlflow.search_logged_models(experiment_ids=["1"], output_format="list", 
 model = mlflow.pyfunc.load_model(f"models:/{found[0].model_id}")
 print(list(model.predict(np.zeros((3, 3, 8, 8), dtype=np.uint8)).shape))
 """
+
+
+TEXT_AND_TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "text": (
+        {
+            "fetch": {"dataset": "text_folder", "text_folder": "texts"},
+            "prepare": {"window": 16},
+            "train.task": "language_model",
+            "train.model": "gpt",
+            "train.model_options": {"width": 16, "depth": 1, "heads": 2},
+        },
+        "token accuracy", "np.zeros((3, 16), dtype=np.uint16)", "[3, 16, 257]",
+    ),
+    "table": (
+        {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}, "train.task": "regression", "train.model": "mlp"},
+        "within tolerance", "np.zeros((3, 5), dtype=np.float32)", "[3, 1]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", TEXT_AND_TABLE)
+def test_a_job_on_text_or_a_table_from_data_to_report_and_model(clone: Callable[..., Clone], name: str) -> None:
+    params, said, inputs, outputs = TEXT_AND_TABLE[name]
+    variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
+    others = {"train.epochs": 1, "train.batch_size": 16, "variants": variants, "infer.variants": []}
+    checkout = clone(SMALL | others | params)
+    (checkout.path / "texts").mkdir()
+    for index in range(8):
+        (checkout.path / "texts" / f"{index}.txt").write_text("".join(f"{each} hills " for each in range(60 + index)))
+    rows = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
+    np.savez(checkout.path / "houses.npz", inputs=rows, targets=rows.sum(1))
+    checkout.run("dvc", "repro")
+    for report in ("comparison.md", "comparison.html"):
+        text = (checkout.path / "reports" / report).read_text(encoding="utf-8")
+        assert said in text.replace("\\", "").replace("_", " ")
+    loaded = LOADED.replace("np.zeros((3, 3, 8, 8), dtype=np.uint8)", inputs)
+    assert checkout.run("python", "-c", loaded).splitlines()[-1] == outputs
 
 
 def test_the_transformer_s_params_are_valid_and_name_what_is_there() -> None:
