@@ -31,6 +31,8 @@ Rows = npt.NDArray[Any]
 
 CHUNK_BYTES = 16 << 20
 LIMIT_CLASSES = 1 << 16
+LIMIT_VOCABULARY = 1 << 31
+"""Of int32, the largest type in which tokens are prepared."""
 LIMIT_HEADER_BYTES = 100 << 20
 """The format's own, of a .safetensors file."""
 NAMES = ("inputs", "targets", "test_inputs", "test_targets")
@@ -48,8 +50,13 @@ def root(fetch: Fetch, directory: Path) -> Path:
 def files(fetch: Fetch, directory: Path) -> list[str]:
     """The one file, or the .npy files of the folder. Raises DataError without inputs."""
     place = Path(fetch.arrays or "")
-    names = [place.name] if place.suffix in FILES else [f"{name}.npy" for name in NAMES]
-    found = [name for name in names if (root(fetch, directory) / name).is_file()]
+    names, top = [f"{name}.npy" for name in NAMES], root(fetch, directory)
+    if place.suffix in FILES:
+        names = [place.name]
+    else:
+        for path in sorted(top.glob("*.npy")):
+            _check_name(path.name, top)
+    found = [name for name in names if (top / name).is_file()]
     if names[0] not in found:
         raise DataError(
             f"fetch.arrays: found {fetch.arrays!r}; expected a file of type {', '.join(FILES)}, or a folder with "
@@ -111,30 +118,66 @@ def decode(config: Config, directory: Path) -> Decoded:
     for arrays in (train, test):
         if len({array.shape[0] for array in arrays}) > 1:
             raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples.")
-    inputs, labels, vocabulary = train[0], None, None
+    inputs, labels, vocabulary, classes = train[0], None, None, 0
     types: list[np.dtype[Any]] = [np.dtype(np.float32)] * len(train)
     if inputs.dtype == np.uint8:
         types[0] = inputs.dtype
     if len(train) == 1 and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
-        vocabulary = 1 + max((int(chunk.max()) for chunk in inputs.chunks()), default=0)
+        vocabulary = _checked(train, test, 0, LIMIT_VOCABULARY, "tokens in the vocabulary")
+        if inputs.shape[1] < 2:
+            raise DataError(
+                f"{inputs}: windows of {inputs.shape[1]} token(s) predict nothing; expected [N, length + 1]."
+            )
         types[0] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
     if len(train) == 2 and train[1].dtype.kind in "iu":
         if len(train[1].shape) > 1:
             raise DataError(f"{train[1]}: integers are labels; expected one a sample, or floats.")
-        labels = np.concatenate([chunk.astype(np.int64) for chunk in train[1].chunks()] or [np.zeros(0, np.int64)])
-        types[1] = labels.dtype
-        if labels.max(initial=0) >= LIMIT_CLASSES:
-            raise DataError(f"{train[1]}: labels go up to {labels.max()}; number the classes from 0.")
+        classes = _checked(train, test, 1, LIMIT_CLASSES, "classes")
+        labels = _labels(train[1], classes)
+        types[1] = np.dtype(np.int64)
     out, kept = None, config.prepare
     if not test:
-        keys = list(map(str, range(inputs.shape[0])))
-        out = held_out(keys, [0] * len(keys) if labels is None else labels.tolist(), kept.test_fraction)
+        count = inputs.shape[0]
+        out = held_out(
+            map(str, range(count)), np.zeros(count, np.uint8) if labels is None else labels, kept.test_fraction
+        )
     return Decoded(
         train=_rows(train, types, None if out is None else ~out, kept.train_limit),
         test=_rows(test or train, types, out, kept.test_limit),
-        classes=() if labels is None else tuple(map(str, range(labels.max(initial=0) + 1))),
+        classes=tuple(map(str, range(classes))),
         vocabulary=vocabulary,
     )
+
+
+def _checked(train: list[_Array], test: list[_Array], index: int, limit: int, of: str) -> int:
+    """One more than the largest number in the array ``index`` of ``train``. Raises DataError for numbers out of range.
+
+    They are checked in the file's own type: in the prepared one, a number out of range would become another number.
+    """
+    count = 0
+    for arrays in filter(None, (train, test)):
+        ranges = [(int(each.min()), int(each.max())) for each in arrays[index].chunks() if each.size]
+        least, most = min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
+        count = count or min(max(most, 0) + 1, limit)
+        if least < 0 or most >= count:
+            raise DataError(f"{arrays[index]}: found {least} to {most}, but there are {count} {of}.")
+    return count
+
+
+def _labels(array: _Array, classes: int) -> npt.NDArray[np.uint16]:
+    """The labels [N]. Raises DataError for a class without a training sample."""
+    labels = np.empty(array.shape[0], np.uint16)
+    start = 0
+    for chunk in array.chunks():
+        labels[start : start + len(chunk)] = chunk
+        start += len(chunk)
+    absent = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
+    if len(absent) and len(labels):
+        raise DataError(
+            f"{array}: labels go up to {classes - 1}, but {len(absent)} of the {classes} classes, {absent[0]} the "
+            "first, have no training sample; number the classes from 0 without gaps, or repair the label."
+        )
+    return labels
 
 
 class _Array(NamedTuple):
@@ -198,6 +241,7 @@ def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
             raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
         with _naming(path):
             for array in _READERS[path.suffix](path):
+                _check_name(array.member, path)
                 found[Path(array.member).stem] = array
                 if not array.shape or array.dtype.kind not in "iuf":
                     raise DataError(
@@ -216,19 +260,24 @@ def headers(fetch: Fetch) -> dict[str, _Array]:
     return {Path(array.member).stem: array for array in found}
 
 
+def _check_name(name: str, path: Path) -> None:
+    """Raise DataError for an array that is none of ``NAMES``: left out in silence, it would be missed late."""
+    if Path(name).stem not in NAMES:
+        raise DataError(f"{path} has an array {name!r}; expected {', '.join(NAMES)}: rename it, or take it out.")
+
+
 def _in_numpy(path: Path) -> Iterator[_Array]:
-    """The .npy file, or those of an .npz that have a known name."""
+    """The .npy file, or those of an .npz."""
     for member in zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]:
-        if Path(member).stem in NAMES:
-            with _stream(path, member) as file:
-                first = np.lib.format.read_magic(file) == (1, 0)
-                header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
-                shape, is_fortran, dtype = header(file)
-                yield _Array(path, member, shape, np.dtype(object) if is_fortran else dtype, file.tell())
+        with _stream(path, member) as file:
+            first = np.lib.format.read_magic(file) == (1, 0)
+            header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = header(file)
+            yield _Array(path, member, shape, np.dtype(object) if is_fortran else dtype, file.tell())
 
 
 def _in_safetensors(path: Path) -> Iterator[_Array]:
-    """The tensors that have a known name.
+    """The tensors.
 
     The format, as https://github.com/huggingface/safetensors has it: the header's length, 8 bytes, little endian; the
     header, JSON; the values, each tensor's between the two ``data_offsets`` from the header's end.
@@ -239,7 +288,7 @@ def _in_safetensors(path: Path) -> Iterator[_Array]:
             raise ValueError(f"a header of {length:,} bytes")
         header = json.loads(file.read(length))
     for name, each in header.items():
-        if name in NAMES:
+        if name != "__metadata__":
             dtype, (start, end) = np.dtype(_SAFETENSORS.get(each["dtype"], object)), each["data_offsets"]
             array = _Array(path, name, tuple(each["shape"]), dtype, 8 + length + start)
             if dtype.kind != "O" and math.prod(array.shape) * dtype.itemsize != end - start:
@@ -257,7 +306,11 @@ def _in_table(path: Path) -> Iterator[_Array]:
     with ParquetFile(path) as table:
         schema, count = table.schema_arrow, table.metadata.num_rows
     others = tuple(name for name in schema.names if name != "targets")
-    for member, columns in (("inputs", ("inputs",) if "inputs" in others else others), ("targets", ("targets",))):
+    if "inputs" in others:
+        for name in others:
+            _check_name(name, path)
+        others = ("inputs",)
+    for member, columns in (("inputs", others), ("targets", ("targets",))):
         types = [schema.field(name).type for name in columns if name in schema.names]
         shape: tuple[int, ...] = (count, len(columns))
         if columns == (member,) and types:

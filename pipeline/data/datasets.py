@@ -156,7 +156,7 @@ def _decode_digits(directory: Path, test_fraction: float) -> tuple[Labelled, Lab
     except Exception as error:  # a damaged header can raise nearly anything
         raise DataError(f"{directory}: digits cannot be read ({first_line(error)}): {AGAIN}") from None
     images = np.rint(sixteenths.astype(np.float64) * (255 / 16)).astype(np.uint8)[:, None]
-    test = held_out([str(index) for index in range(len(labels))], labels.tolist(), test_fraction)
+    test = held_out(map(str, range(len(labels))), labels, test_fraction)
     return (images[~test], labels[~test]), (images[test], labels[test])
 
 

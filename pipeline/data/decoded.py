@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,21 +48,23 @@ def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
     return sorted(rows, key=lambda row: hashed(row[0]))
 
 
-def held_out(keys: Sequence[str], labels: Sequence[int], fraction: float) -> npt.NDArray[np.bool_]:
+def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt.NDArray[np.bool_]:
     """Return which samples go into the test split, [N] bool: ``fraction`` of each class, at least one, never all.
 
-    Samples are chosen by the SHA-256 of their key. The split is the same on all machines and in all versions, whatever
-    the samples' order, and an added sample hardly changes it. A class of one sample stays in training.
+    Samples are chosen by the SHA-256 of their key, of which 8 bytes a sample are kept. The split is the same on all
+    machines and in all versions, whatever the samples' order, and an added sample hardly changes it. A class of one
+    sample stays in training. ``labels``: [N] integers from 0.
     """
-    chosen = np.zeros(len(keys), dtype=np.bool_)
-    order = sorted(range(len(keys)), key=lambda index: hashed(keys[index]))
-    members: dict[int, list[int]] = {}
-    for index in order:
-        members.setdefault(labels[index], []).append(index)
-    for indices in members.values():
-        if len(indices) > 1:
-            count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
-            chosen[indices[:count]] = True
+    numbers = np.asarray(labels)
+    digests = np.fromiter((int.from_bytes(hashed(key)[:8]) for key in keys), np.uint64, len(numbers))
+    order = np.lexsort((digests, numbers))
+    chosen = np.zeros(len(numbers), dtype=np.bool_)
+    start = 0
+    for size in np.bincount(numbers).tolist():
+        if size > 1:
+            count = min(max(round(fraction * size), 1), size - 1)
+            chosen[order[start : start + count]] = True
+        start += size
     return chosen
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,8 +24,9 @@ from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, c
 from pipeline.errors import ConfigError
 from pipeline.params import Config
 
-STATISTICS_CHUNK_BYTES = 16 << 20
+Digests = npt.NDArray[np.uint64]
 
+STATISTICS_CHUNK_BYTES = 16 << 20
 
 ARRAYS = ("inputs", "targets")
 """Names of the arrays in a decoded chunk, in order; targets may be absent."""
@@ -33,8 +35,9 @@ ARRAYS = ("inputs", "targets")
 def prepare(config: Config, raw: Path, out: Path) -> None:
     """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
 
-    Memory holds a few chunks of rows and 100 bytes a row, for the count of repeated ones. Raises DataError if the raw
-    files cannot be decoded, a split is empty, or its values cannot be learned from.
+    Memory holds a few chunks of rows and, for the choice of test samples and the count of repeated ones, at most 32
+    bytes a row. Raises DataError if the raw files cannot be decoded, a split is empty, or its values cannot be learned
+    from.
     """
     decoded = decode(config, raw)
     work = out.with_name(f"{out.name}.partial")
@@ -45,7 +48,6 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         test_arrays, test_digests = _write_split(work, "test", decoded.test)
         if test_arrays != arrays:
             raise DataError(f"the test split has rows of {test_arrays}, but the train split of {arrays}.")
-        known = set(train_digests)
         train, test = ({name: _open(work, split, name) for name in arrays} for split in ("train", "test"))
         counts = [_class_counts(name, each, decoded) for name, each in (("train", train), ("test", test))]
         codes = {name for name, coded in (("targets", decoded.classes), ("inputs", decoded.vocabulary)) if coded}
@@ -58,8 +60,8 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             test_count=len(test_digests),
             train_class_counts=counts[0],
             test_class_counts=counts[1],
-            test_in_train_count=sum(each in known for each in test_digests),
-            test_repeated_count=len(test_digests) - len(set(test_digests)),
+            test_in_train_count=_count_known(train_digests, test_digests),
+            test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
             statistics={name: statistics(name, train[name]) for name in arrays if name not in codes},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
@@ -134,10 +136,10 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
     return tuple(mean), tuple(std)
 
 
-def _write_split(directory: Path, split: str, chunks: Iterable[Chunk]) -> tuple[dict[str, Form], list[bytes]]:
-    """Write one file an array. Returns the arrays' forms, and each input's digest."""
+def _write_split(directory: Path, split: str, chunks: Iterable[Chunk]) -> tuple[dict[str, Form], Digests]:
+    """Write one file an array. Returns the arrays' forms, and the inputs' digests, sorted: 8 bytes of each SHA-256."""
     files: dict[str, GrowingArray] = {}
-    digests: list[bytes] = []
+    digests = array("Q")
     with ExitStack() as opened:
         for chunk in chunks:
             for name, rows in zip(ARRAYS, chunk, strict=False):
@@ -150,10 +152,18 @@ def _write_split(directory: Path, split: str, chunks: Iterable[Chunk]) -> tuple[
                         f"row {row} of the {split} {name} is NaN or infinite; repair or leave out such rows."
                     )
                 files[name].append(rows)
-            digests += [hashlib.sha256(row.tobytes()).digest() for row in chunk[0]]
+            digests.extend(int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8]) for row in chunk[0])
     if not digests:
         raise DataError(f"the {split} split is empty; nothing can be trained or tested with it.")
-    return {name: Form(dtype=str(each.dtype), shape=each.shape) for name, each in files.items()}, digests
+    found = np.frombuffer(digests, np.uint64)
+    found.sort()
+    return {name: Form(dtype=str(each.dtype), shape=each.shape) for name, each in files.items()}, found
+
+
+def _count_known(known: Digests, digests: Digests) -> int:
+    """Number of ``digests`` that are in ``known``; both are sorted."""
+    places = np.searchsorted(known[:-1], digests)
+    return int(np.count_nonzero(known[places] == digests))
 
 
 def _open(directory: Path, split: str, name: str) -> npt.NDArray[Any]:

@@ -7,6 +7,7 @@ import json
 import platform
 import struct
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ),
         (
             {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.arange(9) % 3 - 1},
-            "labels are -1 to 1, but there are 2",
+            r"targets.npy int64 \[9\]: found -1 to 1, but there are 2 classes",
         ),
         (
             {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros(9, int)},
@@ -162,8 +163,24 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ({"targets": np.arange(3)}, "none of the arrays|has targets; expected inputs"),
         (
             {"inputs": np.arange(20).reshape(5, 4), "test_inputs": np.full((2, 4), 30)},
-            "test tokens are 30 to 30, but there are 20 tokens in the vocabulary",
+            r"test_inputs.npy int64 \[2, 4\]: found 30 to 30, but there are 20 tokens in the vocabulary",
         ),
+        (
+            {"inputs": np.arange(9)[:, None] + np.zeros(3, int), "test_inputs": np.full((2, 3), 65_540)},
+            "found 65540 to 65540, but there are 9 tokens",
+        ),
+        (
+            {"inputs": np.array([[0, 65_535]] * 4), "test_inputs": np.array([[-1, 5]])},
+            r"test_inputs\.npy .*: found -1 to 5, but there are 65536 tokens",
+        ),
+        ({"inputs": np.array([[0, 2**40]] * 4)}, "found 0 to 1099511627776, but there are 2147483648 tokens"),
+        ({"inputs": np.arange(9)[:, None]}, r"windows of 1 token\(s\) predict nothing; expected \[N, length \+ 1\]"),
+        (
+            {"inputs": ROWS, "targets": np.array([0, 1, 2] * 2 + [0, 1, 1000])},
+            "labels go up to 1000, but 997 of the 1001 classes, 3 the first, have no training sample",
+        ),
+        ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
+        ({"inputs": ROWS, "targets": np.ones(9), "weights": np.ones(9)}, "has an array 'weights.*'; expected inputs"),
         ({"inputs": np.ones((4, 2)), "targets": np.ones(4), "test_inputs": np.ones((2, 2))}, "test_targets beside"),
     ],
 )
@@ -171,6 +188,30 @@ def test_bad_arrays_are_refused_and_named(values: dict[str, Any], message: str, 
     with pytest.raises(DataError, match=message):
         packed(tmp_path, "arrays", saved(tmp_path, "npz", **values))
     assert not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "safetensors"])
+def test_an_array_that_nothing_reads_is_refused_in_each_kind_of_file(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has an array 'ages.*'; expected inputs, targets, test_inputs, test_targets"):
+        packed(tmp_path, "arrays", saved(tmp_path, kind, inputs=ROWS, ages=np.ones(9)))
+
+
+def test_preparing_takes_few_bytes_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of digests took 100 bytes a row, and the choice of test samples as much again."""
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr("pipeline.data.packing.STATISTICS_CHUNK_BYTES", 1 << 14)
+    peaks = []
+    for count in (40_000, 10_000):  # the first imports what both need
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        place = saved(folder, "folder", inputs=RANDOM.normal(size=(count, 3)), targets=np.arange(count) % 8)
+        tracemalloc.start()
+        try:
+            assert len(packed(folder, "arrays", place).train) == 0.8 * count
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert (peaks[0] - peaks[1]) / 30_000 <= 32
 
 
 def test_columns_of_a_table_are_the_features_of_its_rows(tmp_path: Path) -> None:
@@ -197,7 +238,8 @@ def test_pictures_as_nested_lists_keep_their_shape(tmp_path: Path) -> None:
     ("columns", "message"),
     [
         ({"targets": [1, 2]}, "has targets; expected inputs"),
-        ({"x": [1.0, None], "targets": [1, 2]}, r"inputs float64 \[2, 1\]: has empty fields"),
+        ({"x": [1.0, None], "targets": [0, 1]}, r"inputs float64 \[2, 1\]: has empty fields"),
+        ({"inputs": [1.0, 2.0], "ages": [1, 2]}, "has an array 'ages'; expected inputs"),
         ({"inputs": [[1.0], [1.0, 2.0]]}, "inputs object .*: expected numbers in C order, in rows of one shape"),
         ({"x": ["a", "b"], "targets": [1, 2]}, "expected numbers in C order"),
     ],
