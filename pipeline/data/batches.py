@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, Tensor]
 Placement = Literal["resident", "streamed", "dataloader"]
-"""Inputs before a step: on the device; in the memory map, read by a thread; in the memory map, read by workers."""
+"""The arrays before a step: on the device; in the memory map, read by a thread; in the memory map, read by workers."""
 
 RESIDENT_FRACTION = 0.25
-"""Placement auto: resident if the training inputs take at most this share of the device's free memory."""
+"""Placement auto: resident if the training arrays take at most this share of the device's free memory."""
 
 
 class Batching(Protocol):
@@ -86,11 +86,12 @@ class TrainBatches:
                 f"train.batch_size: found {batch_size}, which {world_size} process(es) x {micro_batches} "
                 f"micro-batch(es) do not divide; allowed: a multiple of {world_size * micro_batches}."
             )
-        first, *others = (dataset.train.arrays[name] for name in task.arrays)
-        if augment != Augment() and first.ndim != 4:
+        arrays = [dataset.train.arrays[name] for name in task.arrays]
+        self._sides = arrays[0].shape[2:] if arrays[0].ndim == 4 else None
+        if augment != Augment() and self._sides is None:
             raise ConfigError(
                 f"train.augment: found {augment}, but augmentation needs images [channels, height, width], and the "
-                f"inputs of {dataset.name} have the shape {list(first.shape[1:])}; allowed: no augmentation."
+                f"inputs of {dataset.name} have the shape {list(arrays[0].shape[1:])}; allowed: no augmentation."
             )
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -102,10 +103,9 @@ class TrainBatches:
         self._augment = augment
         self._device = device
         self._task = task
-        # On the CPU, resident inputs are the memory map: pages stay in memory once touched, shared by all processes.
-        self._first = first.to(device) if self.placement == "resident" else first
-        self._others = others if self.placement == "dataloader" else [array.to(device) for array in others]
-        task.batch([array[:1].to(device) for array in (first, *others)])  # now, or its constants are copied in a step
+        # On the CPU, resident arrays are the memory map: pages stay in memory once touched, shared by all processes.
+        self._arrays = [array.to(device) for array in arrays] if self.placement == "resident" else arrays
+        task.batch([array[:1].to(device) for array in arrays])  # now, or its constants are copied in a step
         self._loader: WorkerBatches | None = None
         if self.placement == "dataloader":
             from pipeline.data.loader import WorkerBatches  # imported here: it imports torchvision
@@ -152,8 +152,7 @@ class TrainBatches:
         self.close()
 
     def _epoch(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        size = self._first.shape[2:] if self._first.ndim == 4 else (1, 1)
-        drawn = draw_epoch(self._seed, epoch, len(self._first), size, self._augment.crop_padding)
+        drawn = draw_epoch(self._seed, epoch, len(self._arrays[0]), self._sides or (1, 1), self._augment.crop_padding)
         host = Draws(*(self._own_part(values, start_step) for values in drawn))
         if self._loader:
             for inputs, targets in self._loader.epoch(host):
@@ -162,9 +161,9 @@ class TrainBatches:
         draws = Draws(*(_move(values, self._device) for values in host))
         if self.placement == "resident":
             for index in range(len(draws.order)):
-                yield self._batch(self._first.index_select(0, draws.order[index]), draws, index)
+                yield self._batch([array.index_select(0, draws.order[index]) for array in self._arrays], draws, index)
             return
-        reader = Reader(self._first, host.order, self._device)
+        reader = Reader(self._arrays, host.order, self._device)
         self._readers.add(reader)
         try:
             reader.start()
@@ -180,13 +179,13 @@ class TrainBatches:
         used = values[: steps * ranks * micro_batches * samples].view(self._split)
         return used[start_step:, self._rank].reshape(-1, samples)
 
-    def _batch(self, rows: Tensor, draws: Draws, index: int) -> Batch:
-        others = [array.index_select(0, draws.order[index]) for array in self._others]
+    def _batch(self, rows: Sequence[Tensor], draws: Draws, index: int) -> Batch:
+        first, *others = rows
         if self._augment.crop_padding:
-            rows = crop(rows, draws.top[index], draws.left[index], self._augment.crop_padding, self._each)
+            first = crop(first, draws.top[index], draws.left[index], self._augment.crop_padding, self._each)
         if self._augment.flip:
-            rows = flip(rows, draws.flipped[index])
-        inputs, targets = self._task.batch((rows, *others))
+            first = flip(first, draws.flipped[index])
+        inputs, targets = self._task.batch((first, *others))
         if self._augment.cutout:
             cutout_(inputs, draws.row[index], draws.column[index], self._augment.cutout)
         return inputs, targets
@@ -221,4 +220,5 @@ def choose_placement(dataset: Dataset, device: torch.device) -> Literal["residen
 
 def placement_within(free_bytes: int, dataset: Dataset) -> Literal["resident", "streamed"]:
     """Resolve placement auto for ``free_bytes`` of free device memory."""
-    return "resident" if dataset.train.inputs.nbytes <= RESIDENT_FRACTION * free_bytes else "streamed"
+    needed = sum(array.nbytes for array in dataset.train.arrays.values())
+    return "resident" if needed <= RESIDENT_FRACTION * free_bytes else "streamed"

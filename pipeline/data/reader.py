@@ -1,9 +1,10 @@
-"""A background thread that reads inputs from the memory map ahead of the steps."""
+"""A background thread that reads rows from the memory map ahead of the steps."""
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,31 +12,34 @@ from torch import Tensor
 READ_AHEAD = 4
 """Micro-batches that the background thread may be ahead."""
 
+_Loaded = tuple[list[Tensor], torch.cuda.Event | None]
+"""Rows of each array, and the event after their copies to a GPU."""
+
 
 class Reader:
-    """Gathers rows of the memory map in a background thread, at most ``READ_AHEAD`` micro-batches ahead.
+    """Gathers rows of the memory-mapped arrays in a background thread, at most ``READ_AHEAD`` micro-batches ahead.
 
     On CUDA, rows go through pinned memory and are copied on a stream of their own. torch's caching allocators keep
     a pinned buffer, and through ``record_stream`` the copy on the device, until the streams are done with them.
     """
 
-    def __init__(self, array: Tensor, order: Tensor, device: torch.device) -> None:
-        self._array = array
+    def __init__(self, arrays: Sequence[Tensor], order: Tensor, device: torch.device) -> None:
+        self._arrays = arrays
         self._order = order
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._room = threading.Semaphore(READ_AHEAD)
         self._may_go = threading.Event()
         self._may_go.set()
-        self._ready: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Loaded | BaseException] = queue.SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def take(self) -> Tensor:
-        """Return the next micro-batch, rows [b, ...], ready for the current stream; raises the thread's error."""
+    def take(self) -> list[Tensor]:
+        """Return the next micro-batch, rows [b, ...] of each array, for the current stream. Raises its error."""
         self._may_go.set()
         taken = self._ready.get()
         if self._stopped:
@@ -47,7 +51,8 @@ class Reader:
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            rows.record_stream(stream)
+            for each in rows:
+                each.record_stream(stream)
         return rows
 
     def hold(self) -> None:
@@ -76,10 +81,13 @@ class Reader:
         except BaseException as error:
             self._ready.put(error)
 
-    def _load(self, rows: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _load(self, rows: Tensor) -> _Loaded:
         if self._stream is None:
-            return self._array.index_select(0, rows), None
-        pinned = torch.empty((len(rows), *self._array.shape[1:]), dtype=self._array.dtype, pin_memory=True)
-        torch.index_select(self._array, 0, rows, out=pinned)
-        with torch.cuda.stream(self._stream):
-            return pinned.to(self._device, non_blocking=True), self._stream.record_event()
+            return [array.index_select(0, rows) for array in self._arrays], None
+        loaded = []
+        for array in self._arrays:
+            pinned = torch.empty((len(rows), *array.shape[1:]), dtype=array.dtype, pin_memory=True)
+            torch.index_select(array, 0, rows, out=pinned)
+            with torch.cuda.stream(self._stream):
+                loaded.append(pinned.to(self._device, non_blocking=True))
+        return loaded, self._stream.record_event()

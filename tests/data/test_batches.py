@@ -256,15 +256,28 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_name(digits: Dataset) -> N
         make(digits, world_size=5, micro_batches=2)
 
 
-def test_auto_is_resident_only_where_the_images_take_a_small_share_of_memory(
+def test_auto_is_resident_only_where_all_arrays_take_a_small_share_of_memory(
     digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for available, placement in (
-        (4 * digits.train.inputs.nbytes, "resident"),
-        (4 * digits.train.inputs.nbytes - 4, "streamed"),
-    ):
+    needed = digits.train.inputs.nbytes + digits.train.targets.nbytes
+    for available, placement in ((4 * needed, "resident"), (4 * needed - 4, "streamed")):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=available: SimpleNamespace(available=free))
         assert choose_placement(digits, CPU) == placement
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_dense_targets_are_where_the_inputs_are(placement: str, digits: Dataset) -> None:
+    """On a device of no memory: what is moved there has no values."""
+    dense = replace(digits, train=labelled(digits.train.inputs, digits.train.inputs.float()))
+    moved = []
+    task = task_of(dense, device=CPU)
+    placed = SimpleNamespace(
+        dataset=dense, device=torch.device("meta"), arrays=task.arrays, batch=lambda rows: moved.extend(rows)
+    )
+    values: dict[str, Any] = {"batch_size": 96, "micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0}
+    made = TrainBatches(placed, **values, augment=Augment(), placement=placement)  # type: ignore[arg-type]
+    assert [len(rows) for rows in moved] == [1, 1], "the rows that the task is tried with"
+    assert {array.device.type for array in made._arrays} == {"meta" if placement == "resident" else "cpu"}
 
 
 def reading() -> int:

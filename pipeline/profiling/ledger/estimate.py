@@ -150,9 +150,8 @@ class Estimate:
             rest = standing.rounding_bytes(CUDA_BLOCK_BYTES) + 2 * CUBLAS_WORKSPACE_BYTES * _WORKSPACES_LAST
             parts["data_bytes"] += resident_bytes(self.task, self.placement)
             if self.placement == "streamed":
-                parts["data_bytes"] += (
-                    READ_AHEAD * micro_batch_size * self.task.dataset.train.arrays[self.task.arrays[0]][0].nbytes
-                )
+                row_bytes = sum(self.task.dataset.train.arrays[name][0].nbytes for name in self.task.arrays)
+                parts["data_bytes"] += READ_AHEAD * micro_batch_size * row_bytes
         peak = sum(parts.values()) + rest
         return Ledger(**parts, rest_bytes=rest, peak_bytes=peak, tensors_bytes=peak)
 

@@ -281,5 +281,4 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
 
 def resident_bytes(task: Task, placement: Placement) -> int:
     """Return the bytes of the training set that a GPU holds all the time."""
-    first, *others = (task.dataset.train.arrays[name].nbytes for name in task.arrays)
-    return {"resident": first + sum(others), "streamed": sum(others), "dataloader": 0}[placement]
+    return sum(task.dataset.train.arrays[name].nbytes for name in task.arrays) if placement == "resident" else 0
