@@ -111,7 +111,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         monkeypatch.setattr(environment, "cores", lambda: cores)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(free * 2**30)))
         monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounted)  # noqa: ARG005
-        monkeypatch.setattr(doctor, "_memory_limits", lambda: [int(limit * 2**30)] if limit else [])
+        monkeypatch.setattr(environment, "memory_limits", lambda: [int(limit * 2**30)] if limit else [])
         monkeypatch.setattr(shutil, "disk_usage", usage)
 
     return play
@@ -366,7 +366,7 @@ def test_the_memory_limit_of_control_groups(
         (tmp_path / "mount" / name).write_text(content, encoding="utf-8")
     monkeypatch.setattr(environment.cpus, "CGROUP_MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(environment.cpus, "CGROUP_MOUNT", tmp_path / "mount")
-    assert sorted(set(doctor._memory_limits())) == limits
+    assert sorted(set(environment.memory_limits())) == limits
 
 
 def test_the_fullest_disk_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

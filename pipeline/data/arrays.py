@@ -33,8 +33,10 @@ CHUNK_BYTES = 16 << 20
 LIMIT_CLASSES = 1 << 16
 LIMIT_VOCABULARY = 1 << 31
 """Of int32, the largest type in which tokens are prepared."""
-LIMIT_HEADER_BYTES = 100 << 20
-"""The format's own, of a .safetensors file."""
+LIMIT_HEADER_BYTES = 1 << 20
+"""Of a .safetensors file: room for the few arrays that have a place here, and a description."""
+LIMIT_ROW_BYTES = 64 << 20
+"""A chunk holds at least one row. A header of a few bytes can claim any size, and a packed file can bear it out."""
 NAMES = ("inputs", "targets", "test_inputs", "test_targets")
 KEY = "fetch.arrays"
 FILES = (".npz", ".safetensors", ".parquet")
@@ -248,6 +250,12 @@ def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
                         f"{array}: expected numbers in C order, in rows of one shape (ragged rows make an array "
                         "of objects: pad them)."
                     )
+                if array.row_bytes > LIMIT_ROW_BYTES:
+                    raise DataError(
+                        f"{array}: a row has {array.row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}. Samples are rows."
+                    )
+                if not array.columns and array.offset + array.shape[0] * array.row_bytes > _size(array):
+                    raise DataError(f"{array}: is cut short; write it again and {AGAIN}")
     return {name: found[name] for name in NAMES if name in found}
 
 
@@ -264,6 +272,14 @@ def _check_name(name: str, path: Path) -> None:
     """Raise DataError for an array that is none of ``NAMES``: left out in silence, it would be missed late."""
     if Path(name).stem not in NAMES:
         raise DataError(f"{path} has an array {name!r}; expected {', '.join(NAMES)}: rename it, or take it out.")
+
+
+def _size(array: _Array) -> int:
+    """Bytes of the file, or of the member of an .npz when it is unpacked."""
+    if array.path.suffix != ".npz":
+        return array.path.stat().st_size
+    with zipfile.ZipFile(array.path) as opened:
+        return opened.getinfo(array.member).file_size
 
 
 def _in_numpy(path: Path) -> Iterator[_Array]:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # packing imports this module without torch; publish, without
     from torch import Tensor
 
 DESCRIPTION = "dataset.json"
+CACHED_FRACTION = 0.5
+"""An array larger than this share of the memory may not stay in the page cache. Then the system must not read ahead:
+rows are taken in random order, and what it reads beyond them is dropped before it is used."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +201,13 @@ def _describe(directory: Path) -> Description:
 
 
 def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+    import mmap
+
     import numpy as np
+    import psutil
     from numpy.lib.format import open_memmap
+
+    from pipeline import environment
 
     try:
         # "c": copy on write. Read-only memory would make torch warn, and a stray write must not reach the file.
@@ -208,4 +216,7 @@ def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.gene
         raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")
+    memory = min([psutil.virtual_memory().total, *environment.memory_limits()])
+    if isinstance(array.base, mmap.mmap) and array.nbytes > memory * CACHED_FRACTION and hasattr(mmap, "MADV_RANDOM"):
+        array.base.madvise(mmap.MADV_RANDOM)
     return np.asarray(array)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.environment import cpus, gpus, software, variables
-from pipeline.environment.cpus import control_groups, cores
+from pipeline.environment.cpus import cores, memory_limits
 from pipeline.environment.gpus import visible
 from pipeline.errors import PipelineError, redacted
 from pipeline.files import write_text
@@ -30,11 +30,11 @@ __all__ = [
     "ENVIRONMENT_FILE",
     "IMAGE_VARIABLE",
     "checked_out",
-    "control_groups",
     "cores",
     "fingerprint",
     "hash_of",
     "machine",
+    "memory_limits",
     "optional_versions",
     "read",
     "visible",

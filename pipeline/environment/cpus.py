@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -68,6 +69,14 @@ def control_groups(controller: str) -> Iterator[Path]:
             # A container may see its own group as the mount itself, so try every level that exists.
             for level in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
                 yield CGROUP_MOUNT / hierarchy / level
+
+
+def memory_limits() -> Iterator[int]:
+    """The memory limits, in bytes, of the control groups around this process; those without a limit are left out."""
+    for group in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+                yield int((group / name).read_text(encoding="ascii"))
 
 
 def _quota(group: Path) -> Iterator[float]:

@@ -8,6 +8,7 @@ import platform
 import struct
 import sys
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
@@ -257,12 +258,51 @@ def test_a_bad_table_is_refused_and_named(columns: dict[str, list[Any]], message
         (safetensors({"inputs": ROWS}).replace(b"[9, 2]", b"[9, 3]"), "inputs has 144 bytes"),
         (safetensors({"inputs": ROWS}).replace(b'"F64"', b'"F8_"'), "inputs object .*: expected numbers"),
         (safetensors({"inputs": ROWS})[:-1], "is cut short"),
+        (struct.pack("<Q", 2 << 20) + b" " * (2 << 20), "a header of 2,097,152 bytes"),
     ],
 )
 def test_a_bad_safetensors_file_is_refused_and_named(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "own.safetensors").write_bytes(content)
     with pytest.raises(DataError, match=message):
         packed(tmp_path, "arrays", "own.safetensors")
+
+
+def _claiming(shape: tuple[int, ...]) -> bytes:
+    """An .npz of few bytes, with a member that says it is of this shape."""
+    header, packed = BytesIO(), BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as opened:
+        opened.writestr("inputs.npy", header.getvalue() + bytes(1000))
+    return packed.getvalue()
+
+
+def _wide() -> bytes:
+    """A table of few bytes with one row, a list of 80 million numbers."""
+    column = pyarrow.FixedSizeListArray.from_arrays(pyarrow.nulls(80_000_000, pyarrow.int8()), 80_000_000)
+    written = BytesIO()
+    parquet.write_table(pyarrow.table({"inputs": column}), written, compression="zstd")
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("own.npz", lambda: _claiming((4, 1 << 30)), r"a row has 1,073,741,824 bytes; allowed: 67,108,864"),
+        ("own.npz", lambda: _claiming((10**12, 8)), r"inputs\.npy uint8 \[1000000000000, 8\]: is cut short"),
+        ("own.parquet", _wide, r"a row has 80,000,000 bytes; allowed"),
+    ],
+)
+def test_a_header_that_claims_any_size_takes_no_memory(
+    file: str, content: Callable[[], bytes], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_bytes(content())
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=message):
+            packed(tmp_path, "arrays", file)
+        assert tracemalloc.get_traced_memory()[1] < 48 << 20
+    finally:
+        tracemalloc.stop()
 
 
 SAMPLES = """

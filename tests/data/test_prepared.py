@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeline import environment
 from pipeline.data import DataError, packing
 from pipeline.data.datasets import decode
 from pipeline.data.packing import pixel_statistics, prepare, statistics
@@ -214,6 +215,19 @@ def test_reading_does_not_load_and_writing_does_not_reach_the_file(digits: Path)
     dataset.train.inputs.fill_(255)
     assert (digits / "train_inputs.npy").read_bytes() == before
     assert read(digits).train.inputs.float().mean() < 255
+
+
+def test_the_system_reads_nothing_ahead_of_arrays_that_memory_may_not_hold(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = []
+    for limit in (1 << 40, 150_000):
+        monkeypatch.setattr(environment, "memory_limits", lambda limit=limit: [limit])
+        kept = read(digits)
+        mapped = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+        flags.append([" rr " in each for each in mapped if str(digits / "train_inputs.npy") in each])
+        del kept
+    assert flags == [[False], [True]], "92,032 bytes are more than half of 150,000; rr: random reads"
 
 
 def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> None:

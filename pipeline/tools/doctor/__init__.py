@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -134,19 +133,11 @@ def cpu(facts: Facts) -> Finding:
 
 def memory(facts: Facts) -> Finding:
     free, processes = psutil.virtual_memory().available, facts.job.processes("cpu", "cuda")
-    room, need = min([free, *_memory_limits()]), PROCESS_BYTES * processes
+    room, need = min([free, *environment.memory_limits()]), PROCESS_BYTES * processes
     found = f"{_size(free)} free" if room == free else f"{_size(room)} is the container's limit"
     wants = f"{processes} training process(es) may need {_size(need)}"
     remedy = f"end other programs, or lower processes in params.yaml; a container: docker run --memory {need // GIB}g"
     return enough(room >= need, found, wants, remedy)
-
-
-def _memory_limits() -> Iterator[int]:
-    """The memory limits, in bytes, of the control groups around this process; those without a limit are left out."""
-    for group in environment.control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
-                yield int((group / name).read_text(encoding="ascii"))
 
 
 def shared_memory(facts: Facts) -> Finding:
