@@ -1,7 +1,7 @@
 """From a data set's name to batches on the device.
 
 ``sources`` fetches and verifies raw files, ``datasets`` decodes them (``arrays`` and ``text`` what is no image, and
-``synthetic`` generates images), ``packing`` writes what was decoded as arrays, and ``prepared`` reads the arrays.
+``synthetic`` makes up samples), ``packing`` writes what was decoded as arrays, and ``prepared`` reads the arrays.
 ``batches`` shuffles, shards and augments them, and lets the task make batches; ``loader`` does the same with PyTorch's
 DataLoader. Fetching, preparing and training share files rather than
 code, so that a change in one re-runs no stage that does not need it.
@@ -18,7 +18,7 @@ LISTING = "files.csv"
 """File that ``fetch`` writes for files that stay where they are: path, size_bytes and sha256 of each."""
 
 SYNTHETIC_DESCRIPTION = "synthetic.json"
-"""File that ``fetch`` writes for synthetic images: the settings of ``fetch.synthetic``."""
+"""File that ``fetch`` writes for synthetic samples: the settings of ``fetch.synthetic``."""
 
 
 LIMIT_BYTES = 1 << 28

@@ -192,7 +192,7 @@ def _read_cifar10_batch(path: Path) -> Labelled:
     return np.frombuffer(pixels, np.uint8).reshape(-1, 3, 32, 32), np.array(labels, np.int64)
 
 
-# Synthetic images
+# Synthetic samples
 
 
 def _decode_synthetic(config: Config, path: Path) -> Decoded:
@@ -202,7 +202,8 @@ def _decode_synthetic(config: Config, path: Path) -> Decoded:
         raise DataError(f"{path} is not what fetch wrote ({first_line(error)}): {AGAIN}") from None
     kept = config.prepare
     return Decoded(
-        classes=tuple(map(str, range(asked.classes))),
+        classes=tuple(map(str, range(asked.classes))) if asked.targets == "labels" else (),
+        vocabulary=asked.classes if asked.targets == "tokens" else None,
         train=synthetic.chunks(asked, "train", min(asked.train, kept.train_limit or asked.train)),
         test=synthetic.chunks(asked, "test", min(asked.test, kept.test_limit or asked.test)),
     )

@@ -1,51 +1,68 @@
-"""Synthetic images: each class has a texture, under noise. A seed gives the same images on every machine.
+"""Synthetic samples: textures under noise, or tokens that count up. A seed gives the same images on every machine.
 
-A model's score on them says nothing about other data: their purpose is the load that their size and number cause.
+A model's score on them says nothing about other data: their purpose is the load that their shape and number cause.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.decoded import Chunk
 from pipeline.params import Synthetic
 
 TILE = 8
 """Side in pixels of the tile that a texture repeats."""
 CHUNK_BYTES = 16 << 20
+STREAMS = ("textures", "train", "test", "train targets", "test targets")
+Split = Literal["train", "test"]
+_WORK_BYTES = {"labels": 1, "floats": 8, "tokens": 8}
+"""Of each input value while it is made."""
 
 
-def chunks(
-    asked: Synthetic, split: Literal["train", "test"], count: int
-) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """The first ``count`` images, uint8 [n, *shape], and labels [n] of a split, in chunks. Classes take turns.
+def chunks(asked: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
+    """The first ``count`` samples of a split, in chunks: inputs [n, *shape] and, unless they are tokens, targets.
 
-    An image and its label depend on ``asked.seed``, shape, classes, split and index, not on ``count``.
+    Targets are labels [n], whose classes take turns, or floats [n, classes] from 0 to 1. Tokens are below ``classes``;
+    each is one or two more than the one before, round and round. A sample depends on what is ``asked``, split and
+    index, not on ``count``.
     """
-    channels, height, width = asked.shape
-    tiles = _bytes(asked.seed, "textures", 0, asked.classes, (channels, TILE, TILE))
-    length = max(1, CHUNK_BYTES // math.prod(asked.shape))
+    tile = (asked.shape[0], *(min(TILE, size) for size in asked.shape[1:]))
+    tiles = _bytes(asked.seed, "textures", 0, asked.classes, tile)
+    length = max(1, CHUNK_BYTES // (math.prod(asked.shape) * _WORK_BYTES[asked.targets]))
     for start in range(0, count, length):
-        labels = np.arange(start, min(start + length, count)) % asked.classes
-        textures = tiles[labels][:, :, np.arange(height) % TILE][:, :, :, np.arange(width) % TILE]
-        noise = _bytes(asked.seed, split, start, len(labels), (channels, height, width))
-        yield (textures >> 1) + (noise >> 1), labels
+        indices = np.arange(start, min(start + length, count))
+        noise = _bytes(asked.seed, split, start, len(indices), tuple(asked.shape))
+        if asked.targets == "tokens":
+            steps = (noise & 1) + np.ones(1, np.int64)
+            steps[:, 0] += noise[:, 0]
+            yield ((steps.cumsum(1) % asked.classes).astype(np.uint16),)
+            continue
+        targets: npt.NDArray[Any] = indices % asked.classes
+        if asked.targets == "labels":
+            textures = tiles[targets]
+        else:
+            levels = _bytes(asked.seed, f"{split} targets", start, len(indices), (asked.classes,))
+            mixed = np.tensordot(levels.astype(np.int64), tiles.astype(np.int64), 1)
+            textures, targets = (mixed // (255 * asked.classes)).astype(np.uint8), levels / np.float32(255)
+        for axis, size in enumerate(asked.shape[1:], start=2):
+            textures = textures.take(np.arange(size) % TILE, axis)
+        inputs = (textures >> 1) + (noise >> 1)
+        yield inputs / np.float32(255) if asked.dtype == "float32" else inputs, targets
 
 
-def _bytes(
-    seed: int, stream: Literal["textures", "train", "test"], start: int, count: int, shape: tuple[int, ...]
-) -> npt.NDArray[np.uint8]:
-    """Return random bytes [count, *shape], starting at item ``start`` of a stream.
+def _bytes(seed: int, stream: str, start: int, count: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Return random bytes [count, *shape], starting at item ``start`` of one of ``STREAMS``.
 
     numpy promises that a bit generator gives the same output in every version, but not that a Generator's methods do.
     """
     size = math.prod(shape)
     words = -(-size // 8)
-    generator = np.random.PCG64(np.random.SeedSequence((seed, ("textures", "train", "test").index(stream))))
+    generator = np.random.PCG64(np.random.SeedSequence((seed, STREAMS.index(stream))))
     generator.advance(start * words)
     drawn = generator.random_raw(count * words).astype("<u8", copy=False).view(np.uint8)
     return drawn.reshape(count, 8 * words)[:, :size].reshape(count, *shape)

@@ -187,6 +187,9 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"fetch.{dataset}: found null; dataset {dataset} needs the path of the data."
     if dataset == "image_folder" and config.prepare.image_size is None:
         yield "prepare.image_size: found null; dataset image_folder needs [height, width]."
+    made_up = config.fetch.synthetic
+    if made_up.targets == "tokens" and (len(made_up.shape) > 1 or made_up.shape[0] < 2):
+        yield f"fetch.synthetic.shape: found {made_up.shape}; tokens need [length + 1], at least [2]."
     if len(set(config.train.seeds)) < len(config.train.seeds):
         yield f"train.seeds: found {config.train.seeds}; each seed may stand there once."
     yield from _own_code(config.train)

@@ -40,14 +40,26 @@ OF_OWN_TASK = ("loss", "score")
 
 
 class Synthetic(Section):
-    """Images that are made up."""
+    """Samples that are made up."""
 
-    train: PositiveInt = Field(10_000, description="Training images.")
-    test: PositiveInt = Field(1_000, description="Test images.")
-    shape: Annotated[list[PositiveInt], Field(min_length=3, max_length=3)] = Field(
-        [3, 32, 32], description="Of an image: [channels, height, width]."
+    train: PositiveInt = Field(10_000, description="Training samples.")
+    test: PositiveInt = Field(1_000, description="Test samples.")
+    shape: Annotated[list[PositiveInt], Field(min_length=1, max_length=8)] = Field(
+        [3, 32, 32],
+        description="Of a sample's inputs: [channels, height, width] of images, [features] of rows of a table, "
+        "[length + 1] of tokens.",
     )
-    classes: Annotated[int, Field(ge=2, le=2**16)] = Field(10, description="Each is a texture, under noise.")
+    dtype: Literal["uint8", "float32"] = Field(
+        "uint8", description="Type of the inputs; float32: from 0 to 1. Tokens are integers either way."
+    )
+    targets: Literal["labels", "floats", "tokens"] = Field(
+        "labels", description="labels: of classes; floats: numbers to predict; tokens: inputs that predict themselves."
+    )
+    classes: Annotated[int, Field(ge=2, le=2**16)] = Field(
+        10,
+        description="Each is a texture, under noise. With floats: how many numbers, each the strength of a texture; "
+        "with tokens: how many different ones.",
+    )
     seed: Seed = Field(0, description="Of textures and noise.")
 
 

@@ -1,4 +1,4 @@
-"""Synthetic images: the same on every machine and for any split into parts, and learnable."""
+"""Synthetic samples: the same on every machine and for any split into parts, and learnable."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline import results
 from pipeline.data import SYNTHETIC_DESCRIPTION, DataError, prepared, synthetic
@@ -75,9 +76,55 @@ def test_a_net_learns_what_it_has_not_seen() -> None:
     assert run.test_accuracy > 0.9, "chance gets 0.1"
 
 
+@pytest.mark.parametrize(
+    ("asked", "forms"),
+    [
+        ({"shape": [12]}, {"inputs": "uint8 [12]", "targets": "int64 []"}),
+        (
+            {"shape": [2, 3, 9, 4], "dtype": "float32"},
+            {"inputs": "float32 [2, 3, 9, 4]", "targets": "int64 []"},
+        ),
+        (
+            {"shape": [20], "dtype": "float32", "targets": "floats", "classes": 3},
+            {"inputs": "float32 [20]", "targets": "float32 [3]"},
+        ),
+        ({"shape": [17], "targets": "tokens", "classes": 50}, {"inputs": "uint16 [17]"}),
+    ],
+)
+def test_any_shape_and_type_can_be_learned(
+    asked: dict[str, Any], forms: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up = {"train": 400, "test": 100} | asked
+    whole = list(synthetic.chunks(config(made_up).fetch.synthetic, "train", 60))
+    monkeypatch.setattr(synthetic, "CHUNK_BYTES", 500)
+    parts = list(synthetic.chunks(config(made_up).fetch.synthetic, "train", 60))
+    assert len(parts) > 1
+    for one, several in zip(whole[0], zip(*parts, strict=True), strict=True):
+        assert np.array_equal(one, np.concatenate(several))
+    furnish(config(made_up))
+    dataset = prepared.read(PREPARED)
+    found = {name: f"{rows.dtype} {list(rows.shape[1:])}" for name, rows in dataset.train.arrays.items()}
+    assert {name: form.removeprefix("torch.") for name, form in found.items()} == forms
+    inputs = dataset.train.inputs.float().flatten(1).numpy()
+    tests = dataset.test.inputs.float().flatten(1).numpy()
+    if dataset.vocabulary:
+        steps = (inputs[:, 1:] - inputs[:, :-1]) % 50
+        assert set(steps.ravel().tolist()) == {1, 2}
+        assert dataset.vocabulary == 50
+        return
+    targets, wanted = dataset.train.targets, dataset.test.targets
+    if dataset.classes:
+        targets, wanted = torch.eye(10)[targets], torch.eye(10)[wanted]
+    answer, *_ = np.linalg.lstsq(np.c_[inputs, np.ones(400)], targets.numpy(), rcond=None)
+    left = np.c_[tests, np.ones(100)] @ answer - wanted.numpy()
+    assert left.var() < 0.95 * wanted.numpy().var()
+
+
 def test_more_than_the_disk_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=26 * 3 * 9 * 11 - 1))
-    with pytest.raises(DataError, match=r"fetch\.synthetic: found 26 images of shape \[3, 9, 11\], .*; allowed: fewer"):
+    with pytest.raises(
+        DataError, match=r"fetch\.synthetic: found 26 samples of shape \[3, 9, 11\], .*; allowed: fewer"
+    ):
         fetch(config(SMALL).fetch, RAW)
 
 
@@ -88,7 +135,9 @@ def test_a_description_that_fetch_did_not_write_is_refused() -> None:
         decode(config(SMALL), RAW)
 
 
-@pytest.mark.parametrize(("key", "value"), [("classes", 1), ("shape", [32, 32]), ("train", 0)])
+@pytest.mark.parametrize(("key", "value"), [("classes", 1), ("shape", []), ("train", 0)])
 def test_a_mistake_is_named(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"fetch\.synthetic\.{key}: found "):
         config(SMALL | {key: value})
+    with pytest.raises(ConfigError, match=r"fetch\.synthetic\.shape: found \[3, 9, 11\]; tokens need"):
+        config(SMALL | {"targets": "tokens"})

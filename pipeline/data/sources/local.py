@@ -31,12 +31,14 @@ def export_digits(target: Path) -> None:
 
 
 def describe_synthetic(asked: Synthetic, target: Path) -> None:
-    """Write the settings by which ``prepare`` generates images. Raises DataError if the disk has no room for them."""
-    needed, free = (asked.train + asked.test) * math.prod(asked.shape), shutil.disk_usage(target).free
+    """Write the settings by which ``prepare`` makes up samples. Raises DataError if the disk has no room for them."""
+    item_bytes = 2 if asked.targets == "tokens" else np.dtype(asked.dtype).itemsize
+    needed = (asked.train + asked.test) * math.prod(asked.shape) * item_bytes
+    free = shutil.disk_usage(target).free
     if needed > free:
         raise DataError(
-            f"fetch.synthetic: found {asked.train + asked.test:,} images of shape {asked.shape}, which take {needed:,} "
-            f"bytes, but {target} has {free:,} free; allowed: fewer, or smaller ones."
+            f"fetch.synthetic: found {asked.train + asked.test:,} samples of shape {asked.shape}, which take "
+            f"{needed:,} bytes, but {target} has {free:,} free; allowed: fewer, or smaller ones."
         )
     (target / SYNTHETIC_DESCRIPTION).write_text(asked.model_dump_json() + "\n", encoding="utf-8")
 
