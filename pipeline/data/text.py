@@ -1,4 +1,4 @@
-"""Text as tokens: the bytes of UTF-8 files, file after file, cut into windows of one length."""
+"""Text as tokens, file after file, cut into windows of one length: the bytes of UTF-8, or what a tokenizer makes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from pipeline.data import LISTING, DataError
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
+from pipeline.errors import first_line
 from pipeline.params import Config, Fetch
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[Any]
 
 END = 256
-"""The token after each file; the tokens below it are bytes."""
+"""The token after each file, where the tokens below it are bytes."""
+KEY = "prepare.tokenizer"
 BLOCK_BYTES = 1 << 20
 
 FOLDERS = ("text_folder", "python_source")
@@ -57,17 +60,20 @@ def files(fetch: Fetch) -> list[str]:
 def decode(config: Config, directory: Path) -> Decoded:
     """Decode the files that ``directory``'s listing names; ``prepare.test_fraction`` of them are for testing."""
     rows, top, kept = listed(directory / LISTING), root(config.fetch), config.prepare
+    tokenizer = _Bytes() if kept.tokenizer is None else _OfFile(Path(kept.tokenizer).expanduser())
     test = held_out([path for path, _ in rows], [0] * len(rows), kept.test_fraction)
+
+    python = platform.python_version() if config.fetch.dataset == "python_source" else ""
 
     def split(wanted: bool, limit: int | None) -> Iterator[Chunk]:
         chosen = [row for row, out in zip(rows, test, strict=True) if out == wanted]
-        return windows(_tokens(top, chosen), kept.window, limit)
+        return windows(_tokens(top, chosen, tokenizer), kept.window, limit)
 
     return Decoded(
         train=split(False, kept.train_limit),
         test=split(True, kept.test_limit),
-        vocabulary=END + 1,
-        version=platform.python_version() if config.fetch.dataset == "python_source" else "",
+        vocabulary=tokenizer.end + 1,
+        version=" ".join(filter(None, (python, tokenizer.version))),
     )
 
 
@@ -78,7 +84,7 @@ def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> 
     """
     left, count = np.empty(0, np.uint16), 0
     for block in tokens:
-        left = np.concatenate([left, block])
+        left = np.concatenate([left, block], dtype=block.dtype)
         found = (len(left) - 1) // length
         if limit is not None:
             found = min(found, limit - count)
@@ -89,21 +95,56 @@ def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> 
             return
 
 
-def _tokens(top: Path, rows: Iterable[tuple[str, str]]) -> Iterator[Tokens]:
-    """Yield each file's bytes in blocks, and then ``END``."""
+class _Bytes:
+    """The bytes of UTF-8 are the tokens."""
+
+    end = END
+    version = ""
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+
+
+class _OfFile:
+    """The tokens of a tokenizer's file, as https://github.com/huggingface/tokenizers writes it. Raises DataError."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise DataError(f"{KEY}: found {str(path)!r}, but tokenizers is not installed: install it.") from None
+        try:
+            content = path.read_bytes()
+            self._tokenizer = Tokenizer.from_buffer(content)
+        except Exception as error:  # it raises Exception itself
+            raise DataError(f"{KEY}: {path} is no file of a tokenizer ({first_line(error)}).") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.end = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.version = f"tokenizer {hashlib.sha256(content).hexdigest()[:16]}"
+
+    def encode(self, text: str) -> Tokens:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.uint16 if self.end < 1 << 16 else np.int32)
+
+
+def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfFile) -> Iterator[Tokens]:
+    """Yield each file's tokens, and then the token ``end``. Files are cut into blocks where a line ends."""
     for name, expected in rows:
-        path, digest, utf8 = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+        path, digest, utf8, left = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
         try:
             with path.open("rb") as file:
                 while block := file.read(BLOCK_BYTES):
                     digest.update(block)
-                    utf8.decode(block)
-                    yield np.frombuffer(block, np.uint8).astype(np.uint16)
-            utf8.decode(b"", final=True)
+                    left += utf8.decode(block)
+                    cut = left.rfind("\n") + 1 or len(left)
+                    yield tokenizer.encode(left[:cut])
+                    left = left[cut:]
+            yield tokenizer.encode(left + utf8.decode(b"", final=True))
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}): the files have changed; {AGAIN}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 ({error.reason}); convert it, or remove it, and {AGAIN}") from None
         if digest.hexdigest() != expected:
             raise DataError(f"{path} is not the file that fetch listed: the files have changed; {AGAIN}")
-        yield np.array([END], np.uint16)
+        yield np.array([tokenizer.end], tokenizer.encode("").dtype)

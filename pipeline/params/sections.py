@@ -98,9 +98,7 @@ class Fetch(Section):
     arrays_options: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of your function in fetch.arrays."
     )
-    text_folder: str | None = Field(
-        None, description="For dataset text_folder: the directory of UTF-8 files, whose bytes are the tokens."
-    )
+    text_folder: str | None = Field(None, description="For dataset text_folder: the directory of UTF-8 files.")
     synthetic: Synthetic = Synthetic()
     timeout_seconds: Duration = Field(20.0, description="Longest wait for a server's answer.")
     attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between.")
@@ -127,6 +125,11 @@ class Prepare(Section):
     )
     train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for tries).")
     test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for tries).")
+    tokenizer: str | None = Field(
+        None,
+        description="For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. Run "
+        "`dvc repro --force prepare` after a change of the file.",
+    )
     window: PositiveInt = Field(128, description="For text: number of tokens that a sample predicts.")
     workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one a CPU core.")
 

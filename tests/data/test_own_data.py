@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import platform
@@ -482,6 +483,35 @@ def test_text_that_changed_is_refused_and_hidden_files_do_not_count(tmp_path: Pa
     (tmp_path / "texts/0.txt").write_text("other")
     with pytest.raises(DataError, match=r"0\.txt is not the file that fetch listed"):
         prepare(config, tmp_path / "raw", tmp_path / "prepared")
+
+
+def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[UNK]": 0, "one": 1, "two": 2, "three": 7}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "texts").mkdir()
+    for name in "abc":
+        (tmp_path / f"texts/{name}.txt").write_text("one two\n two three\nother one\n" * 4, encoding="utf-8")
+    monkeypatch.setattr(text, "BLOCK_BYTES", 11)
+    dataset = packed(tmp_path, "text_folder", "texts", window=24, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert dataset.train.inputs.tolist()[0] == [1, 2, 2, 7, 0, 1] * 4 + [8]
+    assert (dataset.vocabulary, dataset.train.inputs.dtype) == (9, torch.uint16)
+    digest = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    assert dataset.name == f"text_folder tokenizer {digest[:16]}"
+
+    made.add_tokens([str(number) for number in range(1 << 16)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    dataset = packed(tmp_path, "text_folder", "texts", window=24, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert dataset.train.inputs.dtype == torch.int32
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for place in ("tokenizer.json", "nowhere.json"):
+        with pytest.raises(DataError, match=rf"prepare\.tokenizer: .*{place} is no file of a tokenizer"):
+            packed(tmp_path, "text_folder", "texts", tokenizer=str(tmp_path / place))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match="tokenizers is not installed"):
+        packed(tmp_path, "text_folder", "texts", tokenizer="tokenizer.json")
 
 
 def test_python_s_source_is_always_there_and_its_version_is_recorded(
