@@ -41,12 +41,21 @@ NAMES = ("inputs", "targets", "test_inputs", "test_targets")
 KEY = "fetch.arrays"
 FILES = (".npz", ".safetensors", ".parquet")
 """Types of a file that holds all arrays."""
+SAVED = ("state.json", "dataset_dict.json")
+"""A folder has one of these if ``save_to_disk`` of the library ``datasets`` wrote it: a data set, or one a split."""
+CHUNK_ROWS = 1000
+"""Of such a data set."""
 
 
 def root(fetch: Fetch, directory: Path) -> Path:
-    """The folder of the files; ``directory``, if a function's arrays were written there."""
+    """The folder of the files; ``directory``, if ``export`` writes them there."""
     place = Path(fetch.arrays or "").expanduser()
-    return directory if fetch.own_module else place.parent if place.suffix in FILES else place
+    return directory if is_exported(fetch) else place.parent if place.suffix in FILES else place
+
+
+def is_exported(fetch: Fetch) -> bool:
+    """Whether the arrays come from a function, or from a data set that the library ``datasets`` saved."""
+    return bool(fetch.own_module) or any((Path(fetch.arrays or "").expanduser() / name).is_file() for name in SAVED)
 
 
 def files(fetch: Fetch, directory: Path) -> list[str]:
@@ -62,24 +71,23 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
     if names[0] not in found:
         raise DataError(
             f"fetch.arrays: found {fetch.arrays!r}; expected a file of type {', '.join(FILES)}, or a folder with "
-            "inputs.npy, and targets.npy, test_inputs.npy and test_targets.npy as far as there are any, or "
-            "module:function of your own."
+            "inputs.npy, and targets.npy, test_inputs.npy and test_targets.npy as far as there are any, a folder "
+            "that datasets saved, or module:function of your own."
         )
     return found
 
 
 def export(fetch: Fetch, directory: Path) -> None:
-    """Call the function that ``fetch.arrays`` names; write what it yields as .npy files into ``directory``.
+    """Write what ``fetch.arrays`` yields, a function or a saved data set, as .npy files into ``directory``.
 
-    It is called with ``split``, "train" and then "test", and yields dicts of ``inputs`` [n, ...] and, if there are any,
-    ``targets`` [n, ...]: the split's next n samples. One chunk is in memory at a time. Raises DataError.
+    A function is called with ``split``, "train" and then "test", and yields dicts of ``inputs`` [n, ...] and, if there
+    are any, ``targets`` [n, ...]: the split's next n samples. One chunk is in memory at a time. Raises DataError.
     """
     name = str(fetch.arrays)
-    function = factories.find(name, KEY, "an iterator", example="my_data:samples", error=DataError)
     for each in NAMES:
         (directory / f"{each}.npy").unlink(missing_ok=True)
     for split, prefix in (("train", ""), ("test", "test_")):
-        chunks = factories.call(function, name, KEY, fetch.arrays_options, error=DataError, split=split)
+        chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
         files: dict[str, GrowingArray] = {}
         with ExitStack() as opened:
             for chunk in tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None):
@@ -90,6 +98,24 @@ def export(fetch: Fetch, directory: Path) -> None:
                         files[key].append(rows)
                     except ValueError as error:
                         raise DataError(f"{KEY}: {name} yielded {key} in which {error}.") from None
+
+
+def _called(fetch: Fetch, name: str, split: str) -> Any:
+    function = factories.find(name, KEY, "an iterator", example="my_data:samples", error=DataError)
+    return factories.call(function, name, KEY, fetch.arrays_options, error=DataError, split=split)
+
+
+def _saved(folder: Path, split: str) -> Iterator[Any]:
+    """Yield chunks of the saved data set's ``split``; one without splits is for training. Raises DataError."""
+    try:
+        from datasets import load_from_disk
+    except ImportError:
+        raise DataError(f"{KEY}: {folder} was saved by datasets, which is not installed: install it.") from None
+    with _naming(folder):
+        found: Any = load_from_disk(folder)
+    splits = found if isinstance(found, Mapping) else {"train": found}
+    if split in splits:
+        yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None: as they were saved
 
 
 def _yielded(chunk: Any, name: str) -> dict[str, Rows]:

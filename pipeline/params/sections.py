@@ -92,7 +92,8 @@ class Fetch(Section):
     arrays: str | None = Field(
         None,
         description="For dataset arrays: a folder of inputs.npy and, as far as there are any, targets.npy, "
-        "test_inputs.npy and test_targets.npy; an .npz or .safetensors file of these; a .parquet table; or "
+        "test_inputs.npy and test_targets.npy; an .npz or .safetensors file of these; a .parquet table; a "
+        "folder that save_to_disk of the library datasets wrote, with the columns inputs and targets; or "
         "module:function of your own, which is called with split and yields dicts of arrays.",
     )
     arrays_options: dict[str, Any] = Field(

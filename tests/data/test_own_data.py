@@ -352,6 +352,28 @@ def test_a_function_of_one_s_own_yields_the_arrays(own_function: Callable[[str],
     assert len(of_function(folder).test) == 1  # held out, as the test split of before is gone
 
 
+def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(arrays, "CHUNK_ROWS", 4)
+    kinds = datasets.Features(inputs=datasets.Array3D((1, 2, 3), "uint8"), targets=datasets.Value("int32"))
+    images = RANDOM.integers(0, 256, (10, 1, 2, 3), dtype=np.uint8)
+    whole = datasets.Dataset.from_dict({"inputs": images, "targets": np.arange(10) % 2}, features=kinds)
+    whole.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=whole, test=whole.select(range(3))).save_to_disk(tmp_path / "split")
+    dataset = packed(tmp_path, "arrays", "split")
+    np.testing.assert_array_equal(dataset.train.inputs, images)
+    assert dataset.train.inputs.dtype == torch.uint8
+    assert (dataset.test.targets.tolist(), dataset.shape, dataset.classes) == ([0, 1, 0], (1, 2, 3), ("0", "1"))
+    assert len(packed(tmp_path, "arrays", "one").test) == 2, "held out"
+
+    whole.add_column("ages", [1] * 10).save_to_disk(tmp_path / "more")
+    with pytest.raises(DataError, match="yielded the keys inputs, targets, ages; expected"):
+        packed(tmp_path, "arrays", "more")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="was saved by datasets, which is not installed"):
+        packed(tmp_path, "arrays", "one")
+
+
 def test_the_function_of_the_docs_yields_what_they_say(own_function: Callable[[str], Path]) -> None:
     page = Path(__file__).parent.parent.parent / "docs" / "your-job.md"
     (shown,) = (block for block in blocks(page, "python") if "def samples" in block)

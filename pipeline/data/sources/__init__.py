@@ -36,7 +36,7 @@ def fetch(config: Fetch, directory: Path) -> None:
     elif config.dataset == "image_folder":
         list_images(config, target)
     elif config.dataset == "arrays":
-        if config.own_module:
+        if arrays.is_exported(config):
             arrays.export(config, target)
         list_files(arrays.KEY, arrays.root(config, target), arrays.files(config, target), target)
     elif config.dataset in text.FOLDERS:
