@@ -114,6 +114,8 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
     with _naming(folder):
         found: Any = load_from_disk(folder)
     splits = found if isinstance(found, Mapping) else {"train": found}
+    if others := sorted(set(splits) - {"train", "test"}):
+        raise DataError(f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename it, or drop it.")
     if split in splits:
         yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None: as they were saved
 

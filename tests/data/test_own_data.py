@@ -353,7 +353,8 @@ def test_a_function_of_one_s_own_yields_the_arrays(own_function: Callable[[str],
 
 
 def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(arrays, "CHUNK_ROWS", 4)
     kinds = datasets.Features(inputs=datasets.Array3D((1, 2, 3), "uint8"), targets=datasets.Value("int32"))
     images = RANDOM.integers(0, 256, (10, 1, 2, 3), dtype=np.uint8)
@@ -369,6 +370,9 @@ def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkey
     whole.add_column("ages", [1] * 10).save_to_disk(tmp_path / "more")
     with pytest.raises(DataError, match="yielded the keys inputs, targets, ages; expected"):
         packed(tmp_path, "arrays", "more")
+    datasets.DatasetDict(train=whole, validation=whole).save_to_disk(tmp_path / "third")
+    with pytest.raises(DataError, match="third has the split 'validation'; expected train and test"):
+        packed(tmp_path, "arrays", "third")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="was saved by datasets, which is not installed"):
         packed(tmp_path, "arrays", "one")
@@ -508,7 +512,8 @@ def test_text_that_changed_is_refused_and_hidden_files_do_not_count(tmp_path: Pa
 
 
 def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     vocabulary = {"[UNK]": 0, "one": 1, "two": 2, "three": 7}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
