@@ -75,7 +75,12 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
                 "decided": arm.decided,
                 **{
                     quantity.field: verdicts.ratio(
-                        arm, reference, quantity, margin, noise, doubt=noise.doubt
+                        arm,
+                        reference,
+                        quantity,
+                        margin,
+                        noise,
+                        doubt=verdicts.doubt_of(noise, quantity, arm, reference),
                     ).model_dump(mode="json")
                     for (quantity, margin), noise in zip(quantities, noises, strict=True)
                 },

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Any, get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Decision
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, verdict
 from pipeline.results import Arm
+from tests.conftest import ROOT
 from tests.factories import make_arm, make_window
 
 TEN_IN_TEN_MINUTES = RoundCost("bench.max_minutes", 10, 600.0)
@@ -64,6 +66,38 @@ def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
     found = verdicts.ratio(*faster, doubt=noise.doubt)
     assert (found.low, found.high) == pytest.approx((1.05 / math.exp(noise.doubt), 1.05 * math.exp(noise.doubt)))
     assert found.decision == "undecided"
+
+
+def recorded_parts() -> list[tuple[Arm, Arm, Arm]]:
+    """The peaks of the baseline, of its control under the same server, and of an equal checkout under another one."""
+    file = ROOT / "benchmarks" / "figures" / "gate-pool-amd-epyc-avx2-2-cores.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    peaks = [recorded["arms"][name]["peak_memory_bytes"]
+             for name in ("base baseline", "base baseline again", "head baseline")]  # fmt: skip
+    ends = list(accumulate(recorded["rounds"], initial=0))
+    return [tuple(arm(each[start:end], MEMORY) for each in peaks) for start, end in pairwise(ends)]  # type: ignore[misc]
+
+
+def test_the_memory_of_equal_code_under_two_servers_is_the_same_within_its_interval() -> None:
+    held = [0, 0]
+    for base, control, head in recorded_parts():
+        noise = verdicts.noise(base, control, MEMORY, 0.15, TEN_IN_TEN_MINUTES)
+        doubts = noise.doubt, verdicts.doubt_of(noise, MEMORY, head, base)
+        plain, widened = (verdicts.ratio(head, base, MEMORY, 0.03, noise, doubt=doubt) for doubt in doubts)
+        assert widened.decision == "same"
+        for index, found in enumerate((plain, widened)):
+            held[index] += (found.low or math.inf) <= 1 <= (found.high or 0)
+    assert held == [6, 11]
+
+
+def test_two_processes_may_differ_by_two_heaps_and_on_a_gpu_there_is_none() -> None:
+    one = arm([2.0**25] * 8, MEMORY)
+    two = one.model_copy(update={"world_size": 2})
+    doubts = [verdicts.doubt_of(CALM, MEMORY, each, one) for each in (one, two)]
+    assert doubts == pytest.approx([math.hypot(CALM.doubt, math.log1p(heaps / 64)) for heaps in (1, 2)])
+    on_gpu = [each.model_copy(update={"peak_reserved_bytes": 1}) for each in one.samples]
+    assert verdicts.doubt_of(CALM, MEMORY, one.model_copy(update={"samples": tuple(on_gpu)})) == CALM.doubt
+    assert verdicts.doubt_of(CALM, THROUGHPUT, two) == CALM.doubt
 
 
 def test_more_memory_is_worse_and_more_throughput_better() -> None:

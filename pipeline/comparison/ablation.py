@@ -80,11 +80,13 @@ def _ratios(
 ) -> tuple[Ratio | None, Ratio | None]:
     if not (arm and reference):
         return None, None
-    throughput, memory = (noise(quantity, len(arm.samples)) for quantity in (THROUGHPUT, MEMORY))
-    return (
-        verdicts.ratio(arm, reference, THROUGHPUT, margins.throughput, throughput, doubt=throughput.doubt),
-        verdicts.ratio(arm, reference, MEMORY, margins.memory, memory, doubt=memory.doubt),
-    )
+
+    def ratio(quantity: Quantity, margin: float) -> Ratio:
+        machine = noise(quantity, len(arm.samples))
+        doubt = verdicts.doubt_of(machine, quantity, arm, reference)
+        return verdicts.ratio(arm, reference, quantity, margin, machine, doubt=doubt)
+
+    return ratio(THROUGHPUT, margins.throughput), ratio(MEMORY, margins.memory)
 
 
 def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:

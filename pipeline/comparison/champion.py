@@ -87,7 +87,9 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
         reference, candidates = figures[0], figures[1:]
         found = choices(sign * np.log(candidates / reference), middle=np.median)
         above = [candidates[chosen, part] for part, chosen in enumerate(found)]
-        doubt = sitting.noise(quantity, _rounds(sitting, list(ratios))).doubt
+        noise = sitting.noise(quantity, _rounds(sitting, list(ratios)))
+        names = [sitting.bench.baseline, *ratios]
+        doubt = verdicts.doubt_of(noise, quantity, *(arm_of(sitting.bench, "variant", name) for name in names))
         interval = stats.widened(stats.paired_ratio(above, reference), doubt)
     interval = no_narrower(interval, _interval(ratios[first]))
     return Ratio(
@@ -113,7 +115,8 @@ def _head_to_head(
     def of(sitting: Sitting) -> Ratio:
         above, below = (arm_of(sitting.bench, "variant", name) for name in (first, second))
         noise = sitting.noise(quantity, _rounds(sitting, [first, second]))
-        return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, doubt=noise.doubt)
+        doubt = verdicts.doubt_of(noise, quantity, above, below)
+        return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, doubt=doubt)
 
     starting = [(each.bench.session.start_utc, each) for each in sittings]
     found = [(start, of(each)) for start, each in starting if start in starts]

@@ -159,7 +159,8 @@ def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: S
     def of(sitting: Sitting, quantity: Quantity, margin: float) -> Ratio:
         arm, reference = (arm_of(sitting.bench, "variant", each.variant) for each in (result, baseline))
         noise = sitting.noise(quantity, len(arm.samples))
-        return verdicts.ratio(arm, reference, quantity, margin, noise, doubt=noise.doubt)
+        doubt = verdicts.doubt_of(noise, quantity, arm, reference)
+        return verdicts.ratio(arm, reference, quantity, margin, noise, doubt=doubt)
 
     def over(quantity: Quantity, margin: float) -> Ratio:
         found = [(each.bench.session.start_utc, of(each, quantity, margin)) for each in sittings]

@@ -22,7 +22,7 @@ Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"
 HEAP_BYTES = 2**20
 """How far apart the peaks of equal processes on a CPU can be. All processes forked from one server inherit the same
 free blocks in its heap, so the rounds of one session do not show this. Peaks under five servers differed by up to 0.9
-MiB."""
+MiB; half of it is the 95% half-width of a difference (docs/measuring.md)."""
 
 FEWEST_SEEDS = 3
 """Fewer seeds decide no difference in accuracy: the distance of two says little about the distance of others."""
@@ -160,7 +160,7 @@ def ratio(
 ) -> Ratio:
     """Return ``arm`` over ``reference``; untrusted if the machine was too noisy, or too many rounds were rejected.
 
-    ``doubt``: the interval is widened by this on each side, in quadrature on the logarithmic scale (``Noise.doubt``).
+    ``doubt``: the interval is widened by this on each side, in quadrature on the logarithmic scale (``doubt_of``).
     """
     pairs = _pairs(arm, reference, quantity)
     interval = None
@@ -233,6 +233,13 @@ def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, co
         max_spread=max_spread,
         why_untrusted=why_untrusted,
     )
+
+
+def doubt_of(machine: Noise, quantity: Quantity, *arms: Arm) -> float:
+    """Return by how much the rounds alone understate the doubt in a ratio of ``arms``, on the logarithmic scale: by how
+    far equal arms may differ (``Noise.doubt``), and of memory also by what changes only from server to server."""
+    heap = max(math.log1p(resolution(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
+    return math.hypot(machine.doubt, heap)
 
 
 def resolution(arm: Arm) -> float:
