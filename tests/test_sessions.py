@@ -14,7 +14,7 @@ from pipeline.comparison.stats import Interval, paired_ratio, widened
 from pipeline.comparison.verdicts import THROUGHPUT, Ratio
 from pipeline.params import Compare
 from pipeline.report.sentences import banner
-from pipeline.results import Bench, Result, Session
+from pipeline.results import Bench, Result, Session, sessions_of
 from tests.factories import ENVIRONMENT, make_bench, make_histories, make_results
 
 
@@ -80,18 +80,6 @@ def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
 
 def at(time: str) -> str:
     return f"2026-11-20T{time}:00+00:00"
-
-
-def test_benches_within_an_hour_count_as_one_session_as_wide_as_they_are() -> None:
-    logs = {"08:00": 0.5, "08:20": 0.51, "08:59": 0.52}
-    found = combined([(at(time), ratio(log)) for time, log in logs.items()], ratio(9.0), THROUGHPUT)
-    assert bounds(Interval(found.estimate or 0, found.low or 0, found.high or 0, 0)) == pytest.approx(
-        [0.51, 0.50, 0.52]
-    )
-    assert (found.session_count, found.pairs, found.more_sessions, len(found.sessions)) == (1, 24, None, 3)
-    later = combined([(at(time), ratio(log)) for time, log in (logs | {"09:00": 0.8}).items()], ratio(9.0), THROUGHPUT)
-    assert later.session_count == 2
-    assert later.estimate == pytest.approx(math.exp((0.51 + 0.8) / 2))  # each session counts the same
 
 
 def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
@@ -206,3 +194,65 @@ def test_the_same_rounds_of_the_baseline_are_one_session_though_one_lacks_a_vari
         }
     )
     assert [each.session.start_utc[8:10] for each in distinct([first, copy])] == ["01"]
+
+
+def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) -> Bench:
+    sitting = session(1, faster).session.model_copy(update={"start_utc": at(time), "boot_id": boot})
+    return session(1, faster, **changes).model_copy(update={"session": sitting, "seconds": 600.0})
+
+
+@pytest.mark.parametrize(
+    ("starts", "sizes"),
+    [
+        ([("08:59", "b"), ("09:00", "b")], [2]),
+        ([("08:00", "b"), ("09:09", "b"), ("10:18", "b")], [3]),  # an hour after the end of the one before
+        ([("08:00", "b"), ("09:10", "b")], [1, 1]),
+        ([("08:00", "b"), ("08:20", "c"), ("08:40", "c")], [1, 2]),
+    ],
+)
+def test_a_session_ends_an_hour_after_its_last_bench_or_with_the_boot(
+    starts: list[tuple[str, str]], sizes: list[int]
+) -> None:
+    benches = [bench_at(time, boot=boot) for time, boot in reversed(starts)]
+    assert [len(each) for each in sessions_of(benches)] == sizes
+
+
+def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
+    """Also those of benches that are too short for a ratio of their own, and each variant's own rounds alone."""
+    short, shorter = bench_at("08:00", 1.5, rounds=5, refused={}), bench_at("08:30", 1.6, rounds=4, refused={})
+    shorter = shorter.model_copy(update={"keys": KEYS | {"memory": "before"}})
+    alone, both = over(short), over_all(short, shorter)
+    assert throughput(alone["ddp"]).decision == "untrusted"
+    found = {each.variant: each for each in both.variants}
+    ratios = [1.5] * 5 + [1.6] * 4
+    assert (throughput(found["ddp"]).pairs, throughput(found["memory"]).pairs) == (9, 5)
+    assert throughput(found["ddp"]).estimate == pytest.approx(sorted(ratios)[4], rel=0.02)
+    assert throughput(found["ddp"]).decision == "better"
+    assert throughput(found["ddp"]).session_count == 1
+    assert [(each.benches, each.rounds, each.variants) for each in both.sessions] == [
+        (2, 9, ("baseline", "ddp", "memory"))
+    ]
+    assert both.noise_throughput.pairs == 9
+
+
+def test_more_rounds_in_one_session_narrow_its_interval() -> None:
+    first, second = (bench_at(time, noise=0.03) for time in ("08:00", "08:30"))
+
+    def width(found: Ratio) -> float:
+        return math.log((found.high or math.inf) / (found.low or 1))
+
+    assert width(throughput(over(first, reseeded(second))["ddp"])) < 0.8 * width(throughput(over(first)["ddp"]))
+
+
+def reseeded(bench: Bench) -> Bench:
+    """The same bench with its rounds in the opposite order."""
+    arms = tuple(arm.model_copy(update={"samples": arm.samples[::-1]}) for arm in bench.arms)
+    return bench.model_copy(update={"arms": arms})
+
+
+def test_a_bench_that_another_one_goes_on_from_is_no_second_one() -> None:
+    whole = session(1, 1.5)
+    begun = whole.model_copy(
+        update={"arms": tuple(arm.model_copy(update={"samples": arm.samples[:7]}) for arm in whole.arms)}
+    )
+    assert distinct([whole, begun]) == [whole]

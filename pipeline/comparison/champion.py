@@ -12,9 +12,10 @@ import numpy as np
 
 from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
-from pipeline.comparison.sessions import Sitting, arm_of, by_session, combined, over_sessions
+from pipeline.comparison.sessions import Sitting, arm_of, combined, over_sessions
 from pipeline.comparison.stats import FEWEST_PAIRS, Interval
 from pipeline.comparison.verdicts import QUANTITIES, Quantity, Ratio, SessionRatio
+from pipeline.results import Bench
 
 
 def champion_of(paying: Mapping[str, Sequence[Ratio | None]], sittings: Sequence[Sitting]) -> Champion | None:
@@ -77,19 +78,18 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
         table = [[_in(ratio, start) for start in starts] for ratio in ratios.values()]
         found = choices(sign * np.log([[each.estimate or 1.0 for each in row] for row in table]))
         told = tuple(table[chosen][part] for part, chosen in enumerate(found))
-        interval = over_sessions(by_session([(one.start_utc, _interval(one)) for one in told]))
+        interval = over_sessions([_interval(one) for one in told])
     else:
         told = tuple(_in(ratios[first], start) for start in starts)
-        sitting = next((each for each in sittings if each.bench.session.start_utc in starts), None)
-        figures = _figures(sitting, list(ratios), quantity) if sitting else np.empty((0, 0))
-        if sitting is None or figures.shape[1] < FEWEST_PAIRS:
+        sitting = next((each for each in sittings if each.start_utc in starts), None)
+        rounds = sitting.rounds_of(*ratios) if sitting else None
+        figures = _figures(rounds, list(ratios), quantity) if rounds else np.empty((0, 0))
+        if sitting is None or rounds is None or figures.shape[1] < FEWEST_PAIRS:
             return None
         reference, candidates = figures[0], figures[1:]
         found = choices(sign * np.log(candidates / reference), middle=np.median)
         above = [candidates[chosen, part] for part, chosen in enumerate(found)]
-        noise = sitting.noise(quantity, _rounds(sitting, list(ratios)))
-        names = [sitting.bench.baseline, *ratios]
-        doubt = verdicts.doubt_of(noise, quantity, *(arm_of(sitting.bench, "variant", name) for name in names))
+        doubt = verdicts.doubt_of(sitting.noise(quantity, *ratios), quantity, *rounds.arms)
         interval = stats.widened(stats.paired_ratio(above, reference), doubt)
     interval = no_narrower(interval, _interval(ratios[first]))
     return Ratio(
@@ -112,14 +112,14 @@ def _head_to_head(
     """Return ``first`` over ``second``, from the rounds and sessions that have both; None if no session has both."""
     starts = _shared({name: ratios[name] for name in (first, second)})
 
-    def of(sitting: Sitting) -> Ratio:
-        above, below = (arm_of(sitting.bench, "variant", name) for name in (first, second))
-        noise = sitting.noise(quantity, _rounds(sitting, [first, second]))
+    def of(sitting: Sitting, rounds: Bench) -> Ratio:
+        above, below = (arm_of(rounds, "variant", name) for name in (first, second))
+        noise = sitting.noise(quantity, first, second)
         doubt = verdicts.doubt_of(noise, quantity, above, below)
         return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, doubt=doubt)
 
-    starting = [(each.bench.session.start_utc, each) for each in sittings]
-    found = [(start, of(each)) for start, each in starting if start in starts]
+    shared = [(each, each.rounds_of(first, second)) for each in sittings if each.start_utc in starts]
+    found = [(each.start_utc, of(each, rounds)) for each, rounds in shared if rounds]
     return combined(found, found[-1][1], quantity) if found else None
 
 
@@ -139,13 +139,8 @@ def _in(ratio: Ratio, start: str) -> SessionRatio:
     return next(each for each in ratio.sessions if each.start_utc == start)
 
 
-def _figures(sitting: Sitting, names: Sequence[str], quantity: Quantity) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _figures(bench: Bench, names: Sequence[str], quantity: Quantity) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the figures of the baseline and of ``names``, [1 + names, rounds], in the rounds that have all of them."""
-    arms = [arm_of(sitting.bench, "variant", name) for name in (sitting.bench.baseline, *names)]
+    arms = [arm_of(bench, "variant", name) for name in (bench.baseline, *names)]
     rounds = zip(*([getattr(sample, quantity.field) for sample in arm.samples] for arm in arms), strict=False)
     return np.array([each for each in rounds if all(each)], dtype=np.float64).reshape(-1, len(arms)).T
-
-
-def _rounds(sitting: Sitting, names: Sequence[str]) -> int:
-    """Return the number of rounds in which all of ``names`` took part."""
-    return min(len(arm_of(sitting.bench, "variant", name).samples) for name in names)

@@ -13,8 +13,8 @@ from pipeline.comparison import ablation, advice, consistency, figures, pareto, 
 from pipeline.comparison.champion import champion_of
 from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError
-from pipeline.comparison.sessions import Sitting, alike, arm_of, combined, distinct, sitting_of, sittings_like, summary
-from pipeline.comparison.verdicts import ENERGY, MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
+from pipeline.comparison.sessions import Sitting, arm_of, combined, distinct, noise_of, sittings_like, summary
+from pipeline.comparison.verdicts import ENERGY, MEMORY, QUANTITIES, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
 from pipeline.environment import without_stages
 from pipeline.params import Compare, Margins
 from pipeline.results import Bench, HistoryRow, Result
@@ -48,16 +48,12 @@ def compare(
     consistency.check(measured, baseline, bench, environment)
 
     sittings = sittings_like(bench, sessions, settings.max_spread)
-    own = sitting_of(bench, settings.max_spread)
+    own = next(each for each in sittings if any(one is bench for one in each.benches))
+    noises = [own.noise(quantity) for quantity in QUANTITIES]
     others = [result for result in measured if result is not baseline]
-    judgements = {
-        each.variant: _judge(
-            each, baseline, [one for one in sittings if alike(bench, one.bench, each.variant)], own, settings.margins
-        )
-        for each in others
-    }
+    judgements = {each.variant: _judge(each, baseline, sittings, own, settings.margins) for each in others}
     trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:3]) for name, each in judgements.items()}
-    trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in own[1:])
+    trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in noises)
     trusting = {name: each for name, each in judgements.items() if each.verdict != "untrusted"}
     placed = {name: (each.throughput, each.memory, each.accuracy) for name, each in trusting.items()}
     front = pareto.on_front(baseline.variant, placed) if placed or all(trusted[baseline.variant][:2]) else set()
@@ -91,9 +87,9 @@ def compare(
         unit=baseline.unit,
         directions=baseline.directions,
         seeds=tuple(run.seed for run in baseline.runs),
-        noise_throughput=own.throughput,
-        noise_memory=own.memory,
-        noise_energy=own.energy if verdicts.tells_energy(bench.arms) else None,
+        noise_throughput=noises[0],
+        noise_memory=noises[1],
+        noise_energy=noises[2] if verdicts.tells_energy(bench.arms) else None,
         variants=tuple(
             Compared(
                 variant=each.variant,
@@ -116,13 +112,13 @@ def compare(
             },
             sittings,
         ),
-        sessions=tuple(summary(each, [name for name in names if alike(bench, each.bench, name)]) for each in sittings),
-        sessions_set_aside=len(distinct(sessions)) - len(sittings),
+        sessions=tuple(summary(each, names) for each in sittings),
+        sessions_set_aside=len(distinct(sessions)) - sum(len(each.benches) for each in sittings),
         shares=ablation.shares(
             bench,
             {name: each.accuracy for name, each in judgements.items()},
             settings.margins,
-            own.noise,
+            lambda quantity, rounds: noise_of(bench, quantity, settings.max_spread, rounds),
         ),
         bench=bench,
     )
@@ -130,9 +126,7 @@ def compare(
 
 def _trusts(own: Sitting, ratio: Ratio | None) -> bool:
     """True if the bench's own session gave a trusted ratio: only then are the session's figures shown."""
-    return ratio is not None and any(
-        each.trusted for each in ratio.sessions if each.start_utc == own.bench.session.start_utc
-    )
+    return ratio is not None and any(each.trusted for each in ratio.sessions if each.start_utc == own.start_utc)
 
 
 class Judgement(NamedTuple):
@@ -156,15 +150,18 @@ def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: S
     """Turn the samples of each quantity into an interval over sessions and a decision at a margin; the decisions give
     the verdict."""
 
-    def of(sitting: Sitting, quantity: Quantity, margin: float) -> Ratio:
-        arm, reference = (arm_of(sitting.bench, "variant", each.variant) for each in (result, baseline))
-        noise = sitting.noise(quantity, len(arm.samples))
+    def of(sitting: Sitting, quantity: Quantity, margin: float) -> Ratio | None:
+        rounds = sitting.rounds_of(result.variant)
+        if rounds is None:
+            return None
+        arm, reference = (arm_of(rounds, "variant", each.variant) for each in (result, baseline))
+        noise = sitting.noise(quantity, result.variant)
         doubt = verdicts.doubt_of(noise, quantity, arm, reference)
         return verdicts.ratio(arm, reference, quantity, margin, noise, doubt=doubt)
 
     def over(quantity: Quantity, margin: float) -> Ratio:
-        found = [(each.bench.session.start_utc, of(each, quantity, margin)) for each in sittings]
-        return combined(found, of(own, quantity, margin), quantity)
+        found = {each.start_utc: ratio for each in sittings if (ratio := of(each, quantity, margin))}
+        return combined(list(found.items()), found[own.start_utc], quantity)
 
     throughput, memory = over(THROUGHPUT, margins.throughput), over(MEMORY, margins.memory)
     difference = figures.accuracy_difference(result, baseline)
@@ -176,14 +173,14 @@ def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: S
         identical=_weights(result) == _weights(baseline),
     )
     known = {"throughput": throughput.decision, "accuracy": accuracy.decision}
-    arms = [arm_of(own.bench, "variant", each.variant) for each in (result, baseline)]
+    arms = [arm_of(own.like, "variant", each.variant) for each in (result, baseline)]
     known |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.decision}
-    reasons = advice.reasons(throughput, memory, accuracy, own.bench, stopped=arms[0].settled)
-    energy = over(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.bench.arms) else None
+    reasons = advice.reasons(throughput, memory, accuracy, own.like, stopped=arms[0].settled)
+    energy = over(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.like.arms) else None
     if energy and margins.energy and not verdicts.unmeasurable(arms, ENERGY):
         known["energy"] = energy.decision
     if energy and (margins.energy or energy.decision == "untrusted"):
-        reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.bench), stopped=arms[0].settled))
+        reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.like), stopped=arms[0].settled))
     verdict = verdicts.verdict(list(known.values()))
     return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(known), *reasons))
 

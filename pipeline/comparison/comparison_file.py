@@ -184,7 +184,10 @@ class Champion(Record):
 class SessionSummary(Session):
     """One session of the bench, in short."""
 
+    benches: int
+    """How many benches the session has; its rounds are those of all of them."""
     commit: str | None
+    """Of the last bench. What ``Session`` has is of the first one."""
     rounds: int
     baseline_samples_per_second: float | None
     """Median over its rounds."""

@@ -6,7 +6,6 @@ memory layout, the boot, the neighbours, the day) are the same in all its rounds
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from scipy.special import stdtrit
 from pipeline.comparison import figures, planning, stats, verdicts
 from pipeline.comparison.comparison_file import SessionSummary
 from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import QUANTITIES, Noise, Quantity, Ratio, SessionRatio
-from pipeline.results import Arm, Bench, session_starts
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
+from pipeline.results import Arm, Bench, Window, sessions_of
 
 MOST_SESSIONS = 20
 """Adding more sessions than this is never advised."""
@@ -37,23 +36,7 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
     if len(intervals) == 1:
         return intervals[0]
     logs = [math.log(each.estimate) for each in intervals]
-    return _mean(intervals, _half(statistics.stdev(logs), len(logs), confidence))
-
-
-def by_session(found: Sequence[tuple[str, Interval]]) -> list[Interval]:
-    """Return one interval per session, from pairs (start of a bench, its interval). Several benches of one session give
-    their geometric mean, with the median width of their intervals."""
-    starts = session_starts(start for start, _ in found)
-    groups: list[list[Interval]] = [[] for _ in starts]
-    for start, interval in found:
-        groups[bisect.bisect(starts, start) - 1].append(interval)
-    return [each[0] if len(each) == 1 else _mean(each) for each in groups]
-
-
-def _mean(intervals: Sequence[Interval], half: float = 0.0) -> Interval:
-    """Return the geometric mean with its interval. ``half``: the half-width on the logarithmic scale, raised to the
-    intervals' median on each side."""
-    mean = statistics.fmean(math.log(each.estimate) for each in intervals)
+    mean, half = statistics.fmean(logs), _half(statistics.stdev(logs), len(logs), confidence)
     below, above = _median_widths(intervals)
     low, high = mean - max(half, below), mean + max(half, above)
     return Interval(math.exp(mean), math.exp(low), math.exp(high), sum(each.count for each in intervals))
@@ -87,14 +70,13 @@ def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
 
 
 def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity) -> Ratio:
-    """Combine the ratios of several benches, given as (start of the bench, its ratio), into one; ``own`` is the ratio
-    of the bench itself.
+    """Combine the ratios of several sessions, given as (start of the session, its ratio), into one; ``own`` is the
+    ratio of the bench's own session.
 
-    An untrusted ratio does not count, and the ratios of one session count as one. If only one ratio is trusted, it is
-    returned; if none is, ``own``.
+    An untrusted ratio does not count. If only one ratio is trusted, it is returned; if none is, ``own``.
     """
     shown, trusted = [], []
-    intervals: list[tuple[str, Interval]] = []
+    intervals: list[Interval] = []
     for start, each in found:
         shown.append(
             SessionRatio(
@@ -108,13 +90,12 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
         )
         if shown[-1].counts and each.estimate and each.low and each.high:
             trusted.append(each)
-            intervals.append((start, Interval(each.estimate, each.low, each.high, each.pairs)))
+            intervals.append(Interval(each.estimate, each.low, each.high, each.pairs))
     if len(trusted) < 2:
         return (trusted or [own])[0].model_copy(update={"sessions": tuple(shown)})
-    over, margin = by_session(intervals), trusted[0].margin
-    interval = over_sessions(over)
+    interval, margin = over_sessions(intervals), trusted[0].margin
     decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
-    needed = sessions_needed(over, margin)
+    needed = sessions_needed(intervals, margin)
     return Ratio(
         estimate=interval.estimate,
         low=interval.low,
@@ -136,61 +117,87 @@ def alike(one: Bench, other: Bench, *variants: str) -> bool:
     return same and other.dataset == one.dataset and other.arm("aa_control", one.baseline) is not None
 
 
-def distinct(sessions: Sequence[Bench]) -> list[Bench]:
-    """Return the sessions without duplicates, the oldest first. Two sessions are duplicates if their common arms have
-    the same samples, whatever their start times; the first one given is kept."""
+def distinct(benches: Sequence[Bench]) -> list[Bench]:
+    """Return the benches without duplicates, the oldest first. Two are duplicates if their common arms begin with the
+    same samples, whatever their start times; the first one given is kept."""
+
+    def same(one: tuple[Window, ...], other: tuple[Window, ...]) -> bool:
+        return all(a == b for a, b in zip(one, other, strict=False))
+
     found: list[Bench] = []
-    for each in sessions:
+    for each in benches:
         arms = {arm.name: arm.samples for arm in each.arms}
-        if not any(all(arms.get(arm.name, arm.samples) == arm.samples for arm in other.arms) for other in found):
+        if not any(all(same(arms.get(arm.name, ()), arm.samples) for arm in other.arms) for other in found):
             found.append(each)
     return sorted(found, key=lambda each: each.session.start_utc)
 
 
 class Sitting(NamedTuple):
-    """One session, and the noise of the baseline against itself in it."""
+    """One session: benches of one boot, less than an hour apart, that measured the baseline as ``like`` did."""
 
-    bench: Bench
-    throughput: Noise
-    """This and the next two are in the order of ``QUANTITIES``."""
-    memory: Noise
-    energy: Noise
+    like: Bench
+    """The bench that is compared: another bench counts for the variants that it measured in the same way."""
+    benches: tuple[Bench, ...]
+    max_spread: float
 
-    def noise(self, quantity: Quantity, rounds: int) -> Noise:
-        """Return the noise in the first ``rounds`` rounds only, for arms that took part in no more."""
-        whole = self[1:][QUANTITIES.index(quantity)]
-        return whole if rounds == self.bench.rounds else _noise(self.bench, quantity, whole.max_spread, rounds)
+    @property
+    def start_utc(self) -> str:
+        return self.benches[0].session.start_utc
+
+    def rounds_of(self, *variants: str) -> Bench | None:
+        """Return the session's rounds in which all ``variants`` took part, as one bench of only these arms, the
+        baseline and its control; None if no bench counts for all of them."""
+        found = [each for each in self.benches if alike(self.like, each, *variants)]
+        return _pooled(found, variants) if found else None
+
+    def noise(self, quantity: Quantity, *variants: str) -> Noise:
+        """Return the baseline against itself in ``rounds_of(*variants)``."""
+        found = self.rounds_of(*variants)
+        assert found is not None
+        return noise_of(found, quantity, self.max_spread)
 
 
-def sitting_of(bench: Bench, max_spread: float) -> Sitting:
-    return Sitting(bench, *(_noise(bench, each, max_spread, bench.rounds) for each in QUANTITIES))
+def _pooled(benches: Sequence[Bench], variants: Sequence[str]) -> Bench:
+    roles = [("aa_control", benches[0].baseline), *(("variant", name) for name in (benches[0].baseline, *variants))]
+    arms = []
+    for role in dict.fromkeys(roles):
+        parts: list[Window] = []
+        for bench in benches:
+            shared = min(len(arm_of(bench, *each).samples) for each in roles)
+            parts += arm_of(bench, *role).samples[:shared]
+        arms.append(arm_of(benches[-1], *role).model_copy(update={"samples": tuple(parts)}))
+    seconds = sum(each.seconds for each in benches)
+    return benches[-1].model_copy(update={"arms": tuple(arms), "seconds": seconds})
 
 
-def _noise(bench: Bench, quantity: Quantity, max_spread: float, rounds: int) -> Noise:
+def noise_of(bench: Bench, quantity: Quantity, max_spread: float, rounds: int | None = None) -> Noise:
+    """Return the baseline against itself in the first ``rounds`` rounds of ``bench``; None: in all."""
     arms = (arm_of(bench, role, bench.baseline) for role in ("variant", "aa_control"))
     baseline, control = (arm.model_copy(update={"samples": arm.samples[:rounds]}) for arm in arms)
     return verdicts.noise(baseline, control, quantity, max_spread, planning.cost_of(bench))
 
 
 def summary(sitting: Sitting, variants: Sequence[str]) -> SessionSummary:
-    """Summarise a session. ``variants``: the variants that it measured as the first session did."""
-    bench = sitting.bench
-    arm = arm_of(bench, "variant", bench.baseline)
+    """Summarise a session. ``variants``: those of which it may have rounds."""
+    whole = sitting.rounds_of()
+    assert whole is not None
     return SessionSummary(
-        **bench.session.model_dump(),
-        commit=bench.commit,
-        rounds=len(arm.samples),
-        baseline_samples_per_second=figures.median_of(arm, "samples_per_second"),
-        noise_throughput=sitting.throughput,
-        noise_memory=sitting.memory,
-        variants=tuple(variants),
+        **sitting.benches[0].session.model_dump(),
+        benches=len(sitting.benches),
+        commit=whole.commit,
+        rounds=whole.rounds,
+        baseline_samples_per_second=figures.median_of(arm_of(whole, "variant", whole.baseline), "samples_per_second"),
+        noise_throughput=sitting.noise(THROUGHPUT),
+        noise_memory=sitting.noise(MEMORY),
+        variants=tuple(name for name in variants if sitting.rounds_of(name)),
     )
 
 
-def sittings_like(bench: Bench, sessions: Sequence[Bench], max_spread: float) -> list[Sitting]:
-    """Return the ``sessions`` that measured the baseline as ``bench`` did, without duplicates, the oldest first."""
-    found = (each for each in distinct(sessions) if alike(bench, each, bench.baseline))
-    return [sitting_of(each, max_spread) for each in found]
+def sittings_like(bench: Bench, benches: Sequence[Bench], max_spread: float) -> list[Sitting]:
+    """Return the sessions of those ``benches`` that measured the baseline as ``bench`` did, without duplicates, the
+    oldest first."""
+    found = [each for each in distinct(benches) if alike(bench, each, bench.baseline)]
+    return [Sitting(bench, tuple(each), max_spread) for each in sessions_of(found)]
 
 
 def arm_of(bench: Bench, role: str, variant: str) -> Arm:

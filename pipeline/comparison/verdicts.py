@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from pipeline.comparison import planning, stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Decision
-from pipeline.results import Arm, Record, kind_of, session_starts
+from pipeline.results import Arm, Record, kind_of
 
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
 
@@ -70,6 +70,7 @@ class SessionRatio(Record):
     """The ratio of one session of the bench."""
 
     start_utc: str
+    """Of the session's first bench."""
     estimate: float | None
     low: float | None
     high: float | None
@@ -108,7 +109,7 @@ class Ratio(Record):
     @property
     def session_count(self) -> int:
         """Number of sessions from which the ratio comes."""
-        return max(1, len(session_starts(each.start_utc for each in self.sessions if each.counts)))
+        return max(1, sum(each.counts for each in self.sessions))
 
 
 class Accuracy(Record):

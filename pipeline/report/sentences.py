@@ -26,7 +26,7 @@ from pipeline.report.formats import (
     speed,
     unbelieved,
 )
-from pipeline.results import Bench, Dataset, Score, rejected, rejections, session_starts
+from pipeline.results import Bench, Dataset, Score, rejected, rejections
 
 FEW_TEST_SAMPLES = 2_000
 """Fewer test samples are a small sample themselves; an interval over seeds does not show that."""
@@ -170,9 +170,8 @@ def sessions(comparison: Comparison) -> str:
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
-    others = (
-        " Benches that began within an hour count as one session." if len(starts) > len(session_starts(starts)) else ""
-    )
+    several = any(each.benches > 1 for each in comparison.sessions)
+    others = " Benches less than an hour apart are one session, with the rounds of all of them." if several else ""
     if aside := comparison.sessions_set_aside:
         others += f" {count(aside, 'session')} of other code, settings, data or machine count for nothing."
     if most == 1:

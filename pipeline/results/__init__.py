@@ -14,7 +14,7 @@ from pipeline.results.bench_file import (
     kind_of,
     rejected,
     rejections,
-    session_starts,
+    sessions_of,
 )
 from pipeline.results.files import (
     BENCH_FILE,
@@ -71,6 +71,6 @@ __all__ = [
     "Score", "Session", "Setup", "Summary", "Unit", "VariantDocument", "Window", "adding_to_history", "differing",
     "digest", "history_file", "history_row", "inference_file", "kind_of", "model_file", "profile_directory", "read",
     "read_bench", "read_document", "read_history", "read_sessions", "read_values", "rejected", "rejections",
-    "result_file", "session_starts", "sha256", "stage_of", "summarise", "system_file", "train_again", "write",
+    "result_file", "sessions_of", "sha256", "stage_of", "summarise", "system_file", "train_again", "write",
     "write_history",
 ]  # fmt: skip

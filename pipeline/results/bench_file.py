@@ -95,16 +95,7 @@ class Session(Record):
 
 
 ONE_SESSION = timedelta(hours=1)
-"""Benches that began within this time share boot, neighbours and time of day: together they count as one session."""
-
-
-def session_starts(starts: Iterable[str]) -> list[str]:
-    """Group benches by their ``starts`` (ISO 8601) into sessions. Return the sessions' starts, the oldest first."""
-    found: list[str] = []
-    for each in sorted(starts):
-        if not found or datetime.fromisoformat(each) - datetime.fromisoformat(found[-1]) >= ONE_SESSION:
-            found.append(each)
-    return found
+"""A bench that begins within this time after another one has ended shares boot, neighbours and time of day with it."""
 
 
 class Bench(Document):
@@ -146,6 +137,12 @@ class Bench(Document):
         """Rounds of the baseline; a variant that was decided early has samples of the first rounds only."""
         return max(len(arm.samples) for arm in self.arms)
 
+    def follows(self, earlier: Bench) -> bool:
+        """True if this bench and the ``earlier`` one are of one session."""
+        began, before = (datetime.fromisoformat(each.session.start_utc) for each in (self, earlier))
+        soon = began - before < timedelta(seconds=earlier.seconds) + ONE_SESSION
+        return soon and self.session.boot_id == earlier.session.boot_id
+
     def problems(self) -> list[str]:
         found = [
             f"{arm.name}, round {number}: {problem}"
@@ -171,6 +168,17 @@ class Bench(Document):
         """Return the arm of this role, variant and technique; None if there is none."""
         wanted = (role, variant, technique)
         return next((arm for arm in self.arms if (arm.role, arm.variant, arm.technique) == wanted), None)
+
+
+def sessions_of(benches: Iterable[Bench]) -> list[list[Bench]]:
+    """Group benches into sessions, both the oldest first. A bench belongs to the session of the bench before it if it
+    began less than ``ONE_SESSION`` after that one's end, and no boot lies between."""
+    found: list[list[Bench]] = []
+    for each in sorted(benches, key=lambda each: each.session.start_utc):
+        if not found or not each.follows(found[-1][-1]):
+            found.append([])
+        found[-1].append(each)
+    return found
 
 
 def kind_of(reason: str) -> str:

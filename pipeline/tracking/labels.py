@@ -84,8 +84,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
     comparison = compared(wanted, root)
     if comparison:
-        starts = results.session_starts(each["start_utc"] for each in comparison.get("sessions", ()))
-        tags |= {"sessions": str(len(starts)), **champion(comparison)}
+        tags |= {"sessions": str(len(comparison.get("sessions", ()))), **champion(comparison)}
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
         tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # replaces the tag of an older report

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import PipelineError, count
 from pipeline.interpreter import importing
 from pipeline.params import Config
-from pipeline.results import REPORTS, session_starts
+from pipeline.results import REPORTS
 from pipeline.tracking import comparisons, labels, stores, views
 from pipeline.tracking.comparisons import COMPARISON, PREPARED, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
@@ -113,11 +113,7 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
     ratio is trusted."""
     return min(
         (
-            len(
-                session_starts(
-                    one["start_utc"] for one in ratio["sessions"] if one["trusted"] and one["low"] is not None
-                )
-            )
+            sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
             for each in compared["variants"]
             for ratio in (each["throughput"], each["memory"], (compared.get("champion") or {}).get("ratio"))
             if each["variant"] == variant and ratio and ratio["decision"] != "untrusted"
