@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _reader_has_left():
             raise
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        print("interrupted; to go on, run the same command again", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(f"interrupted; {str(stopped) or 'to go on, run the same command again'}", file=sys.stderr)
         return 130
     except Exception as error:
         message = said(error)

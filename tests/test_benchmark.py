@@ -337,8 +337,8 @@ def test_a_ratio_is_settled_on_one_side_of_its_margin() -> None:
     assert not settling.settled([[1.02], [1.005]] * 5, 0.01)
 
 
-def kept(day: int, **changes: Any) -> results.Bench:
-    start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T12:30:00+00:00"})
+def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
+    start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T{hour}:30:00+00:00"})
     return make_bench(session=start, **changes)
 
 
@@ -347,7 +347,8 @@ def kept(day: int, **changes: Any) -> results.Bench:
     [
         ({}, True),
         ({"interrupted": True, "rounds": 6}, True),
-        ({"rounds": 5}, False),  # which bound nothing
+        ({"rounds": 5}, False),  # which bound nothing, on a day of their own
+        ({"rounds": 5, "day": 2}, True),  # together they do
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, True),
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "before"}}, False),
         ({"keys": {"baseline": "before", "ddp": "k", "memory": "k"}}, False),
@@ -357,13 +358,62 @@ def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
     earlier: dict[str, Any], is_session: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second, file = kept(1, **earlier), kept(2), Path("sessions/20261101T123000.json")
+    first, second = kept(**{"day": 1} | earlier), kept(2, hour=13)
+    file = Path("sessions", f"{first.session.start_utc[:10].replace('-', '')}T123000.json")
     files.write_text(results.KEPT_BENCHES / file.name, first.to_json())
     other_data = kept(3, dataset=second.dataset.model_copy(update={"sha256": "0" * 64}))
     assert stage.recalled(other_data) == []
     assert stage.recalled(second) == ([file] if is_session else [])
     assert results.read_sessions() == ([first] if is_session else [])
     assert results.read_sessions(results.KEPT_BENCHES) == ([] if is_session else [first])
+
+
+@pytest.mark.parametrize(
+    ("changes", "minute", "goes_on"),
+    [
+        ({}, 50, True),
+        ({"interrupted": True, "rounds": 2}, 50, True),
+        ({}, 34, True),
+        ({}, 99, False),  # more than an hour after its end, at 12:33
+        ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, 50, False),
+        ({"ablate": True}, 50, False),  # other arms
+        ({"settled": True}, 50, False),  # nothing is open
+    ],
+)
+def test_a_bench_goes_on_from_one_of_the_same_session_that_left_something_open(
+    changes: dict[str, Any], minute: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settled = changes.pop("settled", False)
+    bench = kept(1, **changes)
+    bench = bench.model_copy(update={"arms": tuple(arm.model_copy(update={"settled": settled}) for arm in bench.arms)})
+    files.write_text(results.KEPT_BENCHES / "20261101T123000.json", bench.to_json())
+    start = f"2026-11-01T{12 + minute // 60 + (minute == 99)}:{minute % 60}:00+00:00"
+    now, names = bench.session.model_copy(update={"start_utc": start}), [arm.name for arm in make_bench().arms]
+    found = stage.unfinished(now, make_bench().keys, bench.dataset, names)
+    assert found == (bench if goes_on else None)
+    other_boot = now.model_copy(update={"boot_id": "another"})
+    assert stage.unfinished(other_boot, make_bench().keys, bench.dataset, names) is None
+
+
+def test_earlier_rounds_count_and_a_variant_that_they_settled_is_measured_no_further(slow: FakeServer) -> None:
+    paced(slow, {"fast": [1500.0], "open": [1020.0, 1040.0]})
+    specs = with_control(slow, "baseline", "fast", "open")
+    limits: dict[str, Any] = {"max_rounds": None, "steps": 1, "turns": 1, "margins": MARGINS}
+    first = measure(specs, seconds=10 * 44.0, **limits)
+    assert counts(first) == {"baseline": 10, "fast": 10, "open": 10, "control": 10}
+    found = measure(specs, seconds=4 * 33.0, **limits, earlier=first.arms)
+    assert counts(found) == {"baseline": 14, "fast": 10, "open": 14, "control": 14}
+    assert [arm.samples[:10] for arm in found.arms] == [arm.samples for arm in first.arms]
+    assert found.seconds == 4 * 33.0
+    slow.interrupt_at = len(slow.asked) + 1
+    limits |= {"earlier": found.arms, "seconds": 99.0}
+    stopped = measure(specs, **limits)
+    assert (stopped.interrupted, counts(stopped)) == (True, counts(found))
+
+
+def test_what_is_left_of_a_limit_or_as_much_again() -> None:
+    assert [stage._left(150.0, spent) for spent in (0.0, 40.0, 150.0, 400.0)] == [150.0, 110.0, 150.0, 150.0]
 
 
 def test_a_hard_limit_is_one() -> None:
@@ -692,7 +742,8 @@ def test_the_bar_ends_in_its_round_after_one_comma() -> None:
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_complete_rounds(workspace: Path) -> None:  # noqa: ARG001
     """Send SIGINT as a terminal does: to the bench, its server and the arms."""
-    alone = {"variants": {"baseline": {}}, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
+    two = {"baseline": {}, "same": {"set_to_none": False}}
+    alone = {"variants": two, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | alone), encoding="utf-8")
     screen, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 200))  # on a screen without a width nothing is shown
@@ -714,3 +765,29 @@ def test_ctrl_c_keeps_the_complete_rounds(workspace: Path) -> None:  # noqa: ARG
     assert bench.interrupted
     assert {len(arm.samples) for arm in bench.arms} <= {2, 3}
     assert len({len(arm.samples) for arm in bench.arms}) == 1
+    (file,) = results.KEPT_BENCHES.glob("*.json")
+    said = f"{bench.rounds} complete round(s) are kept in {file}; the same command within an hour adds to them"
+    assert said in shown.decode()
+    limited = alone | {"bench": PARAMS["bench"] | {"max_rounds": 5, "ablate": []}}
+    Path("params.yaml").write_text(yaml.safe_dump(PARAMS | limited), encoding="utf-8")
+    stage.run(parse(PARAMS | limited), CPU_ONLY)
+    further = read_bench()
+    assert (further.rounds, further.interrupted, further.keys) == (5, False, bench.keys)
+    assert [arm.samples[: bench.rounds] for arm in further.arms] == [arm.samples for arm in bench.arms]
+    assert list(results.KEPT_BENCHES.glob("*.json")) == [file]
+    assert further.session.end_utc
+    assert bench.session.end_utc
+    assert further.session.end_utc > bench.session.end_utc
+
+
+def test_an_interruption_before_the_first_round_says_that_nothing_is_kept(
+    workspace: Path,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, "calibrate", stopped)
+    with pytest.raises(KeyboardInterrupt, match="no round was complete, so the bench keeps none of it"):
+        stage.run(parse(PARAMS), CPU_ONLY)
+    assert not Path("bench.json").exists()

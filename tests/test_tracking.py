@@ -932,8 +932,7 @@ def compared(*variants: tuple[str, str | None, float, float]) -> dict[str, Any]:
     def ratio(estimate: float, *, better: bool) -> dict[str, Any]:
         told = [
             (True, 0.9, "08:00"),
-            (True, 0.9, "08:59"),
-            (True, 0.9, "09:00"),
+            (True, 0.9, "09:59"),
             (False, 0.9, "11:00"),
             (True, None, "13:00"),
         ]
@@ -995,7 +994,7 @@ def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
 
 
 def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of five sessions, two are of one hour, one is untrusted and one has too few pairs."""
+    """Of four sessions, one is untrusted and one has too few pairs."""
     assert promoting.sessions_of(compared(("fast", "pays", 1.5, 1.0)), "fast") == 2
     write_comparison(root)
     write_gate(root)

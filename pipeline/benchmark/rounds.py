@@ -53,6 +53,7 @@ def measure(
     decided: Callable[[Rounds], bool] = lambda _: False,
     margins: Mapping[str, float] | None = None,
     max_spread: float = math.inf,
+    earlier: Sequence[Arm] = (),
 ) -> Rounds:
     """Measure rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one round.
 
@@ -66,16 +67,23 @@ def measure(
     settled, the measurement ends. No variant is settled while the A/A control deviates, or its ratios spread wider than
     ``max_spread`` (``equal``).
 
+    ``earlier``: the same arms with the samples of earlier rounds, which these rounds go on from. All rounds count for
+    ``fewest``, ``max_rounds`` and the margins, and are returned; the time is that of the new ones.
+
     With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started, and
     each takes its ``steps`` in ``turns`` short turns while the others wait, so that a disturbance of some seconds hits
     all arms (for the order of the arms see ``order_of``). A KeyboardInterrupt keeps the complete rounds; if there are
     none, it is raised again.
     """
     turns = min(turns, steps)  # no turn without a step
-    facts: dict[str, dict[str, Any]] = {}
-    rounds: list[dict[str, Window]] = []
+    facts = {arm.name: Setup(**{key: getattr(arm, key) for key in Setup.model_fields}) for arm in earlier}
+    rounds: list[dict[str, Window]] = [
+        {arm.name: arm.samples[number] for arm in earlier if number < len(arm.samples)}
+        for number in range(max((len(arm.samples) for arm in earlier), default=0))
+    ]
+    done = {arm.name for arm in earlier if arm.settled}
     started, longest, interrupted, limit, extended = time.monotonic(), 0.0, False, seconds, False
-    running = list(arms)
+    running = [spec for spec in arms if spec.name not in done]
     told, overdue = started, False
 
     def so_far() -> Rounds:
@@ -88,7 +96,7 @@ def measure(
                     technique=spec.technique,
                     samples=tuple(complete[spec.name] for complete in rounds if spec.name in complete),
                     settled=spec not in running,
-                    **facts[spec.name],
+                    **dict(facts[spec.name]),
                 )
                 for spec in arms
             ),
@@ -120,7 +128,7 @@ def measure(
                 order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 for name, answer in answers.items():
-                    found = {key: answer[key] for key in Setup.model_fields}
+                    found = Setup(**{key: answer[key] for key in Setup.model_fields})
                     if facts.setdefault(name, found) != found:
                         raise BenchError(
                             f"{name} ran differently from round to round: {facts[name]}, then {found}. "

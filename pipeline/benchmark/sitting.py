@@ -29,6 +29,7 @@ def begin() -> Callable[[], Session]:
             uptime_seconds=uptime,
             load_average=load,
             steal_fraction=spent["steal"] / total if "steal" in spent and total > 0 else None,
+            end_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
     return ended

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pipeline import environment, files
 from pipeline.benchmark import ablation_arms, sitting
@@ -24,49 +25,86 @@ from pipeline.results import (
     Flops,
     Ledgers,
     R,
+    Session,
     read_sessions,
     rejections,
+    sessions_of,
 )
+
+N = TypeVar("N", int, float)
 
 
 def run(config: Config, machine: Machine, *, again: bool = False) -> None:
-    """Measure all variants and write ``bench.json``; with ``again``, write one more session into its own file.
+    """Measure all variants and write ``bench.json``; with ``again``, write another bench into its own file.
 
-    If interrupted, write the complete rounds and raise KeyboardInterrupt. Raises PipelineError.
+    Without ``again``, a bench of the same session that measured the same and left variants open is gone on from. If
+    interrupted, write the complete rounds and raise KeyboardInterrupt, which says what is kept. Raises PipelineError.
     """
+    try:
+        bench = _measured(config, machine, again=again)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            "no round was complete, so the bench keeps none of it; the same command begins again"
+        ) from None
+    kept = (SESSIONS if again else KEPT_BENCHES) / _name(bench)
+    files.write_text(kept, bench.to_json())
+    if again:
+        for earlier in recalled(bench):
+            print(f"bench: an earlier bench of the same counts too: {earlier}", flush=True)
+    else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides
+        files.write_text(BENCH_FILE, bench.to_json())
+    print(f"bench: {bench.rounds} rounds in {bench.seconds:.0f} s, in {kept if again else BENCH_FILE}", flush=True)
+    for arm in bench.arms:
+        if arm.role == "variant" and arm.settled:
+            print(f"bench: {arm.name} was settled after {len(arm.samples)} rounds", flush=True)
+        for line in rejections(arm):
+            print(f"bench: {arm.name} {line}", flush=True)
+    if why := next((each.why_no_energy for arm in bench.arms for each in arm.samples if each.why_no_energy), None):
+        print(f"bench: energy is unknown, at least in a round: {why}", flush=True)
+    if bench.interrupted:
+        raise KeyboardInterrupt(
+            f"{bench.rounds} complete round(s) are kept in {kept}; the same command within an hour adds to them"
+        )
+
+
+def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     settings, baseline = config.bench, config.compare.baseline
-    seconds, max_rounds, fewest = 60 * settings.max_minutes, settings.max_rounds, fewest_rounds(settings)
     ended = sitting.begin()
     # Read before anything is measured: code that is edited during the bench was not measured.
     made = plans(config, machine)
     commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
+    keys = {name: stages.key(content, "bench", name) for name in config.variants}
     with Server() as server:
         about = server.describe()
         sent = {name: server.plan(name, each.model_dump(mode="json")) for name, each in config.variants.items()}
         specs = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in sent.items()]
-        # This is also a warm-up: from here on the files are in the page cache.
-        samples = {}
-        for number, spec in enumerate(specs, 1):
-            print(f"bench: a first look at {spec.name}, {number} of {len(specs)}", flush=True)
-            samples[spec.name] = calibrate(spec, ledgers=not again)
-        ledgers = _known(samples, "ledgers", Ledgers)
-        flops = _known(samples, "flops", Flops)
         ablated, not_ablated = ablation_arms.isolating(config, made, server)
         control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, sent[baseline])
         arms = [*specs, *ablated, control]
-        others = [samples[arm.variant] for arm in arms if arm.variant != baseline]  # the first also started the server
-        steps, samples[baseline] = steps_of(control, settings.window_seconds, others)
-        round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
-        said = outlook(len(arms), steps, round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
-        print(f"bench: {said}", flush=True)
-        turns = turns_on(about["device"], settings)
+        dataset = Dataset.model_validate(about["dataset"])
+        earlier = None if again else unfinished(ended(), keys, dataset, [arm.name for arm in arms])
+        if earlier:
+            print(f"bench: goes on from {earlier.rounds} round(s) of {earlier.session.start_utc}", flush=True)
+            steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
+            ledgers, flops = earlier.ledgers, earlier.flops
+        else:
+            samples = _first_looks(specs, ledgers=not again)
+            others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
+            steps, second = steps_of(control, settings.window_seconds, others)  # the first one also started the server
+            round_seconds = sum((samples | {baseline: second})[arm.variant].seconds(steps) for arm in arms)
+            ledgers, flops = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
+        before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
+        limits: dict[str, Any] = {
+            "seconds": _left(60 * settings.max_minutes, spent),
+            "max_rounds": None if settings.max_rounds is None else before + _left(settings.max_rounds, before),
+            "fewest": fewest_rounds(settings),
+        }
+        print(f"bench: {outlook(len(arms), steps, round_seconds, before=before, **limits)}", flush=True)
         rounds = measure(
             arms,
-            seconds=seconds,
-            max_rounds=max_rounds,
+            **limits,
             steps=steps,
-            turns=turns,
-            fewest=fewest,
+            turns=turns_on(about["device"], settings),
             # Like max_minutes, the margins change how much is measured, not what. dvc.yaml does not name them, so a
             # changed margin is applied to the rounds that exist.
             margins={
@@ -75,55 +113,69 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
                 **({"joules_per_sample": margin} if (margin := config.compare.margins.energy) else {}),
             },
             max_spread=config.compare.max_spread,
+            earlier=earlier.arms if earlier else (),
         )
     session = ended()
-    bench = Bench(
+    return Bench(
         environment=about["environment"],
         commit=commit,
         config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
-        dataset=Dataset.model_validate(about["dataset"]),
+        dataset=dataset,
         baseline=baseline,
         steps=rounds.steps,
         turns=rounds.turns,
-        seconds=rounds.seconds,
+        seconds=spent + rounds.seconds,
         interrupted=rounds.interrupted,
         arms=rounds.arms,
         ledgers=ledgers,
         flops=flops,
         not_ablated=not_ablated,
-        session=session,
-        keys={name: stages.key(content, "bench", name) for name in config.variants},
+        session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
+        keys=keys,
     )
-    file = SESSIONS / _name(bench) if again else BENCH_FILE
-    files.write_text(file, bench.to_json())
-    if again:
-        for earlier in recalled(bench):
-            print(f"bench: an earlier bench of the same counts as a session too: {earlier}", flush=True)
-    else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides
-        files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
-    print(f"bench: {bench.rounds} rounds in {rounds.seconds:.0f} s, in {file}", flush=True)
-    for arm in rounds.arms:
-        if arm.role == "variant" and arm.settled:
-            print(f"bench: {arm.name} was settled after {len(arm.samples)} rounds", flush=True)
-        for line in rejections(arm):
-            print(f"bench: {arm.name} {line}", flush=True)
-    if why := next((each.why_no_energy for arm in rounds.arms for each in arm.samples if each.why_no_energy), None):
-        print(f"bench: energy is unknown, at least in a round: {why}", flush=True)
-    if rounds.interrupted:
-        raise KeyboardInterrupt
+
+
+def _first_looks(specs: Sequence[ArmSpec], *, ledgers: bool) -> dict[str, Calibration]:
+    """Return a short sample of each variant. This is also a warm-up: from here on the files are in the page cache."""
+    samples = {}
+    for number, spec in enumerate(specs, 1):
+        print(f"bench: a first look at {spec.name}, {number} of {len(specs)}", flush=True)
+        samples[spec.name] = calibrate(spec, ledgers=ledgers)
+    return samples
+
+
+def _left(limit: N, used: N) -> N:
+    """Return what is left of ``limit``; if nothing is, as much again."""
+    return limit - used if used < limit else limit
+
+
+def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: Sequence[str]) -> Bench | None:
+    """Return the latest kept bench of this session that measured the same arms in the same way and left at least one
+    variant unsettled; None if there is none. ``now``: the session if it began now. ``names``: of all arms."""
+    for kept in reversed(read_sessions(KEPT_BENCHES)):
+        same = kept.keys == keys and kept.dataset == dataset and [arm.name for arm in kept.arms] == list(names)
+        is_open = not all(arm.settled for arm in kept.arms if arm.role == "variant" and arm.variant != kept.baseline)
+        if same and is_open and kept.goes_on_in(now):
+            return kept
+    return None
 
 
 def recalled(bench: Bench) -> list[Path]:
     """Move the kept benches that measured the baseline and a variant as ``bench`` did to the sessions; return their new
-    files. A bench with too few rounds to bound a ratio stays where it is."""
+    files. The benches of a session with too few rounds to bound a ratio stay where they are."""
+
+    def same(kept: Bench) -> bool:
+        names = {name for name, key in bench.keys.items() if kept.keys.get(name) == key}
+        return bench.baseline in names and len(names) > 1 and kept.dataset == bench.dataset
+
     found = []
-    for kept in read_sessions(KEPT_BENCHES):
-        same = {name for name, key in bench.keys.items() if kept.keys.get(name) == key}
-        if bench.baseline in same and len(same) > 1 and kept.dataset == bench.dataset and kept.rounds >= FEWEST_ROUNDS:
-            found.append(SESSIONS / _name(kept))
-            files.write_text(found[-1], kept.to_json())
-            (KEPT_BENCHES / _name(kept)).unlink()
-    return found
+    for session in sessions_of([bench, *filter(same, read_sessions(KEPT_BENCHES))]):
+        if sum(each.rounds for each in session) >= FEWEST_ROUNDS:
+            found += [each for each in session if each is not bench]
+    for kept in found:
+        files.write_text(SESSIONS / _name(kept), kept.to_json())
+        (KEPT_BENCHES / _name(kept)).unlink()
+    return [SESSIONS / _name(kept) for kept in found]
 
 
 def _name(bench: Bench) -> str:

@@ -92,6 +92,8 @@ class Session(Record):
     """Over the minute before the session: processes that ran or waited for a processor."""
     steal_fraction: float | None
     """Share of all processors' time during the session that a hypervisor gave to other guests."""
+    end_utc: str | None = None
+    """ISO 8601, to the second. None: of an older version, which did not record it."""
 
 
 ONE_SESSION = timedelta(hours=1)
@@ -137,11 +139,14 @@ class Bench(Document):
         """Rounds of the baseline; a variant that was decided early has samples of the first rounds only."""
         return max(len(arm.samples) for arm in self.arms)
 
-    def follows(self, earlier: Bench) -> bool:
-        """True if this bench and the ``earlier`` one are of one session."""
-        began, before = (datetime.fromisoformat(each.session.start_utc) for each in (self, earlier))
-        soon = began - before < timedelta(seconds=earlier.seconds) + ONE_SESSION
-        return soon and self.session.boot_id == earlier.session.boot_id
+    def goes_on_in(self, later: Session) -> bool:
+        """True if a bench that began as ``later`` says is of the same session as this one."""
+        began, ended = (
+            datetime.fromisoformat(each) for each in (later.start_utc, self.session.end_utc or self.session.start_utc)
+        )
+        if self.session.end_utc is None:
+            ended += timedelta(seconds=self.seconds)
+        return began - ended < ONE_SESSION and later.boot_id == self.session.boot_id
 
     def problems(self) -> list[str]:
         found = [
@@ -175,7 +180,7 @@ def sessions_of(benches: Iterable[Bench]) -> list[list[Bench]]:
     began less than ``ONE_SESSION`` after that one's end, and no boot lies between."""
     found: list[list[Bench]] = []
     for each in sorted(benches, key=lambda each: each.session.start_utc):
-        if not found or not each.follows(found[-1][-1]):
+        if not found or not found[-1][-1].goes_on_in(each.session):
             found.append([])
         found[-1].append(each)
     return found
