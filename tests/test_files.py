@@ -37,6 +37,17 @@ def test_on_a_full_disk_the_file_stays_and_the_error_names_it(write: Callable[[P
     assert str(path) in str(said(caught.value))
 
 
+def test_content_and_name_reach_the_disk_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def synced(number: int) -> None:
+        seen.append((Path(f"/proc/self/fd/{number}").readlink().name, [each.name for each in tmp_path.iterdir()]))
+
+    monkeypatch.setattr(files.os, "fsync", synced)
+    files.write_text(tmp_path / "kept", "x")
+    assert seen == [("kept.partial", ["kept.partial"]), (tmp_path.name, ["kept"])]
+
+
 def test_what_a_person_can_put_right_is_said_and_no_other_error() -> None:
     assert said(PipelineError("a mistake")) == "a mistake"
     assert "make room" in str(said(OSError(errno.ENOSPC, "No space left on device")))

@@ -263,6 +263,11 @@ def test_what_is_damaged_is_read_or_named(
     assert {each for each in folder.rglob("*") if each.is_file()} - before <= left
 
 
+def test_the_docs_count_the_kinds() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "security.md").read_text(encoding="utf-8")
+    assert f"{len(PARSERS)} kinds of file are tried" in " ".join(page.split())
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_is_not_damaged_is_read(name: str, tmp_path: Path) -> None:
     parser = PARSERS[name]
