@@ -33,6 +33,7 @@ OUTCOMES = {
     "untrusted": "Not decided, because the measurement is not to be trusted.",
     "undecided": "Not decided.",
 }
+ONE_SESSION = "Measured in one session: in others the ratios may differ, by how much is unknown."
 WORDS = {"better", "same", "worse", "undecided", "untrusted", "pays", "trades", "costs", "neutral"}
 DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What JSON that is not as it should be can raise."""
@@ -45,7 +46,7 @@ def report(folder: Path, commit: str, run: str) -> str:
     try:
         gate = json.loads(_content(reports / "gate.json"))
         rows = [*gate["variants"], *filter(None, [gate["together"]])]
-        text += f"**{OUTCOMES[gate['outcome']]}**\n\n{table('head against base', rows)}"
+        text += f"**{OUTCOMES[gate['outcome']]}** {ONE_SESSION}\n\n{table('head against base', rows)}"
     except FileNotFoundError:
         text += "**No decision: the run ended before the gate did.** Its log says why.\n"
     except DAMAGED:

@@ -634,6 +634,18 @@ def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     assert not Path("bench.json").exists()
 
 
+def test_what_a_server_says_stands_above_the_bar_line_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'a warning of a library' >&2\nexit 3\n", encoding="utf-8")
+    python.chmod(0o755)
+    bar = tqdm(total=2, desc="bench", file=sys.stderr)
+    with bar, Server(tmp_path, python) as server, pytest.raises(BenchError, match=r"ended \(3\)"):
+        server.describe()
+    assert "a warning of a library\n" in re.split("[\r]", capsys.readouterr().err.replace("\n", "\n\r"))
+
+
 def test_a_server_that_dies_is_an_error_not_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with Server(tmp_path) as server, pytest.raises(BenchError, match="ended"):  # no params.yaml there

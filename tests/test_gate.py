@@ -907,6 +907,7 @@ def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pr
     assert gate.run(configured(), "main") == 1
     lines = gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "**Worse than the base: throughput (baseline, ddp, all together), accuracy (baseline, ddp).**"
+    assert "* Measured in one session: in others the ratios may differ, by how much is unknown." in lines
     assert lines[2:4] == [
         "| head against base | throughput | peak memory | test accuracy, points |",
         "| --- | --- | --- | --- |",

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+import threading
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import IO, Any, Literal
+
+from tqdm import tqdm
 
 from pipeline.errors import PipelineError
+
+LAST_WORDS_SECONDS = 2.0
+"""So long an ended server's output is waited for: its arms' processes may still hold the other end of the pipe."""
 
 
 class BenchError(PipelineError):
@@ -30,15 +36,24 @@ class Server(AbstractContextManager["Server"]):
             cwd=self.root,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
         )
+        self._listener = threading.Thread(target=_passed_on, args=(self._process.stderr,), daemon=True)
+        self._listener.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.terminate()
-        self._process.communicate()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        self._process.wait()
+        self._listener.join(LAST_WORDS_SECONDS)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings of params.yaml, the environment's hash, the data set and the device of the checkout, and
@@ -85,6 +100,7 @@ class Server(AbstractContextManager["Server"]):
             line = ""
         if not line:
             status = self._process.wait()
+            self._listener.join(LAST_WORDS_SECONDS)
             raise BenchError(
                 f"the process that measures {self.root.resolve()} ended ({status}); its words stand above."
             )
@@ -92,6 +108,13 @@ class Server(AbstractContextManager["Server"]):
         if "error" in answer:
             raise BenchError(answer["error"])
         return answer
+
+
+def _passed_on(words: IO[str]) -> None:
+    """Print what a server and its arms say, such as a library's warnings, above a progress bar instead of into it."""
+    with words:
+        for line in words:
+            tqdm.write(line.rstrip("\n"), file=sys.stderr)
 
 
 @dataclass(frozen=True)
