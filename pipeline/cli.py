@@ -280,6 +280,7 @@ def _promote(_: argparse.Namespace) -> int:
 
     config = params.load()
     gate.check_current(config, list(config.variants))
+    gate.confirm(config)
     return tracking.promote(config, environment.checked_out())
 
 

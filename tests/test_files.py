@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_content_and_name_reach_the_disk_in_this_order(tmp_path: Path, monkeypat
     def synced(number: int) -> None:
         seen.append((Path(f"/proc/self/fd/{number}").readlink().name, [each.name for each in tmp_path.iterdir()]))
 
-    monkeypatch.setattr(files.os, "fsync", synced)
+    monkeypatch.setattr(os, "fsync", synced)
     files.write_text(tmp_path / "kept", "x")
     assert seen == [("kept.partial", ["kept.partial"]), (tmp_path.name, ["kept"])]
 

@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,24 @@ from pipeline.benchmark.server import ArmSpec
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, hash_of, stages
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.files import write_text
 from pipeline.gate import copies, decision, recording, side_by_side
 from pipeline.gate.copies import Copy, check_arms, commit_of
-from pipeline.gate.decision import CONFIDENCE_OF_LOOKS, EXIT_CODES, GateError, Judged, judge, noises, settled
+from pipeline.gate.decision import (
+    CONFIDENCE_OF_LOOKS,
+    EXIT_CODES,
+    Gated,
+    GateError,
+    Judged,
+    Side,
+    judge,
+    noises,
+    settled,
+)
 from pipeline.params import Config, Margins, Variant, parse
 from pipeline.plans import plans
-from pipeline.results import Arm, Result, ResultError
+from pipeline.results import Arm, Dataset, Result, ResultError
 from tests.conftest import Clone
 from tests.factories import (
     ENVIRONMENT,
@@ -46,6 +57,7 @@ from tests.factories import (
 
 SPEED, PEAK = 20_000.0, 200 * 2**20
 COST = RoundCost("gate.max_minutes", 14, 600.0)
+NAMES = ("baseline, A/A control", "baseline", "ddp")
 
 
 def arm(
@@ -115,6 +127,53 @@ def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
 
 
 # The decision.
+
+
+def written_gate() -> dict[str, Any]:
+    """The file of a gate that two equal sides have passed."""
+    control, base, other_base = (arm(f"base {name}", variant=name.split(",")[0]) for name in NAMES)
+    heads = [arm(f"head {name}") for name in NAMES[1:]]
+    accuracies = {name: {0: 0.9, 1: 0.91, 2: 0.89} for name in NAMES[1:]}
+    about: dict[str, Any] = {"environment": hash_of(ENVIRONMENT, "variants"), "test_accuracies": accuracies}
+    gated = Gated(
+        **dict(judged(*heads)), against="main", margins=Margins(), seconds=60.0, budget="gate.max_minutes", remarks=(),
+        base=Side(commit="b", arms=(control, base, other_base), **about),
+        head=Side(commit="c", arms=tuple(heads), **about),
+        dataset=Dataset(name="d", sha256="d" * 64, train_count=60_000, test_count=10_000),
+    )  # fmt: skip
+    assert gated.outcome == "passed"
+    found: dict[str, Any] = json.loads(gated.to_json())
+    return found
+
+
+def slow(values: dict[str, Any]) -> None:
+    for sample in values["head"]["arms"][1]["samples"]:
+        sample["samples_per_second"] *= 0.8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: None, None),  # noqa: ARG005
+        (slow, "says passed, but its samples say worse"),
+        (lambda values: values["head"]["test_accuracies"].update(ddp={0: 0.5, 1: 0.5, 2: 0.5}), "samples say worse"),
+        (lambda values: values["head"].update(environment="e" * 64), "in environment eeeeeeeeeeee, but"),
+        (lambda values: values["base"]["arms"].pop(), "its arms do not fit together"),
+        (lambda values: values.update(outcome="perfect"), "is not a gated that this version can read"),
+    ],
+)
+def test_a_gate_whose_own_samples_do_not_support_it_is_not_confirmed(
+    change: Callable[[dict[str, Any]], None], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse({"variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}}})
+    gate.confirm(config)  # without a file there is nothing to hold against anything
+    values = written_gate()
+    change(values)
+    write_text(gate.JSON_FILE, json.dumps(values))
+    write_text(environment.ENVIRONMENT_FILE, json.dumps(ENVIRONMENT))
+    with pytest.raises(PipelineError, match=message) if message else nullcontext():
+        gate.confirm(config)
 
 
 def test_nothing_worse_passes() -> None:
@@ -873,7 +932,7 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
     made = "repro environment prepare"
     assert pretended.ran == [f"base {made}", f"head {made}", f"base {trained}", f"head {trained}"]
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    assert (values["against"], values["exit_code"]) == ("main", 0)
+    assert (values["against"], values["outcome"]) == ("main", "passed")
     assert (values["base"]["commit"], values["head"]["commit"]) == ("a" * 40, "b" * 40 + "+")
     assert [each["name"] for each in values["base"]["arms"]] == [
         "base baseline, A/A control",

@@ -10,17 +10,18 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from pipeline import environment
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
 from pipeline.gate.copies import commit_of
-from pipeline.gate.decision import EXIT_CODES, GateError
+from pipeline.gate.decision import EXIT_CODES, Gated, GateError, supported
 from pipeline.gate.markdown import markdown
 from pipeline.gate.recording import check_current, recorded
 from pipeline.gate.side_by_side import measured
 from pipeline.params import Config
-from pipeline.results import REPORTS
+from pipeline.results import REPORTS, read_document
 
-__all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "check_current", "run"]
+__all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "check_current", "confirm", "run"]
 
 JSON_FILE = REPORTS / "gate.json"
 MARKDOWN_FILE = REPORTS / "gate.md"
@@ -52,6 +53,30 @@ def run(config: Config, against: str) -> int:
     write_text(MARKDOWN_FILE, text)
     print(text, end="")
     return code
+
+
+def confirm(config: Config) -> None:
+    """Hold ``reports/gate.json`` against its own raw samples and this machine, before something is promoted on it.
+
+    Raises ResultError for a file that cannot be read, and GateError if its samples do not support the outcome, or if it
+    was measured in another environment. A missing file is left to ``promote``.
+    """
+    if not JSON_FILE.exists():
+        return
+    again = "run `python -m pipeline gate --against REVISION` again"
+    gated = read_document(JSON_FILE, Gated, again)
+    here = environment.hash_of(environment.read(), "variants", *config.variants)
+    if gated.head.environment != here:
+        raise GateError(
+            f"{JSON_FILE}: the head was measured in environment {gated.head.environment[:12]}, but environment.json is "
+            f"{here[:12]}; {again}."
+        )
+    try:
+        outcome = supported(gated, config.compare.baseline, config.compare.max_spread, config.gate.must_see)
+    except (KeyError, ValueError) as error:
+        raise GateError(f"{JSON_FILE}: its arms do not fit together ({error!r}); {again}.") from None
+    if gated.outcome == "passed" != outcome:
+        raise GateError(f"{JSON_FILE} says passed, but its samples say {outcome}: it was edited; {again}.")
 
 
 def _is_file(against: str) -> bool:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, computed_field
+from pydantic import Field
 
 from pipeline import environment
 from pipeline.comparison import verdicts
@@ -94,7 +94,6 @@ class Gated(Judged, Document):
     budget: str
     """The key of params.yaml that ended the measurement."""
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
@@ -175,6 +174,20 @@ def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> t
         verdicts.noise(baseline, control, THROUGHPUT, max_spread, cost),
         verdicts.noise(baseline, control, MEMORY, max_spread, cost),
     )
+
+
+def supported(gated: Gated, baseline: str, max_spread: float, must_see: float) -> Outcome:
+    """Judge the raw samples of ``gated`` anew and return the outcome that they support. Raises ValueError for arms that
+    do not fit together."""
+    control, *of_base = gated.base.arms
+    base, head = ({arm.variant: arm for arm in arms} for arms in (of_base, gated.head.arms))
+    if not set(base) == set(head) == {each.variant for each in gated.variants}:
+        raise ValueError("base, head and decisions have different variants")
+    machine = noises(base[baseline], control, max_spread, RoundCost(gated.budget, len(control.samples), gated.seconds))
+    compared = accuracies(
+        gated.dataset.test_count, gated.base.test_accuracies, gated.head.test_accuracies, gated.margins.accuracy
+    )
+    return judge(base, head, machine, gated.margins, compared, must_see).outcome
 
 
 def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
