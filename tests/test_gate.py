@@ -134,7 +134,11 @@ def written_gate() -> dict[str, Any]:
     control, base, other_base = (arm(f"base {name}", variant=name.split(",")[0]) for name in NAMES)
     heads = [arm(f"head {name}") for name in NAMES[1:]]
     accuracies = {name: {0: 0.9, 1: 0.91, 2: 0.89} for name in NAMES[1:]}
-    about: dict[str, Any] = {"environment": hash_of(ENVIRONMENT, "variants"), "test_accuracies": accuracies}
+    about: dict[str, Any] = {
+        "environment": hash_of(ENVIRONMENT, "variants"),
+        "test_accuracies": accuracies,
+        "made_of": None,
+    }
     gated = Gated(
         **dict(judged(*heads)), against="main", margins=Margins(), seconds=60.0, budget="gate.max_minutes", remarks=(),
         base=Side(commit="b", arms=(control, base, other_base), **about),
@@ -158,6 +162,7 @@ def slow(values: dict[str, Any]) -> None:
         (slow, "says passed, but its samples say worse"),
         (lambda values: values["head"]["test_accuracies"].update(ddp={0: 0.5, 1: 0.5, 2: 0.5}), "samples say worse"),
         (lambda values: values["head"].update(environment="e" * 64), "in environment eeeeeeeeeeee, but"),
+        (lambda values: values["head"].update(made_of="m" * 64), "the head had other code, settings or plans"),
         (lambda values: values["base"]["arms"].pop(), "its arms do not fit together"),
         (lambda values: values.update(outcome="perfect"), "is not a gated that this version can read"),
     ],
@@ -942,6 +947,9 @@ def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pret
     assert len(values["head"]["arms"][0]["samples"]) == 14
     assert values["head"]["test_accuracies"]["ddp"] == {"0": 0.9, "1": 0.9001, "2": 0.9002}
     assert values["margins"] == Margins().model_dump()
+    known = {side: json.loads(Path(side, "environment.json").read_text()) for side in ("base", "head")}
+    assert {side: values[side]["made_of"] for side in known} == {side: stages.made_of(known[side]) for side in known}
+    assert values["base"]["made_of"] != values["head"]["made_of"]
     assert pretended.budget == (600.0, None, 150, 10, 6)
 
 

@@ -60,6 +60,15 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
+def made_of(content: Mapping[str, Any]) -> str | None:
+    """Return one digest of the code, settings and plans of all stages and variants; None for an environment.json of a
+    version that did not tell of them."""
+    if "stages" not in content:
+        return None
+    told = [content["stages"], content.get("variants")]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
 def training(plan: Plan) -> dict[str, Any]:
     """Return what a training depends on, apart from its seed, the data and the environment's hash."""
     return {"code": code.of_stage("train"), "variant": _of_variant(plan)}

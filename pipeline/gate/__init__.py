@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from pipeline import environment
+from pipeline.environment import stages
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
 from pipeline.gate.copies import commit_of
@@ -59,18 +60,21 @@ def confirm(config: Config) -> None:
     """Hold ``reports/gate.json`` against its own raw samples and this machine, before something is promoted on it.
 
     Raises ResultError for a file that cannot be read, and GateError if its samples do not support the outcome, or if it
-    was measured in another environment. A missing file is left to ``promote``.
+    was made in another environment or of other code and settings. A missing file is left to ``promote``.
     """
     if not JSON_FILE.exists():
         return
     again = "run `python -m pipeline gate --against REVISION` again"
     gated = read_document(JSON_FILE, Gated, again)
-    here = environment.hash_of(environment.read(), "variants", *config.variants)
+    content = environment.read()
+    here = environment.hash_of(content, "variants", *config.variants)
     if gated.head.environment != here:
         raise GateError(
             f"{JSON_FILE}: the head was measured in environment {gated.head.environment[:12]}, but environment.json is "
             f"{here[:12]}; {again}."
         )
+    if gated.head.made_of != stages.made_of(content):
+        raise GateError(f"{JSON_FILE}: the head had other code, settings or plans than environment.json says; {again}.")
     try:
         outcome = supported(gated, config.compare.baseline, config.compare.max_spread, config.gate.must_see)
     except (KeyError, ValueError) as error:

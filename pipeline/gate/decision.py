@@ -69,6 +69,8 @@ class Side(Record):
     """Ends with "+" if the files differed from the commit. None: not known."""
     environment: str
     """Hash of all that the side's variants depend on, taken by the side's own code."""
+    made_of: str | None
+    """Digest of the code, settings and plans of the side's stages and variants. None: its version did not tell."""
     arms: tuple[Arm, ...]
     """Arms with their raw samples. Samples of one index on both sides belong to one round."""
     test_accuracies: dict[str, dict[int, float]]

@@ -20,7 +20,7 @@ from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy
-from pipeline.environment import ENVIRONMENT_FILE, checked_out
+from pipeline.environment import ENVIRONMENT_FILE, checked_out, stages
 from pipeline.errors import count
 from pipeline.gate import environments
 from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
@@ -114,12 +114,14 @@ def measured(config: Config, revision: str) -> Gated:
         base=Side(
             commit=commit,
             environment=there["environment"],
+            made_of=stages.made_of(fingerprints[0]),
             arms=(control, *of_base.values()),
             test_accuracies=trained[0],
         ),
         head=Side(
             commit=head_is,
             environment=here["environment"],
+            made_of=stages.made_of(fingerprints[1]),
             arms=tuple(of_head.values()),
             test_accuracies=trained[1],
         ),
