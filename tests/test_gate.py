@@ -57,7 +57,6 @@ from tests.factories import (
 
 SPEED, PEAK = 20_000.0, 200 * 2**20
 COST = RoundCost("gate.max_minutes", 14, 600.0)
-NAMES = ("baseline, A/A control", "baseline", "ddp")
 
 
 def arm(
@@ -129,11 +128,11 @@ def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
 # The decision.
 
 
-def written_gate() -> dict[str, Any]:
-    """The file of a gate that two equal sides have passed."""
-    control, base, other_base = (arm(f"base {name}", variant=name.split(",")[0]) for name in NAMES)
-    heads = [arm(f"head {name}") for name in NAMES[1:]]
-    accuracies = {name: {0: 0.9, 1: 0.91, 2: 0.89} for name in NAMES[1:]}
+def written_gate(*names: str) -> dict[str, Any]:
+    """The file of a gate on the variants ``names``, the baseline first, that two equal sides have passed."""
+    control = arm("base baseline, A/A control", variant="baseline")
+    bases, heads = ([arm(f"{side} {name}") for name in names] for side in ("base", "head"))
+    accuracies = {name: {0: 0.9, 1: 0.91, 2: 0.89} for name in names}
     about: dict[str, Any] = {
         "environment": hash_of(ENVIRONMENT, "variants"),
         "test_accuracies": accuracies,
@@ -141,7 +140,7 @@ def written_gate() -> dict[str, Any]:
     }
     gated = Gated(
         **dict(judged(*heads)), against="main", margins=Margins(), seconds=60.0, budget="gate.max_minutes", remarks=(),
-        base=Side(commit="b", arms=(control, base, other_base), **about),
+        base=Side(commit="b", arms=(control, *bases), **about),
         head=Side(commit="c", arms=tuple(heads), **about),
         dataset=Dataset(name="d", sha256="d" * 64, train_count=60_000, test_count=10_000),
     )  # fmt: skip
@@ -173,7 +172,7 @@ def test_a_gate_whose_own_samples_do_not_support_it_is_not_confirmed(
     monkeypatch.chdir(tmp_path)
     config = parse({"variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}}})
     gate.confirm(config)  # without a file there is nothing to hold against anything
-    values = written_gate()
+    values = written_gate("baseline", "ddp")
     change(values)
     write_text(gate.JSON_FILE, json.dumps(values))
     write_text(environment.ENVIRONMENT_FILE, json.dumps(ENVIRONMENT))

@@ -24,11 +24,13 @@ import torch
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from pipeline import files, results
+from pipeline import environment, files, results
+from pipeline.environment import stages
 from pipeline.tracking import stores
 from pipeline.tracking.comparisons import LIVE, PARENT
 from tests.conftest import Clone
 from tests.services.compose import Services
+from tests.test_gate import written_gate
 
 pytestmark = [
     pytest.mark.services,
@@ -217,7 +219,12 @@ def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
     checkout.commit()
     head = {"commit": checkout.run("git", "rev-parse", "HEAD").strip()}
     measured = json.loads((checkout.path / "results/baseline.json").read_text(encoding="utf-8"))
-    gate = {"outcome": "passed", "against": "main", "head": head, "base": head, "dataset": measured["dataset"]}
+    content = environment.read(checkout.path / environment.ENVIRONMENT_FILE)
+    gate = written_gate(*VARIANTS) | {"dataset": measured["dataset"]}
+    gate["head"] |= head | {
+        "environment": environment.hash_of(content, "variants", *VARIANTS),
+        "made_of": stages.made_of(content),
+    }
     files.write_text(checkout.path / "reports/gate.json", json.dumps(gate))
     promoted = checkout.run("python", "-m", "pipeline", "promote", MLFLOW_TRACKING_URI=services.uri)
     assert f"its champion: {services.uri}/#/models/{EXPERIMENT}" in promoted
