@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import yaml
 
@@ -239,11 +240,13 @@ def ended(leader: int) -> list[str]:
 
 
 def assert_whole(folder: Path) -> None:
-    """Raise Broken if a JSON file, checkpoint or model file in the folder is half-written."""
+    """Raise Broken if a file in the folder that is written whole is half-written."""
     for file in folder.rglob("*"):
         try:
             if file.suffix == ".json":
                 json.loads(file.read_bytes())
+            elif file.suffix == ".npy":
+                np.load(file, mmap_mode="r")
             elif file.suffix in (".pt", ".before"):
                 with zipfile.ZipFile(file) as written:
                     assert written.testzip() is None
