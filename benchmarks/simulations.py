@@ -21,6 +21,7 @@ from benchmarks.machines import FIGURES
 from pipeline import files
 from pipeline.benchmark.settling import NEGLIGIBLE, SETTLED_ROUNDS, equal, settled
 from pipeline.comparison.champion import choices, no_narrower
+from pipeline.comparison.planning import pairs_needed
 from pipeline.comparison.sessions import over_sessions
 from pipeline.comparison.stats import Interval, decide, distrust, paired_ratio, widened
 
@@ -151,6 +152,25 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
     return {name: number / trials for name, number in found.items()}
 
 
+def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
+    """How often a forecast of more pairs (``planning.pairs_needed``), made after ``rounds`` rounds, decides.
+
+    Returns fractions of the forecasts of at most ``most`` pairs: decided by as many pairs, by twice as many, and how
+    many trials there were.
+    """
+    random = np.random.default_rng(0)
+    held: list[list[bool]] = []
+    for _ in range(trials):
+        base, variant = rounds_of(random, within / math.sqrt(2), 0.0, 2, rounds + 2 * most)
+        logs = variant + math.log(truth)
+        more = pairs_needed(interval_of(logs[:rounds], base[:rounds]), MARGIN)
+        if more and more <= most:
+            ends = (rounds + more, rounds + 2 * more)
+            held.append([decide(interval_of(logs[:end], base[:end]), MARGIN) != "undecided" for end in ends])
+    by_as_many, by_twice = (sum(each) / len(held) for each in zip(*held, strict=True))
+    return {"by_as_many": by_as_many, "by_twice_as_many": by_twice, "forecasts": len(held)}
+
+
 def over_many(
     sessions: int, autocorrelation: float = 0.0, *, between: float = 0.11, within: float = 0.05, rounds: int = 8,
     trials: int = 1000,
@@ -235,6 +255,11 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
         f"ratio {truth:g}, noise {within:g}": decided(truth, within)
         for truth in (1.0, 1.05, 1.1, 1.36)
         for within in (0.01, 0.02, 0.05)
+    },
+    "forecasts": lambda: {
+        f"ratio {truth:g}, noise {within:g}": forecasts(truth, within)
+        for truth in (1.0, 1.06, 1.1)
+        for within in (0.03, 0.06, 0.1)
     },
     "sessions": lambda: {
         f"{sessions} session(s) that differ by {between:g}, noise {within:g}, autocorrelation {each}": over_many(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pipeline.comparison import planning, stats, verdicts
-from pipeline.comparison.advice import accuracy_reasons, certain, ratio_reasons
+from pipeline.comparison.advice import ODDS, accuracy_reasons, certain, ratio_reasons
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import THROUGHPUT, Accuracy, Ratio, SessionRatio
 from tests.test_verdicts import TEN_IN_TEN_MINUTES, ratio
@@ -24,13 +24,15 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 4})
 
     def said(text: str, remedy: str) -> str:
-        return f"throughput is undecided: about {text} in all would decide ({remedy})"
+        return f"throughput is undecided: about {text} in all would decide, {ODDS} ({remedy})"
 
     assert reason(undecided) == said(
         "11 minutes of rounds", "set bench.max_minutes: 11"
     )  # ten, and one for what differs
     cost = RoundCost("bench.max_minutes", 100, 100.0)
     assert reason(undecided, cost) == said("0.5 minutes of rounds", "set bench.max_minutes: 0.5")
+    eight = undecided.model_copy(update={"pairs": 8, "more_pairs": 2})
+    assert reason(eight).endswith("; after 8 rounds another session tells more (make again)")
     cost = RoundCost("bench.max_rounds", 6, 100.0)
     assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)
@@ -59,7 +61,9 @@ def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
         for day in range(3)
     ]
     over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": tuple(told), "more_sessions": 2})
-    assert reason(over).startswith("throughput is undecided over 3 sessions: about 2 more would decide (make again")
+    assert reason(over).startswith(
+        f"throughput is undecided over 3 sessions: about 2 more would decide, {ODDS} (make again"
+    )
     assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 
 
@@ -74,7 +78,7 @@ def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
 
 def test_more_than_an_hour_is_no_advice() -> None:
     undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 53})
-    assert "60 minutes of rounds in all would decide (set bench.max_minutes: 60)" in reason(undecided)
+    assert f"60 minutes of rounds in all would decide, {ODDS} (set bench.max_minutes: 60)" in reason(undecided)
     interval = stats.Interval(undecided.estimate or 0.0, undecided.low or 0.0, undecided.high or 0.0, 6)
     for more_pairs in (54, None):
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})
@@ -102,10 +106,11 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
         "accuracy is undecided: one seed supports no statement"
     )
     two = verdicts.accuracy([0.0, 0.0], 0.01, 0.9)
-    assert reason(two).startswith("accuracy is undecided with 2 seeds: about 1 more would decide")
+    assert reason(two).startswith(f"accuracy is undecided with 2 seeds: about 1 more would decide, {ODDS}")
     some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01, 0.9)
     assert reason(some) == (
-        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide (add them to train.seeds)"
+        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide, {ODDS} "
+        "(add them to train.seeds)"
     )
     for more_seeds in (21, None):
         half = some.mean_fraction - (some.low_fraction or 0.0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline import results
+from pipeline.comparison.advice import ODDS
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError, broken_links, read_all, techniques
@@ -175,9 +176,10 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     minutes = math.ceil(2 * (rounds + 1) * bench.seconds / 12 / 60) / 2
     assert other.reasons == (
         f"throughput is undecided: about {minutes:g} minutes of rounds in all "
-        f"would decide (set bench.max_minutes: {minutes:g})",
-        f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more would decide (add them to "
-        "train.seeds)",
+        f"would decide, {ODDS} (set bench.max_minutes: {minutes:g}); after 12 rounds another session tells more "
+        "(make again)",
+        f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more would decide, {ODDS} (add them "
+        "to train.seeds)",
     )
     bench = bench.model_copy(update={"config": bench.config | {"bench": settings}})
     said = make_comparison(measured, bench).variants[1].reasons[0]

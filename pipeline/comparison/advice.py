@@ -15,6 +15,12 @@ from pipeline.results import Bench
 MOST_SEEDS = 20
 """Training more seeds than this is never advised."""
 
+ODDS = "more likely than not"
+"""A forecast assumes that the estimate stays. Of simulated forecasts 53 to 85% decided, and of twice as many pairs
+70 to 94% (``benchmarks.simulations.forecasts``)."""
+FULL_ROUNDS = 8
+"""More rounds than this narrow the interval of one session only, which says nothing about the next one."""
+
 _CERTAIN = {
     ("throughput", "better"): "faster",
     ("throughput", "worse"): "slower",
@@ -81,7 +87,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
             return [
                 f"{over}; how many would decide cannot be foreseen, more rounds in each may help (bench.max_minutes)"
             ]
-        return [f"{over}: about {ratio.more_sessions} more would decide (make again, on other days)"]
+        return [f"{over}: about {ratio.more_sessions} more would decide, {ODDS} (make again, on other days)"]
     if stopped:
         return [f"{quantity.noun} is undecided, though its rounds lay on one side of the margin (make again)"]
     measured = ratio.pairs + ratio.refused
@@ -92,8 +98,9 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.refused)
         if rounds <= cost.affordable():
-            enough = f"about {cost.duration(rounds)} in all would decide ({cost.remedy(rounds)})"
-            return [f"{quantity.noun} is undecided: {enough}"]
+            enough = f"about {cost.duration(rounds)} in all would decide, {ODDS} ({cost.remedy(rounds)})"
+            another = f"; after {ratio.pairs} rounds another session tells more (make again)"
+            return [f"{quantity.noun} is undecided: {enough}{another if ratio.pairs >= FULL_ROUNDS else ''}"]
     undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
     if math.isinf(cost.affordable()):
         return [f"{undecided}, and no number of pairs that would decide can be foreseen"]
@@ -113,7 +120,7 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
         return ["accuracy is undecided: one seed supports no statement (add some to train.seeds)"]
     undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
-        return [f"{undecided}: about {accuracy.more_seeds} more would decide (add them to train.seeds)"]
+        return [f"{undecided}: about {accuracy.more_seeds} more would decide, {ODDS} (add them to train.seeds)"]
     mean = accuracy.mean_fraction
     half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one half may be cut off
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
