@@ -973,7 +973,7 @@ def test_only_what_passed_the_gate_is_promoted(
     if outcome:
         write_gate(root, outcome, judged)
     elif outcome is not None:
-        write_text(root / "reports/gate.json", "{}")
+        write_text(root / "reports/gate.json", json.dumps({"outcome": "worse", "head": {"commit": judged}}))
     with pytest.raises(tracking.PromotionError, match=re.escape(says)):
         tracking.promote(config_of(), here, root)
     assert client_of(root).search_registered_models() == []

@@ -248,10 +248,14 @@ class _Array(NamedTuple):
     def _of_table(self, length: int) -> Iterator[Rows]:
         from pyarrow.parquet import ParquetFile
 
+        left = self.shape[0]
         with ParquetFile(self.path) as table:
             for batch in table.iter_batches(length, columns=list(self.columns)):
+                left -= batch.num_rows
                 found = [self._values(batch.column(name)) for name in self.columns]
                 yield (np.stack(found, 1) if self.columns != (self.member,) else found[0]).reshape(-1, *self.shape[1:])
+        if left:
+            raise DataError(f"{self}: has {self.shape[0] - left} rows; write it again and {AGAIN}")
 
     def _values(self, column: Any) -> Rows:
         while column.null_count == 0 and _is_list(column.type):
@@ -414,6 +418,8 @@ def _rows(
     length = max(1, CHUNK_BYTES // (sum(array.row_bytes for array in arrays) or 1))
     start, left = 0, arrays[0].shape[0] if limit is None else limit
     for chunk in zip(*(array.chunks(length) for array in arrays), strict=True):
+        if len(set(map(len, chunk))) > 1:  # a damaged table
+            raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples; write them again.")
         rows = slice(None) if chosen is None else chosen[start : start + len(chunk[0])]
         kept = tuple(each[rows][:left].astype(dtype) for each, dtype in zip(chunk, types, strict=True))
         start, left = start + len(chunk[0]), left - len(kept[0])

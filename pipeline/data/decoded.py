@@ -55,7 +55,7 @@ def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt
     machines and in all versions, whatever the samples' order, and an added sample hardly changes it. A class of one
     sample stays in training. ``labels``: [N] integers from 0.
     """
-    numbers = np.asarray(labels)
+    numbers = np.asarray(labels, np.intp)  # also where there are none
     digests = np.fromiter((int.from_bytes(hashed(key)[:8]) for key in keys), np.uint64, len(numbers))
     order = np.lexsort((digests, numbers))
     chosen = np.zeros(len(numbers), dtype=np.bool_)

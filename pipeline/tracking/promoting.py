@@ -126,13 +126,14 @@ def _passed(root: Path, commit: str | None) -> dict[str, Any]:
     """The gate's decision. Raises PromotionError unless ``commit`` passed the gate."""
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
-        outcome, judged, _ = gate["outcome"], gate["head"]["commit"], gate["dataset"]["sha256"]
+        outcome, judged, against = gate["outcome"], gate["head"]["commit"], gate["against"]
+        _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # what the champion's tags tell of
     except FileNotFoundError:
         raise PromotionError(f"{GATE[0]} is missing: only what has passed the gate is promoted. {GATE_AGAIN}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {GATE_AGAIN}") from None
     if outcome != "passed":
-        raise PromotionError(f"the gate did not pass against {gate['against']}: {outcome}. {GATE[1]} says why.")
+        raise PromotionError(f"the gate did not pass against {against}: {outcome}. {GATE[1]} says why.")
     if commit is None:
         raise PromotionError("no commit is checked out here, so nobody could find the champion's code again.")
     if judged != commit:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from pipeline.data import DataError, arrays, text
+from pipeline.data.decoded import held_out
 from pipeline.data.packing import prepare, statistics
 from pipeline.data.prepared import Dataset, read, verify
 from pipeline.data.sources import fetch
@@ -266,6 +267,15 @@ def test_a_bad_safetensors_file_is_refused_and_named(content: bytes, message: st
     (tmp_path / "own.safetensors").write_bytes(content)
     with pytest.raises(DataError, match=message):
         packed(tmp_path, "arrays", "own.safetensors")
+
+
+def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.parquet").write_bytes(table({"inputs": ROWS, "targets": np.arange(9) % 2}))
+    array = next(arrays._in_table(tmp_path / "own.parquet"))
+    assert sum(map(len, array.chunks(4))) == 9
+    with pytest.raises(DataError, match=r"inputs float64 \[12, 2\]: has 9 rows"):
+        list(array._replace(shape=(12, 2)).chunks(4))
+    assert held_out([], [], 0.2).tolist() == []
 
 
 def _claiming(shape: tuple[int, ...]) -> bytes:
