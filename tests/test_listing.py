@@ -99,7 +99,9 @@ def test_it_says_which_values_this_machine_cannot_run(capsys: pytest.CaptureFixt
     assert list(here["why_not_values_here"]) == ["reduce-overhead"]
     assert there["why_not_values_here"] == {}
     listing.show(LAPTOP, ["torch.compile"], as_json=False)
-    assert "yes, but not reduce-overhead: it is default and CUDA graphs" in " ".join(capsys.readouterr().out.split())
+    assert "yes, but not reduce-overhead: it is the mode default plus CUDA graphs" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_nothing_found_names_what_there_is() -> None:
