@@ -94,7 +94,9 @@ def test_its_version_is_the_one_of_pyproject(source: Clone, wheel: Path) -> None
 def test_an_empty_repository_can_plan_and_take_ready_made_variants(installed: str, tmp_path: Path) -> None:
     repository = Clone(tmp_path / "repository", {}, only="LICENSE")
     assert "init: wrote params.yaml" in repository.run("python", "-m", "pipeline", "init", PYTHONPATH=installed)
-    assert "ddp: 2 process(es)" in repository.run("python", "-m", "pipeline", "plan", "ddp", PYTHONPATH=installed)
+    planned = repository.run("python", "-m", "pipeline", "plan", "ddp", PYTHONPATH=installed)
+    assert "ddp: 2 process(es)" in planned
+    assert "After `dvc repro prepare`, this command also prints" in planned
     added = repository.run("python", "-m", "pipeline", "variants", "memory", "--add", PYTHONPATH=installed)
     assert "params.yaml: added checkpointing" in added
     stages = repository.run("dvc", "stage", "list", "--name-only", PYTHONPATH=installed).split()

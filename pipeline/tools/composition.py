@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
+from pipeline.data.prepared import DESCRIPTION
 from pipeline.distributed import forked, launched_size
 from pipeline.errors import PipelineError, count
 from pipeline.params import Config, Machine
@@ -14,7 +15,6 @@ from pipeline.params.catalogue import acting, asked
 from pipeline.plans import Plan
 from pipeline.techniques import Technique
 from pipeline.training.assembly import assembled, planned
-from pipeline.training.loop import Training
 
 PRELOAD = ("pipeline.tools.composition", "torch._dynamo")
 """Modules that every process needs; torch imports the second one with the first optimizer."""
@@ -29,8 +29,8 @@ HOOKS = {
 
 
 def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> None:
-    """Print the plan of ``variants.<name>``, and set up its training on the data set in ``prepared`` to print the
-    techniques in the order in which they apply, with the parts that each changes. Without a name, list the variants.
+    """Print the plan of ``variants.<name>`` and its techniques in the order in which they apply; if there is a data set
+    in ``prepared``, set up the training on it, to print the parts that each changes. Without a name, list the variants.
 
     Starts the processes that the variant needs. Raises PipelineError.
     """
@@ -51,6 +51,10 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     )
     for skipped, reason in plan.skipped.items():
         print(f"left out: {skipped}: {reason}", flush=True)
+    if not (prepared / DESCRIPTION).exists():
+        print("\n".join(_lines(plan, (), {})))
+        print("After `dvc repro prepare`, this command also prints which parts of the training each one changes.")
+        return
     with forked(_setting_up, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         print("\n".join(ask(None)[0]))
 
@@ -58,22 +62,22 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
 def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of a user's model is no part of the lines
     with assembled(plan, prepared) as assembly, assembly.training(plan.train.seeds[0]) as training:
-        yield _lines(training)
+        yield _lines(training.plan, training.techniques, training.step_changes)
 
 
-def _lines(training: Training) -> list[str]:
+def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[str, Sequence[str]]) -> list[str]:
     """The lines about what the training applies, and what was decided when it was set up."""
-    applied, made = acting(training.plan.applied), {each.name: each for each in training.techniques}
+    applied, made = acting(plan.applied), {each.name: each for each in techniques}
     lines = ["applied, in this order:" if applied else "applied: nothing, it is the plain step"]
     width = max((len(each.name) for each in applied), default=0)
     for entry in applied:
         changes = ["input"] * bool(entry.placement)
         if entry.name in made:
             changes += [what for hook, what in HOOKS.items() if _overrides(made[entry.name], hook)]
-            changes += [f"step.{part}" for part in training.step_changes[entry.name]]
+            changes += [f"step.{part}" for part in step_changes[entry.name]]
         changed = f"[{', '.join(changes)}] " if changes else ""
         lines.append(f"  {entry.name:<{width}}  {changed}{entry.does}.")
-    return lines + [f"decided: {what}: {choice}" for what, choice in training.plan.decided.items()]
+    return lines + [f"decided: {what}: {choice}" for what, choice in plan.decided.items()]
 
 
 def _overrides(technique: Technique, hook: str) -> bool:

@@ -75,7 +75,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         # Of the job
         case("optimizer_state", "train.optimizer is sgd", WITH_8BIT, optimizer_state="8bit"),
         case("optimizer_state", "train.optimizer is sgd", optimizer_state="factored"),
-        case("cuda_graph", "after 3 others", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
+        case("cuda_graph", "after 3 other steps", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
         case("scaling", "train.warmup_fraction 0.0", CPU, {"warmup_fraction": 0.0}, parallelism="ddp", scaling="weak"),
         case(
             "train.batch_size", "3 process(es) x 2 micro-batch(es); allowed: a multiple of 6, such as 258",
