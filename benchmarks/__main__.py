@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.interpreter import let_threads_sleep
+from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does, for both arms of every pair
 

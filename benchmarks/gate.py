@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeline.interpreter import let_threads_sleep
+from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does
 
@@ -40,7 +40,7 @@ from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import environment, files, params
-from pipeline.benchmark import sitting
+from pipeline.benchmark import machine_state
 from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, measure, turns_on
 from pipeline.benchmark.server import Server
 from pipeline.comparison.planning import RoundCost
@@ -103,7 +103,7 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
                 parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps, turns=turns))
     counts = [len(part.arms[0].samples) for part in parts]
     samples = {arm.name: [sample for part in parts for sample in _of(part, arm.name)] for arm in parts[0].arms}
-    refused = sum(bool(sample.refusals) for each in samples.values() for sample in each)
+    refused = sum(bool(sample.rejections) for each in samples.values() for sample in each)
     gates_share = 1 - len(names or config.variants) / len(samples)  # a gate has no third side
     return {
         "environment": environment.fingerprint(),
@@ -203,7 +203,7 @@ def trial(file: Path, minutes: float) -> None:
             counts = Counter(each["head"] for each in known)
             kind = min(("equal", "slower"), key=lambda each: counts[each])
             training.write_text(plain + {"equal": "\n# A comment.\n", "slower": PLANTED}[kind], encoding="utf-8")
-            session_of = sitting.begin()
+            session_of = machine_state.begin()
             found = {"head": kind, **_gate(checkout)}
             about = {
                 "machine": machines.name_of(environment.fingerprint()),
@@ -326,7 +326,7 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
             peak_memory_rank_bytes=(),
             peak_reserved_bytes=None,
             allocator_retries=None,
-            refusals=("refused",) if speed is None else (),
+            rejections=("refused",) if speed is None else (),
         )
         for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True)
     ]
@@ -337,7 +337,7 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
         variant=name.split()[1].rstrip(","),
         technique=None,
         applied={},
-        left_out={},
+        skipped={},
         decided={},
         batch_size=0,
         learning_rate=0.0,

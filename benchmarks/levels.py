@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.interpreter import let_threads_sleep
+from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.interpreter import let_threads_sleep
+from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does
 
@@ -60,7 +60,7 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
     assert control is not None
     margins, most = config.compare.margins, config.compare.max_spread
     quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
-    noises = [verdicts.noise(reference, control, quantity, most, cost_of(bench)) for quantity, _ in quantities]
+    noises = [verdicts.noise_between(reference, control, quantity, most, cost_of(bench)) for quantity, _ in quantities]
     return {
         "commit": environment.checked_out(),
         "optimizer": values["train"]["optimizer"],
@@ -71,7 +71,7 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
         "variants": {
             arm.variant: {
                 "world_size": arm.world_size,
-                "left_out": arm.left_out,
+                "skipped": arm.skipped,
                 "decided": arm.decided,
                 **{
                     quantity.field: verdicts.ratio(
@@ -119,8 +119,8 @@ def _table(variants: Mapping[str, Any]) -> Iterator[str]:
 
 def _notes(variants: Mapping[str, Any]) -> Iterator[str]:
     for name, each in variants.items():
-        for technique, why in each["left_out"].items():
-            yield f"* `{name}`: {technique} is left out: {why}"
+        for technique, why in each["skipped"].items():
+            yield f"* `{name}`: {technique} is skipped: {why}"
         for technique, what in each["decided"].items():
             yield f"* `{name}`: {technique}: {what}"
         for why in dict.fromkeys(each[field]["why_untrusted"] for field in FIELDS):

@@ -23,11 +23,11 @@ from pipeline import environment, params, results, tasks
 from pipeline.data import packing, prepared, sources
 from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World
-from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.measurement.sampling import SystemSampler
 from pipeline.models import optimizers
 from pipeline.params import Train, parse
 from pipeline.plans import plan
+from pipeline.processes.malloc import keep_freed_memory
 from pipeline.training.composition import compose
 from pipeline.training.loop import Training
 

@@ -2,10 +2,10 @@
 
 import sys
 
-from pipeline import interpreter
+from pipeline import processes
 
 if sys.argv[1:2] != ["gate"]:  # each of its two sides is a separate process that makes this call itself
-    interpreter.let_threads_sleep()
+    processes.let_threads_sleep()
 
 from pipeline import cli
 

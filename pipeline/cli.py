@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.files import PREPARED, RAW
+
 if TYPE_CHECKING:
     from pipeline.params import Config, Machine
-
-RAW = Path("data/raw")
-PREPARED = Path("data/prepared")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a git revision, measured beside this work tree; or, for advice, a recorded reports/comparison.json",
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
-    plan = add("plan", _plan, "Print what a variant's step is composed of here: techniques, order, what is left out.")
+    plan = add("plan", _plan, "Print what a variant's step is composed of here: techniques, order, what is skipped.")
     plan.add_argument(
         "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; none: list"
     )
@@ -167,7 +166,7 @@ def _environment(_: argparse.Namespace) -> None:
     print(f"environment {written[:12]}")
     for name, plan in made.items():
         for technique, reason in plan.skipped.items():
-            print(f"variants.{name}: {technique} is left out: {reason}")
+            print(f"variants.{name}: {technique} is skipped: {reason}")
 
 
 def _ready() -> tuple[Config, Machine]:
@@ -205,10 +204,10 @@ def _prepare(_: argparse.Namespace) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> None:
-    from pipeline import interpreter
+    from pipeline import processes
 
     config, machine = _ready()  # reports an error in params.yaml before torch is imported
-    with interpreter.importing():
+    with processes.importing():
         from pipeline.training import job
 
     job.run(config, parsed.variant, machine, PREPARED)
@@ -221,30 +220,30 @@ def _bench(parsed: argparse.Namespace) -> None:
 
 
 def _arms(_: argparse.Namespace) -> None:
-    from pipeline import environment, interpreter, params
+    from pipeline import environment, params, processes
 
     config, machine = params.load(), environment.machine()
-    with interpreter.importing():
+    with processes.importing():
         from pipeline.benchmark import arm
 
     arm.serve(config, machine, PREPARED)
 
 
 def _profile(parsed: argparse.Namespace) -> None:
-    from pipeline import interpreter
+    from pipeline import processes
 
     config, machine = _ready()
-    with interpreter.importing():
+    with processes.importing():
         from pipeline.profiling import steps
 
     steps.run(config, parsed.variant, machine, PREPARED)
 
 
 def _infer(parsed: argparse.Namespace) -> None:
-    from pipeline import interpreter
+    from pipeline import processes
 
     config, machine = _ready()
-    with interpreter.importing():
+    with processes.importing():
         from pipeline.tools import inference
 
     inference.run(config, parsed.variant, machine, PREPARED)
@@ -292,10 +291,10 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _predict_memory(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, interpreter, params
+    from pipeline import environment, params, processes
 
     config, machine = params.load(), environment.machine()
-    with interpreter.importing():
+    with processes.importing():
         from pipeline.profiling import ledger
 
     ledger.show(
@@ -310,10 +309,10 @@ def _predict_memory(parsed: argparse.Namespace) -> None:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from pipeline import environment, interpreter, params
+    from pipeline import environment, params, processes
 
     config, machine = params.load(), environment.machine()
-    with interpreter.importing():
+    with processes.importing():
         from pipeline.tools import verification
 
     return verification.run(config, machine, parsed.variants, PREPARED, as_json=parsed.json)

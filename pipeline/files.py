@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written whole or not at all."""
+"""The folders of the data; atomic writes: a file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
+
+RAW = Path("data/raw")
+"""What ``fetch`` writes."""
+PREPARED = Path("data/prepared")
+"""What ``prepare`` writes."""
 
 
 def write_text(path: Path, text: str) -> None:

@@ -97,43 +97,14 @@ def plan(
     skipped: dict[str, str] = {}
     if train.device == "auto" and machine.why_no_gpu:
         skipped["GPU"] = machine.why_no_gpu
-    changes: dict[str, Any] = {}
     if on_gpu and launched is None and requested.parallelism in PARALLELISMS and requested.processes == "auto":
-        available, why_fewer = machine.gpus, f"{requested.replicas} replicas take the same number each"
-        fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
-        while reason := _why_not_among(requested, processes, train.batch_size, micro_batches, why_not_held_by):
-            if processes - requested.replicas < fewest:
-                break  # the smallest possible number; the checks below report its problem
-            processes, why_fewer = processes - requested.replicas, reason.partition("; allowed: ")[0]
+        available = machine.gpus
+        processes, why_fewer = _most_processes(requested, processes, train.batch_size, micro_batches, why_not_held_by)
         if processes < available:
             skipped[f"{available - processes} of {available} GPUs"] = why_fewer
     devices_per_process = machine.gpus if requested.parallelism == "data_parallel" and on_gpu else 1
-    alone = processes == 1 if requested.parallelism in PARALLELISMS else on_gpu and devices_per_process == 1
-    if requested.parallelism != "none" and alone:
-        skipped[requested.parallelism] = (
-            "there is one process, which has nobody to share the batch with"
-            if requested.parallelism in PARALLELISMS
-            else "there is one GPU"
-        )
-        for option in catalogue.asked(requested):
-            if option.needs:
-                skipped[option.name] = f"it goes with {requested.parallelism}, which is left out"
-            if option.needs or option.name == requested.parallelism:
-                changes |= catalogue.unasked(requested.model_copy(update=changes), option)
-    for technique in catalogue.asked(requested):
-        reason = technique.refusal(requested, machine, on_gpu) or technique.why_not_with(train)
-        if reason:
-            found = technique.value(requested)
-            raise ConfigError(f"{where}.{technique.key}: found {found!r}, but {reason}; take it out.")
-        reason = technique.emulated(machine, on_gpu)
-        if reason and train.without_native == "refuse":
-            raise ConfigError(
-                f"{where}.{technique.key}: found {technique.value(requested)!r}, but {reason}; take it out, or set "
-                "train.without_native to 'leave_out' or 'run'."
-            )
-        if reason and train.without_native == "leave_out":
-            skipped[technique.name] = reason
-            changes |= catalogue.unasked(requested.model_copy(update=changes), technique)
+    changes = _without_parallelism(requested, processes, on_gpu and devices_per_process == 1, skipped)
+    changes |= _without_emulated(requested, changes, machine, train, on_gpu, where, skipped)
 
     model_processes = processes // requested.replicas if requested.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes
@@ -175,6 +146,64 @@ def plan(
     )
 
 
+def _most_processes(
+    requested: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
+) -> tuple[int, str]:
+    """Return the largest number, at most ``processes``, of processes that can share the batch, and why it is no more.
+    If none can, it is the smallest possible number, whose problem the checks of the plan report."""
+    why_fewer = f"{requested.replicas} replicas take the same number each"
+    fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
+    while reason := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):
+        if processes - requested.replicas < fewest:
+            break
+        processes, why_fewer = processes - requested.replicas, reason.partition("; allowed: ")[0]
+    return processes, why_fewer
+
+
+def _without_parallelism(requested: Variant, processes: int, one_gpu: bool, skipped: dict[str, str]) -> dict[str, Any]:
+    """Return the changes that take the parallelism, and what needs it, out of a variant that runs alone; empty if it
+    does not. Adds to ``skipped``."""
+    alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
+    if requested.parallelism == "none" or not alone:
+        return {}
+    skipped[requested.parallelism] = (
+        "there is one process, which has nobody to share the batch with"
+        if requested.parallelism in PARALLELISMS
+        else "there is one GPU"
+    )
+    changes: dict[str, Any] = {}
+    for option in catalogue.requested(requested):
+        if option.needs:
+            skipped[option.name] = f"it goes with {requested.parallelism}, which is skipped"
+        if option.needs or option.name == requested.parallelism:
+            changes |= catalogue.unrequested(requested.model_copy(update=changes), option)
+    return changes
+
+
+def _without_emulated(
+    requested: Variant,
+    changes: dict[str, Any],
+    machine: Machine,
+    train: Train,
+    on_gpu: bool,
+    where: str,
+    skipped: dict[str, str],
+) -> dict[str, Any]:
+    """Return ``changes`` and those that take out what the machine only emulates, if ``train.without_native`` says so.
+    Adds to ``skipped``. Raises ConfigError for a technique that cannot run here."""
+    for technique in catalogue.requested(requested):
+        found = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
+        if reason := technique.rejection(requested, machine, on_gpu) or technique.why_not_with(train):
+            raise ConfigError(f"{found} {reason}; take it out.")
+        reason = technique.emulated(machine, on_gpu)
+        if reason and train.without_native == "refuse":
+            raise ConfigError(f"{found} {reason}; take it out, or set train.without_native to 'leave_out' or 'run'.")
+        if reason and train.without_native == "leave_out":
+            skipped[technique.name] = reason
+            changes |= catalogue.unrequested(requested.model_copy(update=changes), technique)
+    return changes
+
+
 def plans(config: Config, machine: Machine) -> dict[str, Plan]:
     """Return every variant's plan. Raises one ConfigError that lists every problem if a variant cannot run here."""
     made, problems = {}, []
@@ -196,7 +225,7 @@ def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
     """
     return {
         "variants": {
-            name: frozenset(each for technique in catalogue.asked(variant) for each in technique.relies_on)
+            name: frozenset(each for technique in catalogue.requested(variant) for each in technique.relies_on)
             | set(map(outside.package_of, variant.extra))
             | ({"transformers"} & {config.train_of(name).model})
             for name, variant in config.variants.items()

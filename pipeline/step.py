@@ -40,15 +40,16 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.losses = model, optimizer, losses
         self.criterion = criterion
-        """Maps outputs [b, ...] and targets [b, ...] to their mean loss, a scalar."""
-        self.forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._forward
+        """Maps outputs [b, ...] and targets [b, ...] to their mean loss, a scalar: the task's own, in
+        ``pipeline/tasks``, or ``train.loss``."""
+        self.forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._plain_forward
         """Maps inputs [b, ...] and targets [b, ...] to the micro-batch's mean loss, a scalar. Gradient
         accumulation divides this loss by the number of micro-batches."""
         self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
         """Adds the gradients of a loss to the parameters' gradients."""
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
         """Context in which ranks do not exchange gradients, for every micro-batch of a step except the last."""
-        self.accumulate: Callable[[MicroBatches], None] = self._one_by_one
+        self.accumulate: Callable[[MicroBatches], None] = self._plain_accumulate
         """Runs a step's micro-batches, records their losses, and sums their gradients in the parameters."""
         self.zero_grad: Callable[[], None] = optimizer.zero_grad
         """Clears the last step's gradients."""
@@ -56,7 +57,7 @@ class TrainingStep:
         """Updates the parameters from their gradients."""
         self.trial_update: Callable[[], object] | None = None
         """Replaces ``update`` in a trial step, which tests the memory; no rank may wait in it for another."""
-        self.whole: Callable[[MicroBatches], None] = self._in_order
+        self.whole: Callable[[MicroBatches], None] = self._plain_whole
         """Runs the whole step, its parts in order."""
         self.syncs = [False] * (micro_batches - 1) + [True]
         """For each micro-batch, whether ranks exchange gradients after it."""
@@ -64,13 +65,13 @@ class TrainingStep:
     def __call__(self, micro_batches: MicroBatches) -> None:
         self.whole(micro_batches)
 
-    def _in_order(self, micro_batches: MicroBatches) -> None:
+    def _plain_whole(self, micro_batches: MicroBatches) -> None:
         self.zero_grad()
         self.accumulate(micro_batches)
         self.update()
         self.losses.end_step()
 
-    def _one_by_one(self, micro_batches: MicroBatches) -> None:
+    def _plain_accumulate(self, micro_batches: MicroBatches) -> None:
         for sync in self.syncs:
             inputs, targets = next(micro_batches)
             with nullcontext() if sync else self.no_sync():
@@ -78,7 +79,7 @@ class TrainingStep:
                 self.losses.add(loss)
                 self.backward(loss)
 
-    def _forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _plain_forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self.criterion(self.model(inputs), targets)
 
     @contextmanager

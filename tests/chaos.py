@@ -37,8 +37,8 @@ import psutil
 import yaml
 
 from pipeline import environment, files, results
-from pipeline.interpreter import end_with_parent
 from pipeline.params import parse
+from pipeline.processes import end_with_parent
 from tests.commands import Command
 from tests.workspaces import furnish
 

@@ -20,8 +20,8 @@ import yaml
 from hypothesis import settings
 
 from pipeline import environment
-from pipeline.interpreter import importing
 from pipeline.params import parse
+from pipeline.processes import importing
 
 if TYPE_CHECKING:  # the process that distributes the tests must not load torch
     from pipeline.data.prepared import Dataset

@@ -28,9 +28,8 @@ from pipeline.results import (
     Ledgers,
     Result,
     Run,
-    Score,
+    ScoreName,
     Session,
-    Setup,
     Window,
     summarise,
 )
@@ -114,7 +113,7 @@ def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
         "peak_reserved_bytes": None,
         "allocator_retries": None,
         "resumes": 0,
-        "refusals": (),
+        "rejections": (),
         "model_sha256": hashlib.sha256(f"{seed} {test_correct}".encode()).hexdigest(),
     }
     return Run(**values | changes)
@@ -130,7 +129,7 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "environment": ENVIRONMENT["hash"],
         "config": {"train": train, "variant": applied},
         "applied": applied,
-        "left_out": {},
+        "skipped": {},
         **JOB,
         "device": "Example CPU @ 2.0 GHz",
         "backend": None,
@@ -141,7 +140,7 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "parameter_count": 21_840,
         "key": "k" * 64,
         "history_sha256": "f" * 64,
-        "score": Score(name="accuracy"),
+        "score": ScoreName(name="accuracy"),
         "summary": summarise(runs),
         "runs": runs,
     }
@@ -210,15 +209,15 @@ def make_results() -> list[Result]:
         make_result(
             "ddp", runs["ddp"], applied={"parallelism": "ddp"}, backend="gloo", world_size=2, threads_per_process=1
         ),
-        make_result("memory", runs["memory"], applied=memory, left_out={"bf16": "this CPU would emulate it"}),
+        make_result("memory", runs["memory"], applied=memory, skipped={"bf16": "this CPU would emulate it"}),
     ]
 
 
 def make_window(
     *, samples_per_second: float = 20_000.0, peak_memory_bytes: int = 200 * 2**20, processes: int = 1, **changes: Any
 ) -> Window:
-    """One sample of the bench. With ``refusals`` its speeds are unknown."""
-    speed = None if changes.get("refusals") else samples_per_second
+    """One sample of the bench. With ``rejections`` its speeds are unknown."""
+    speed = None if changes.get("rejections") else samples_per_second
     values: dict[str, Any] = {
         "measured_steps": 120,
         "samples_per_second": speed,
@@ -230,7 +229,7 @@ def make_window(
         "peak_memory_rank_bytes": (peak_memory_bytes // processes,) * processes,
         "peak_reserved_bytes": None,
         "allocator_retries": None,
-        "refusals": (),
+        "rejections": (),
     }
     return Window(**values | changes)
 
@@ -244,13 +243,13 @@ def make_arm(
     memory: float = 1.0,
     rounds: int = 12,
     noise: float = 0.01,
-    refused: Mapping[int, str] | None = None,
+    rejected: Mapping[int, str] | None = None,
     **changes: Any,
 ) -> Arm:
     """An arm whose figures are those of ``make_window`` times ``throughput`` and ``memory``.
 
     Each sample has noise with the standard deviation ``noise`` (memory: a tenth of it) and a drift that all arms
-    share; both repeat at every call. ``refused``: round -> why its sample was refused. ``applied`` takes the keys of
+    share; both repeat at every call. ``rejected``: round -> why its sample was rejected. ``applied`` takes the keys of
     ``variants.<name>`` in params.yaml.
     """
     name = "-".join(filter(None, [variant, role if role != "variant" else None, technique]))
@@ -261,7 +260,7 @@ def make_arm(
             samples_per_second=20_000 * throughput * (1 + 0.1 * math.sin(index)) * math.exp(draw.gauss(0, noise)),
             peak_memory_bytes=round(200 * 2**20 * memory * math.exp(draw.gauss(0, 0.1 * noise))),
             processes=changes.get("world_size", 1),
-            refusals=(refused[index],) if refused and index in refused else (),
+            rejections=(rejected[index],) if rejected and index in rejected else (),
         )
         for index in range(rounds)
     )
@@ -272,7 +271,7 @@ def make_arm(
         "variant": variant,
         "technique": technique,
         "applied": applied,
-        "left_out": {},
+        "skipped": {},
         **JOB,
         "backend": None,
         "world_size": 1,
@@ -303,14 +302,14 @@ def make_bench(
     memory: Mapping[str, float] = MEMORY,
     rounds: int = 12,
     noise: float = 0.01,
-    refused: Mapping[str, Mapping[int, str]] = REFUSED,
+    rejected: Mapping[str, Mapping[int, str]] = REFUSED,
     ablate: bool = False,
     **changes: Any,
 ) -> Bench:
     """The bench of ``measured`` (default: ``make_results()``), whose first result is the baseline.
 
     ``throughput``, ``memory``: a variant's figure as a multiple of the baseline's; 1 for a variant not named.
-    ``refused``: variant -> round -> why its sample was refused. ``ablate``: also ablate the techniques of ``memory``.
+    ``rejected``: variant -> round -> why its sample was rejected. ``ablate``: also ablate the techniques of ``memory``.
     """
     measured = make_results() if measured is None else measured
     baseline = measured[0]
@@ -321,8 +320,8 @@ def make_bench(
             memory=memory.get(each.variant, 1.0),
             rounds=rounds,
             noise=noise,
-            refused=refused.get(each.variant),
-            **{key: getattr(each, key) for key in Setup.model_fields},
+            rejected=rejected.get(each.variant),
+            **dict(each.conditions),
         )
         for each in measured
     ]

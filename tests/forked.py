@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from pipeline.interpreter import importing
+from pipeline.processes import importing
 
 with importing():
     for _name in ("pipeline.benchmark.arm", "pipeline.tools.verification.observing", "torch._dynamo"):

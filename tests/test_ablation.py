@@ -32,7 +32,7 @@ def bench_of(
         make_arm("baseline"),
         make_arm("stack", applied=STACK, throughput=variant[0], memory=variant[1]),
         make_arm("stack", "with", "channels_last", applied={"channels_last": True}, throughput=alone[0],
-                 memory=alone[1], refused=refused),
+                 memory=alone[1], rejected=refused),
         make_arm("stack", "without", "channels_last", applied={"gradient_accumulation": 4}, throughput=without[0],
                  memory=without[1]),
         make_arm("baseline", "aa_control"),
@@ -50,7 +50,7 @@ def test_a_share_is_the_baseline_with_the_technique_and_the_stack_over_the_stack
         assert ratio.low
         assert ratio.high
         assert 0.98 * expected < ratio.low <= ratio.high < 1.02 * expected
-        assert (ratio.pairs, ratio.refused, ratio.margin) == (12, 0, 0.03)
+        assert (ratio.pairs, ratio.rejected, ratio.margin) == (12, 0, 0.03)
     assert (share.variant, share.why_not) == ("stack", None)
 
 
@@ -135,7 +135,7 @@ def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -
 
 def test_a_technique_that_was_mostly_rejected_is_untrusted() -> None:
     throttled = dict.fromkeys(range(8), "it throttled")
-    share = found(bench_of(alone=(1.5, 1.0), refused=throttled))["channels_last"]
+    share = found(bench_of(alone=(1.5, 1.0), rejected=throttled))["channels_last"]
     assert share.added_throughput
     assert share.stacked_throughput
     assert (share.verdict, share.stacked_throughput.decision) == ("untrusted", "same")

@@ -34,7 +34,7 @@ def add_technique(root: Path) -> str:
     before, between, after = catalogue.read_text(encoding="utf-8").partition("\n\nSPEED: ")
     assert after.endswith("\n)\n")
     catalogue.write_text(before + setting + between + after.removesuffix(")\n") + entry, encoding="utf-8")
-    name, module = re.findall(r'name="(\w+)".*hooks="(\w+)\.', entry, re.DOTALL)[0]
+    name, module = re.findall(r'name="(\w+)".*implementation="(\w+)\.', entry, re.DOTALL)[0]
     (root / f"pipeline/techniques/{module}.py").write_text(hooks, encoding="utf-8")
     return str(name)
 
@@ -100,11 +100,11 @@ def test_one_for_gpus_alone_is_rehearsed_without_a_variant_that_names_it(checkou
     assert " 1 passed" in tried.stdout, tried.stdout
 
 
-@pytest.mark.parametrize("entry", [each for each in CATALOGUE if each.hooks], ids=lambda each: each.name)
+@pytest.mark.parametrize("entry", [each for each in CATALOGUE if each.implementation], ids=lambda each: each.name)
 def test_the_class_that_an_entry_names_is_its_own(entry: Any) -> None:
-    assert _own(entry.hooks).name == entry.name
+    assert _own(entry.implementation).name == entry.name
 
 
 def test_what_has_no_class_is_a_part_of_another_or_of_the_plan() -> None:
-    alone = {each.name for each in CATALOGUE if not (each.hooks or each.needs or each.placement)}
+    alone = {each.name for each in CATALOGUE if not (each.implementation or each.needs or each.placement)}
     assert alone == {"another_model"}

@@ -71,7 +71,7 @@ class FakeServer(Server):
         steps = sum(self.taken.pop(name))
         return {
             "applied": {},
-            "left_out": {},
+            "skipped": {},
             **JOB,
             "backend": None,
             "world_size": 1,
@@ -193,7 +193,7 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     def spoiled(name: str) -> dict[str, Any]:
         answer, number = closed(name), (len(slow.asked) - 1) // 2
         reasons = ("another process took half of the CPU",) if number in refused.get(name, ()) else ()
-        return answer | {"window": answer["window"] | {"refusals": reasons}}
+        return answer | {"window": answer["window"] | {"rejections": reasons}}
 
     slow.close = spoiled  # type: ignore[method-assign]
     found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
@@ -260,8 +260,8 @@ def window(speed: float = 1000.0, **changes: Any) -> Window:
         ({"fast": window(1500.0)}, True),
         ({"fast": window(1020.0)}, False),  # one round within the margin
         ({"fast": window(900.0)}, False),
-        ({"fast": window(1500.0, refusals=("it throttled",))}, False),
-        ({"fast": window(1500.0), "baseline": window(refusals=("it throttled",))}, False),
+        ({"fast": window(1500.0, rejections=("it throttled",))}, False),
+        ({"fast": window(1500.0), "baseline": window(rejections=("it throttled",))}, False),
         ({"fast": window(1500.0), "control": window(1490.0)}, False),  # equal arms differ by as much
         ({"fast": window(1500.0, peak_memory_bytes=2**30)}, False),
     ],
@@ -563,7 +563,7 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
     for arm in bench.arms:
         assert len(arm.samples) == 2
         for sample in arm.samples:
-            assert sample.refusals == ()
+            assert sample.rejections == ()
             assert sample.measured_steps == bench.steps
             assert sample.samples_per_second
             assert sample.peak_memory_bytes
@@ -736,10 +736,10 @@ def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rej
     assert (about["dataset"]["name"], answer["learning_rate"]) == ("digits", 0.125)
     assert about["variants"]["stack"]["gradient_accumulation"] == 2
     window = Window.model_validate(answer["window"])
-    assert (window.measured_steps, window.refusals, answer["applied"]["gradient_accumulation"]) == (8, (), 4)
+    assert (window.measured_steps, window.rejections, answer["applied"]["gradient_accumulation"]) == (8, (), 4)
     assert window.samples_per_second
     window = Window.model_validate(restless["window"])
-    said = "\n".join(window.refusals)
+    said = "\n".join(window.rejections)
     assert "torch.compile compiled for" in said
     assert "the steps waited for input" in said
     assert (window.samples_per_second, window.step_p50_ms, window.measured_steps) == (None, None, 8)
@@ -752,8 +752,9 @@ def test_the_bar_ends_in_its_round_after_one_comma() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_complete_rounds(workspace: Path) -> None:  # noqa: ARG001
-    """Send SIGINT as a terminal does: to the bench, its server and the arms."""
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, sent: signal.Signals) -> None:  # noqa: ARG001
+    """Send the signal as a terminal does: to the bench, its server and the arms."""
     two = {"baseline": {}, "same": {"set_to_none": False}}
     alone = {"variants": two, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | alone), encoding="utf-8")
@@ -767,19 +768,21 @@ def test_ctrl_c_keeps_the_complete_rounds(workspace: Path) -> None:  # noqa: ARG
         while part := os.read(screen, 4096):
             shown += part
             if not asked and b"round 3" in shown:
-                os.killpg(process.pid, signal.SIGINT)
+                os.killpg(process.pid, sent)
                 asked = True
     except OSError:  # nobody writes to it any more
         pass
     os.close(screen)
-    assert process.wait(timeout=60) == 130, shown.decode()
-    bench = read_bench()
+    assert process.wait(timeout=60) == (130 if sent == signal.SIGINT else -sent), shown.decode()
+    (file,) = results.KEPT_BENCHES.glob("*.json")
+    bench = read_bench(file)
     assert bench.interrupted
     assert {len(arm.samples) for arm in bench.arms} <= {2, 3}
     assert len({len(arm.samples) for arm in bench.arms}) == 1
-    (file,) = results.KEPT_BENCHES.glob("*.json")
-    said = f"{bench.rounds} complete round(s) are kept in {file}; the same command within an hour adds to them"
-    assert said in shown.decode()
+    if sent == signal.SIGINT:
+        assert read_bench() == bench
+        said = f"{bench.rounds} complete round(s) are kept in {file}; the same command within an hour adds to them"
+        assert said in shown.decode()
     limited = alone | {"bench": PARAMS["bench"] | {"max_rounds": 5, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | limited), encoding="utf-8")
     stage.run(parse(PARAMS | limited), CPU_ONLY)

@@ -70,7 +70,7 @@ def test_of_one_nothing_was_chosen_and_of_none_there_is_no_champion() -> None:
 
 def test_what_pays_by_its_accuracy_alone_has_no_gain() -> None:
     same = Ratio(
-        estimate=1.0, low=0.99, high=1.01, pairs=8, refused=0, margin=0.03, decision="same", more_pairs=None,
+        estimate=1.0, low=0.99, high=1.01, pairs=8, rejected=0, margin=0.03, decision="same", more_pairs=None,
         why_untrusted=None,
     )  # fmt: skip
     found = champion_of({"one": (same, same)}, [])
@@ -144,7 +144,7 @@ def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_
 
 def test_what_no_round_tells_is_unknown_to_the_tags_too() -> None:
     gone = {"one": dict.fromkeys(range(6), "x"), "two": dict.fromkeys(range(6, 12), "x")}
-    comparison = over(session(1, throughput={"one": 1.5, "two": 1.3}, refused=gone))
+    comparison = over(session(1, throughput={"one": 1.5, "two": 1.3}, rejected=gone))
     assert labels.champion(comparison.model_dump(mode="json"))["champion.head_to_head"].startswith("unknown")
 
 

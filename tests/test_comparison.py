@@ -203,15 +203,15 @@ def test_a_rejected_sample_takes_its_round_along_and_no_other() -> None:
     baseline, ddp, memory = make_comparison().variants
     assert ddp.throughput
     assert memory.throughput
-    assert (ddp.throughput.pairs, ddp.throughput.refused, ddp.refused) == (11, 1, 1)
-    assert (memory.throughput.pairs, memory.throughput.refused, memory.refused, baseline.refused) == (12, 0, 0, 0)
+    assert (ddp.throughput.pairs, ddp.throughput.rejected, ddp.rejected) == (11, 1, 1)
+    assert (memory.throughput.pairs, memory.throughput.rejected, memory.rejected, baseline.rejected) == (12, 0, 0, 0)
     assert ddp.memory
     assert ddp.memory.pairs == 12  # of memory nothing was rejected
 
 
 def test_mostly_rejected_is_untrusted_and_says_why() -> None:
     throttled = dict.fromkeys(range(7), "the GPU throttled")
-    ddp, memory = make_comparison(bench=make_bench(refused={"ddp": throttled})).variants[1:]
+    ddp, memory = make_comparison(bench=make_bench(rejected={"ddp": throttled})).variants[1:]
     assert ddp.verdict == "untrusted"
     assert ddp.reasons == ("throughput: 7 of 12 rounds had to be rejected, most often because the GPU throttled",)
     assert memory.verdict == "trades"
@@ -219,9 +219,9 @@ def test_mostly_rejected_is_untrusted_and_says_why() -> None:
 
 def test_a_baseline_that_was_mostly_rejected_leaves_nothing_to_trust() -> None:
     throttled = dict.fromkeys(range(12), "the GPU throttled")
-    comparison = make_comparison(bench=make_bench(refused={"baseline": throttled}))
+    comparison = make_comparison(bench=make_bench(rejected={"baseline": throttled}))
     baseline, ddp, memory = comparison.variants
-    assert (baseline.samples_per_second, baseline.step_p50_ms, baseline.refused) == (None, None, 12)
+    assert (baseline.samples_per_second, baseline.step_p50_ms, baseline.rejected) == (None, None, 12)
     assert (ddp.verdict, memory.verdict) == ("untrusted", "untrusted")
     assert "12 of 12 rounds had to be rejected" in ddp.reasons[0]
     assert ddp.throughput
@@ -287,7 +287,7 @@ def test_variants_beat_each_other_too() -> None:
         measured,
         throughput={"fast": 1.3, "faster": 1.6, "refused": 9.0},
         memory={"fast": 1.3, "faster": 1.2},
-        refused={"refused": dict.fromkeys(range(8), "it throttled")},
+        rejected={"refused": dict.fromkeys(range(8), "it throttled")},
     )
     found = make_comparison(measured, bench).variants
     assert found[3].throughput
@@ -305,12 +305,12 @@ def test_figures_are_medians_of_the_samples_that_were_not_rejected() -> None:
                     step_p99_ms=30.0 + index, input_wait_fraction=0.1 * index, peak_memory_bytes=1000 * index)
         for index in range(1, 8)
     ]  # fmt: skip
-    windows[6] = windows[6].model_copy(update=dict.fromkeys(fields) | {"refusals": ("it throttled",)})
+    windows[6] = windows[6].model_copy(update=dict.fromkeys(fields) | {"rejections": ("it throttled",)})
     bench = make_bench([BASELINE])
     arms = tuple(arm.model_copy(update={"samples": tuple(windows)}) for arm in bench.arms)
     (found,) = make_comparison([BASELINE], bench.model_copy(update={"arms": arms})).variants
     assert [getattr(found, name) for name in fields] == [3500.0, 13.5, 23.5, 33.5, pytest.approx(0.35)]
-    assert (found.peak_memory_bytes, found.refused) == (4000, 1)  # the seventh sample's memory counts
+    assert (found.peak_memory_bytes, found.rejected) == (4000, 1)  # the seventh sample's memory counts
 
 
 def test_each_process_s_peak_is_shown_beside_what_counts() -> None:
@@ -337,7 +337,7 @@ def test_beside_the_peak_on_a_gpu_stands_what_allocator_and_driver_held() -> Non
 def test_figures_that_are_not_trusted_are_not_shown() -> None:
     results = make_results()
     reasons = dict.fromkeys(range(8), "other processes took 31% of the CPU's time")
-    comparison = make_comparison(results, make_bench(results, refused={"ddp": reasons}))
+    comparison = make_comparison(results, make_bench(results, rejected={"ddp": reasons}))
     shown = {each.variant: (each.samples_per_second, each.step_p50_ms) for each in comparison.variants}
     assert shown.pop("ddp") == (None, None)
     assert all(all(figures) for figures in shown.values())
@@ -442,7 +442,7 @@ def test_one_seed_has_no_spread() -> None:
 
 @pytest.mark.parametrize("field", ["samples_per_second", "peak_memory_bytes"])
 def test_a_number_unknown_in_one_training_run_is_unknown(field: str) -> None:
-    refused = make_run(1, refusals=("the GPU throttled",)).model_copy(update={field: None})
+    refused = make_run(1, rejections=("the GPU throttled",)).model_copy(update={field: None})
     other = make_result("other", [make_run(0), refused, make_run(2)])
     baseline, found = compared(BASELINE, other).variants
     assert getattr(found, f"training_{field}") is None
@@ -541,11 +541,11 @@ def test_techniques_are_what_differs_from_a_plain_run(applied: dict[str, Any], n
 
 
 def test_what_was_skipped_and_rejected_is_carried_over() -> None:
-    runs = [make_run(seed, refusals=("something recompiled",)) for seed in (0, 1, 2)]
-    memory = make_result("memory", runs, left_out={"bf16": "this CPU would emulate it"})
+    runs = [make_run(seed, rejections=("something recompiled",)) for seed in (0, 1, 2)]
+    memory = make_result("memory", runs, skipped={"bf16": "this CPU would emulate it"})
     each = compared(BASELINE, memory).variants[1]
-    assert each.left_out == {"bf16": "this CPU would emulate it"}
-    assert each.runs[0].refusals == ("something recompiled",)
+    assert each.skipped == {"bf16": "this CPU would emulate it"}
+    assert each.runs[0].rejections == ("something recompiled",)
 
 
 def test_the_baseline_comes_first() -> None:
@@ -557,7 +557,7 @@ def test_the_comparison_is_plain_json_and_holds_the_raw_samples() -> None:
     bench = make_bench()
     values = json.loads(make_comparison(bench=bench).to_json())
     assert next(iter(values)) == "schema"
-    assert (values["schema"], values["bench"]["schema"]) == (1, 2)
+    assert (values["schema"], values["bench"]["schema"]) == (1, 3)
     assert values["bench"] == json.loads(bench.to_json())
     assert values["environment"] == ENVIRONMENT | {"relied_on": {"variants": {}}}, "without what stages run"
     assert [each["verdict"] for each in values["variants"]] == [None, "pays", "trades"]
@@ -570,7 +570,7 @@ def test_shares_of_ablated_variants_are_in_the_comparison() -> None:
     assert make_comparison().shares == ()
 
 
-def refusal(*measured: Result, **changes: Any) -> str:
+def rejection(*measured: Result, **changes: Any) -> str:
     with pytest.raises(ComparisonError) as raised:
         compared(*measured, **changes)
     return str(raised.value)
@@ -602,13 +602,13 @@ OTHER_DATA = BASELINE.dataset.model_copy(update={"sha256": "c" * 64})
     ids=["environment", "seeds", "data", "job"],
 )
 def test_a_result_that_is_not_comparable_is_refused(other: Result, named: list[str], not_named: list[str]) -> None:
-    message = refusal(BASELINE, other)
+    message = rejection(BASELINE, other)
     assert [each for each in named if each not in message] == []
     assert [each for each in not_named if each in message] == []
 
 
 def test_a_baseline_of_another_environment_is_refused_too() -> None:
-    assert "'baseline'" in refusal(make_result("baseline", environment="a" * 64), make_result("ddp"))
+    assert "'baseline'" in rejection(make_result("baseline", environment="a" * 64), make_result("ddp"))
 
 
 def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_is_here() -> None:
@@ -632,13 +632,13 @@ def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_i
 
 
 def test_all_problems_are_listed_at_once() -> None:
-    message = refusal(BASELINE, make_result("ddp", environment="a" * 64), make_result("memory", environment="b" * 64))
+    message = rejection(BASELINE, make_result("ddp", environment="a" * 64), make_result("memory", environment="b" * 64))
     assert "'ddp'" in message
     assert "'memory'" in message
 
 
 def test_a_missing_baseline_is_named_with_what_there_is() -> None:
-    message = refusal(make_result("ddp"), make_result("memory"))
+    message = rejection(make_result("ddp"), make_result("memory"))
     assert "'baseline'" in message
     assert "ddp, memory" in message
 
@@ -699,8 +699,8 @@ def test_a_bench_is_not_refused_because_it_knows_of_fewer_techniques() -> None:
 
 
 def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
-    whole = make_bench(rounds=8, refused={})
-    longer = make_bench(rounds=12, refused={})
+    whole = make_bench(rounds=8, rejected={})
+    longer = make_bench(rounds=12, rejected={})
     stopped = with_arm("ddp", longer, samples=longer.arms[1].samples[:8])
     early, later = make_comparison(bench=stopped).variants[1:]
     assert early.throughput
@@ -712,7 +712,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     (said,) = [text for text in sentences.basis(make_comparison(bench=stopped)) if "no further" in text]
     assert said.endswith(": ddp after 8 rounds.")
     nearly = with_arm(
-        "ddp", make_bench(throughput={"ddp": 1.03}, refused={}), samples=longer.arms[0].samples[:8], settled=True
+        "ddp", make_bench(throughput={"ddp": 1.03}, rejected={}), samples=longer.arms[0].samples[:8], settled=True
     )
     assert "make again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
 
@@ -720,7 +720,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
 def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -> None:
     """In the first ten rounds the baseline's place was slow by 7%, in the other twenty it was not."""
     throughput = {"ddp": 1.06, "memory": 1.06}
-    usual = make_bench(rounds=30, refused={}, throughput=throughput, memory={}, ablate=True)
+    usual = make_bench(rounds=30, rejected={}, throughput=throughput, memory={}, ablate=True)
     arms = []
     for arm in usual.arms:
         slow = 1.07 if (arm.role, arm.variant) == ("variant", "baseline") else 1.0
@@ -736,7 +736,7 @@ def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -
 
 
 def test_a_variant_that_was_settled_early_is_shown_at_the_pace_of_all_rounds() -> None:
-    usual = make_bench(rounds=30, refused={}, noise=0.0, throughput={"ddp": 1.5})
+    usual = make_bench(rounds=30, rejected={}, noise=0.0, throughput={"ddp": 1.5})
     arms = []
     for arm in usual.arms:
         samples = [make_window(samples_per_second=speed) for speed in

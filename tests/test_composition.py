@@ -52,7 +52,7 @@ def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change
         ("auto_micro_batch", "step.forward"),
         ("streamed_data", "input"),
     ]
-    assert any(line.startswith("left out: bf16: ") for line in rest)
+    assert any(line.startswith("skipped: bf16: ") for line in rest)
     assert any(line.startswith("decided: auto_micro_batch: 1 micro-batch(es) of 64 samples") for line in rest)
 
 

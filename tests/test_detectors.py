@@ -19,7 +19,7 @@ import torch
 
 from pipeline.measurement.detectors import (
     Detector,
-    Refusal,
+    Rejection,
     cpu,
     detectors,
     gpu,
@@ -37,9 +37,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def reason(detector: Detector) -> str:
-    [refusal] = detector.refusals()
-    assert not refusal.voids_memory
-    return refusal.reason
+    [rejection] = detector.rejections()
+    assert not rejection.voids_memory
+    return rejection.reason
 
 
 # Recompilation
@@ -63,7 +63,7 @@ def test_a_recompile_after_the_warm_up_is_refused(compiled: Any) -> None:
     detector.open()
     compiled(torch.ones(3))
     detector.close(measured=True)
-    assert detector.refusals() == []
+    assert detector.rejections() == []
     detector.open()
     compiled(torch.ones(4))
     detector.close(measured=True)
@@ -78,7 +78,7 @@ def test_a_recompile_between_windows_harms_none(compiled: Any) -> None:
         detector.open()
         compiled(torch.ones(size))
         detector.close(measured=True)
-    assert detector.refusals() == []
+    assert detector.rejections() == []
 
 
 def test_a_recompile_is_seen_when_the_compiler_was_reset(compiled: Any) -> None:
@@ -97,7 +97,7 @@ def test_the_compiler_is_not_loaded_to_be_watched(monkeypatch: pytest.MonkeyPatc
     detector = Recompilation()
     detector.open()
     detector.close(measured=True)
-    assert detector.refusals() == []
+    assert detector.rejections() == []
     assert "torch._dynamo.utils" not in sys.modules
 
 
@@ -185,7 +185,7 @@ def test_what_others_take_from_the_job_is_refused(
 ) -> None:
     detector = window(machine, foreign_load(cores=cores), own=own, waits=waits)
     assert [detector.own_seconds, detector.taken_seconds] == pytest.approx([own, taken])
-    assert bool(detector.refusals()) is (taken == 0.5)
+    assert bool(detector.rejections()) is (taken == 0.5)
     if taken == 0.5:
         assert "took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in reason(detector)
         assert reason(detector).endswith("or accept such load: bench.max_foreign_load: 0.4")
@@ -208,7 +208,7 @@ def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
     detector.close(measured=True)
     assert detector.own_seconds == pytest.approx(1.8 + 1.4 + 0.8)
     assert detector.taken_seconds == pytest.approx(0)
-    assert detector.refusals() == []
+    assert detector.rejections() == []
 
 
 def test_what_the_hypervisor_steals_counts_by_the_jobs_share(machine: Machine) -> None:
@@ -309,12 +309,12 @@ def test_a_cpu_that_got_too_hot_is_refused(tmp_path: Path) -> None:
     detector = _heated(tmp_path, ((7, 40), (7, 44), True), ((9, 50), (10, 51), True))
     assert "the CPU got too hot and was throttled for 0.01 of " in reason(detector)
     detector.window_seconds = 0.11  # of which 5 ms are less than a twentieth
-    assert detector.refusals() == []
+    assert detector.rejections() == []
 
 
 def test_a_cpu_that_was_hot_before_and_between_windows_is_not(tmp_path: Path) -> None:
     detector = _heated(tmp_path, ((7, 40), (8, 41), False), ((9, 50), (9, 50), True))
-    assert detector.refusals() == []
+    assert detector.rejections() == []
 
 
 class FakeNvml:
@@ -403,7 +403,7 @@ def test_a_gpu_that_throttled_for_a_moment_is_not_refused(nvml: FakeNvml) -> Non
     watch_clocks(detector, nvml, 0, SLOW)
     for looks, refused in ((20, False), (19, True)):
         detector.looks = looks
-        assert bool(detector.refusals()) is refused
+        assert bool(detector.rejections()) is refused
 
 
 def test_a_gpu_that_wakes_up_when_a_window_opens_is_not_looked_at_yet(
@@ -427,7 +427,7 @@ def test_what_holds_a_healthy_gpus_clocks_is_not_refused(nvml: FakeNvml) -> None
     )
     detector = GpuThrottling(nvml, "this one")
     watch_clocks(detector, nvml, normal, normal)
-    assert detector.refusals() == []
+    assert detector.rejections() == []
     assert detector.looks >= 2
 
 
@@ -435,7 +435,7 @@ def test_a_gpu_that_throttled_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> N
     detector = GpuThrottling(nvml, "this one")
     watch_clocks(detector, nvml, SLOW, measured=False)
     watch_clocks(detector, nvml, 0)
-    assert detector.refusals() == []
+    assert detector.rejections() == []
 
 
 def test_a_driver_that_is_silent_for_a_moment_does_not_stop_the_job(nvml: FakeNvml) -> None:
@@ -486,7 +486,7 @@ def test_other_processes_on_the_gpu_are_refused(
     detector = shared_gpu(nvml, before, after)
     assert detector.others == others
     assert (reason(detector).startswith(f"{others} other process(es) held the GPU")) if others else True
-    assert bool(detector.refusals()) is bool(others)
+    assert bool(detector.rejections()) is bool(others)
 
 
 @pytest.mark.usefixtures("rank")
@@ -518,12 +518,14 @@ def test_every_gpu_of_a_process_is_watched(nvml: FakeNvml, monkeypatch: pytest.M
     uuids = ["0", "1", "gone", "3"]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     nvml.pids, nvml.slow, nvml.held = [11], {"GPU-1"}, {"GPU-3"}
-    watching = detectors([torch.device("cuda", index) for index in range(4)], root_pid=10, max_foreign_load=None)
-    for detector in watching:
+    active_detectors = detectors(
+        [torch.device("cuda", index) for index in range(4)], root_pid=10, max_foreign_load=None
+    )
+    for detector in active_detectors:
         detector.open()
-    for detector in watching:
+    for detector in active_detectors:
         detector.close(measured=True)
-    throttled, held = (refusal.reason for detector in watching for refusal in detector.refusals())
+    throttled, held = (rejection.reason for detector in active_detectors for rejection in detector.rejections())
     assert throttled.startswith("GPU 1 throttled (hardware slowdown)")
     assert held.startswith("1 other process(es) held GPU 3;")
 
@@ -539,7 +541,7 @@ def test_a_driver_that_knows_no_mps_is_believed(nvml: FakeNvml, monkeypatch: pyt
 
 @pytest.mark.usefixtures("rank")
 def test_another_process_on_the_gpu_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> None:
-    assert shared_gpu(nvml, [11, 20], [11, 20], measured=False).refusals() == []
+    assert shared_gpu(nvml, [11, 20], [11, 20], measured=False).rejections() == []
 
 
 # What the measurements say themselves
@@ -558,9 +560,9 @@ def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) 
     memory.open()
     retries += 2
     memory.close(measured=True)
-    [refusal] = of_memory(memory)
-    assert "the allocator ran out of memory and flushed its cache 2 time(s)" in refusal.reason
-    assert refusal.voids_memory
+    [rejection] = of_memory(memory)
+    assert "the allocator ran out of memory and flushed its cache 2 time(s)" in rejection.reason
+    assert rejection.voids_memory
 
 
 @pytest.mark.parametrize(
@@ -576,15 +578,18 @@ def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_too_few_steps_are_refused(measured: list[int], words: list[str]) -> None:
-    refusals = of_steps(measured, asked=20, warmup=7)
-    assert len(refusals) == len(words)
-    assert all(refusal.reason.startswith(start) for refusal, start in zip(refusals, words, strict=True))
+    rejections = of_steps(measured, asked=20, warmup=7)
+    assert len(rejections) == len(words)
+    assert all(rejection.reason.startswith(start) for rejection, start in zip(rejections, words, strict=True))
 
 
 def test_ranks_are_named_where_there_are_several() -> None:
-    hot, full = Refusal("too hot"), Refusal("too full", voids_memory=True)
+    hot, full = Rejection("too hot"), Rejection("too full", voids_memory=True)
     assert of_ranks([[hot, full]]) == [hot, full]
-    assert of_ranks([[], [hot], [full]]) == [Refusal("rank 1: too hot"), Refusal("rank 2: too full", voids_memory=True)]
+    assert of_ranks([[], [hot], [full]]) == [
+        Rejection("rank 1: too hot"),
+        Rejection("rank 2: too full", voids_memory=True),
+    ]
 
 
 # All together
@@ -600,41 +605,41 @@ def test_a_resumed_run_remembers_what_was_seen(nvml: FakeNvml, machine: Machine,
     ):
         torch.save(seen.state(), tmp_path / "state")
         resumed.restore(torch.load(tmp_path / "state", weights_only=True))
-        assert resumed.refusals() == seen.refusals() != []
+        assert resumed.rejections() == seen.rejections() != []
 
 
 def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
-    watching = detectors([CPU], root_pid=os.getpid(), max_foreign_load=None)
-    assert [type(detector) for detector in watching] == [Recompilation]
+    active_detectors = detectors([CPU], root_pid=os.getpid(), max_foreign_load=None)
+    assert [type(detector) for detector in active_detectors] == [Recompilation]
     for core in (0, 1, 3):
         (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("3\n")
     monkeypatch.setattr(processes, "PROC", tmp_path)
     (tmp_path / "stat").write_text("")
-    watching = detectors([CPU], root_pid=os.getpid(), max_foreign_load=0.1)
-    assert [type(detector) for detector in watching] == [Recompilation, ForeignLoad, CpuThrottling]
+    active_detectors = detectors([CPU], root_pid=os.getpid(), max_foreign_load=0.1)
+    assert [type(detector) for detector in active_detectors] == [Recompilation, ForeignLoad, CpuThrottling]
     for core, refused in ((1, False), (3, True)):  # this process may not use core 1
-        watching[2].open()
+        active_detectors[2].open()
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("400\n")
-        watching[2].close(measured=True)
-        assert bool(watching[2].refusals()) is refused
+        active_detectors[2].close(measured=True)
+        assert bool(active_detectors[2].rejections()) is refused
 
 
 @pytest.mark.gpu("a driver that tells")
 def test_an_idle_gpu_is_watched_in_silence() -> None:
     left = torch.randn(2048, 2048, device=GPU)
-    watching = detectors([GPU], root_pid=os.getpid(), max_foreign_load=None)
-    assert {GpuThrottling, SharedGpu} <= {type(detector) for detector in watching}
+    active_detectors = detectors([GPU], root_pid=os.getpid(), max_foreign_load=None)
+    assert {GpuThrottling, SharedGpu} <= {type(detector) for detector in active_detectors}
     for measured in (False, True, True):
-        for detector in watching:
+        for detector in active_detectors:
             detector.open()
         for _ in range(50):
             left = (left @ left).clamp(-1, 1)
         torch.cuda.synchronize()
-        for detector in watching:
+        for detector in active_detectors:
             detector.close(measured=measured)
-    assert [refusal for detector in watching for refusal in detector.refusals()] == []
-    [throttling] = [detector for detector in watching if isinstance(detector, GpuThrottling)]
+    assert [rejection for detector in active_detectors for rejection in detector.rejections()] == []
+    [throttling] = [detector for detector in active_detectors if isinstance(detector, GpuThrottling)]
     assert throttling.looks >= 2

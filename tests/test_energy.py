@@ -22,7 +22,7 @@ from pipeline.comparison.comparison_file import Comparison
 from pipeline.distributed import forked
 from pipeline.environment import stages
 from pipeline.measurement import energy
-from pipeline.measurement.detectors import Refusal
+from pipeline.measurement.detectors import Rejection
 from pipeline.measurement.energy import Energy, per_sample
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Compare, Machine, Margins, parse
@@ -212,14 +212,14 @@ PARAMS: dict[str, Any] = {
 }
 
 
-def _with_a_joule_a_window(refused: list[Refusal], *arguments: Any) -> Generator[Any, Any, None]:
+def _with_a_joule_a_window(refused: list[Rejection], *arguments: Any) -> Generator[Any, Any, None]:
     """An arm in a process of its own, whose energy counter grows by a joule with each read."""
     reads = itertools.count()
     energy._of_packages = lambda: {"package-0": energy._Counter(lambda: next(reads), 1.0, 2**64)}
     energy.SHORTEST_SECONDS["cpu"] = 0.0
     for name, found in (("detectors", []), ("of_turns", refused)):  # this test ignores other load
         setattr(arm, name, lambda *_, found=found, **__: found)
-    yield from arm._measure_in_turns(*arguments)
+    yield from arm._rank_of_arm(*arguments)
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -227,13 +227,13 @@ def test_an_arm_of_two_ranks_counts_their_cpu_once_in_measured_windows_alone(
     refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = enter(tmp_path, monkeypatch, PARAMS)
-    refusals = [Refusal("others were at work")] if refused else []
-    arguments = (refusals, config, plan(config, "ddp", CPU_ONLY), PREPARED, environment.read(), 6, False)
+    rejections = [Rejection("others were at work")] if refused else []
+    arguments = (rejections, config, plan(config, "ddp", CPU_ONLY), PREPARED, environment.read(), 6, False)
     with forked(_with_a_joule_a_window, arguments, 2, preload=arm.PRELOAD) as ask:
         for request in (None, 2, 2, 2):
             ask(request)
         measured, _ = ask(None)
-    assert bool(measured.window.refusals) is refused
+    assert bool(measured.window.rejections) is refused
     known = None if refused else 3 / (6 * 64)  # three turns, of which none holds the end of an epoch
     assert (measured.window.joules_per_sample, measured.window.why_no_energy) == (known, None)
 
@@ -274,13 +274,13 @@ def test_a_margin_lets_verdicts_take_it_in() -> None:
         assert ddp.energy.estimate == pytest.approx(2.0, rel=0.02)
         assert memory.energy.estimate == pytest.approx(0.5, rel=0.02)
         assert (ddp.energy.decision, memory.energy.decision) == ("worse", "better")
-        assert (ddp.energy.pairs, ddp.energy.refused) == (12, 0)
+        assert (ddp.energy.pairs, ddp.energy.rejected) == (12, 0)
     assert judged.champion is None
     assert shown.champion == usual.champion
 
 
 def test_the_champion_may_be_the_one_that_saves_most_energy() -> None:
-    bench = with_energy(make_bench(throughput={}, memory={}, refused={}), {"ddp": 0.8, "memory": 0.5})
+    bench = with_energy(make_bench(throughput={}, memory={}, rejected={}), {"ddp": 0.8, "memory": 0.5})
     found = make_comparison(bench=bench, margins=Margins(energy=0.05)).champion
     assert found
     assert (found.variant, found.quantity, found.runner_up) == ("memory", "energy a sample", "ddp")

@@ -17,7 +17,7 @@ import yaml
 from pipeline.data.text import END
 from pipeline.errors import ConfigError
 from pipeline.models.gpt import GPT
-from pipeline.params import Machine, asked, load
+from pipeline.params import Machine, load, requested
 from pipeline.plans import plans
 from pipeline.techniques.activation_checkpointing import blocks as repeated
 from tests.conftest import ROOT, Clone
@@ -128,7 +128,7 @@ def test_resnet_50_is_planned_as_it_stands_on_any_number_of_gpus() -> None:
         made = plans(config, Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=False, gpu_tf32=True))
         changed = [name for name, each in made.items() if each.requested != each.applied]
         assert changed == (["ddp"] if count == 1 else [])
-    techniques = {entry.name for variant in config.variants.values() for entry in asked(variant)}
+    techniques = {entry.name for variant in config.variants.values() for entry in requested(variant)}
     assert techniques == {"tf32", "bf16", "channels_last", "compile", "ddp"}
 
 
@@ -144,8 +144,8 @@ def test_the_job_of_resnet_50_runs_from_its_seed_to_the_report_shrunk_to_what_a_
         if command[0] == "cp":
             small = {"train": 32, "test": 16, "shape": [3, 8, 8], "classes": 10}
             shrunk = {"fetch.synthetic": small, "train.batch_size": 8, "train.epochs": 1, "train.warmup_steps": 1}
-            left_out = dict.fromkeys(("variants.tf32", "variants.compiled", "variants.bf16"))
-            checkout.edit(SMALL | shrunk | {"train.model": "resnet18"} | left_out)
+            skipped = dict.fromkeys(("variants.tf32", "variants.compiled", "variants.bf16"))
+            checkout.edit(SMALL | shrunk | {"train.model": "resnet18"} | skipped)
     for name in ("baseline", "ddp"):
         result = json.loads((checkout.path / "results" / f"{name}.json").read_text())
         assert (result["dataset"]["name"], result["dataset"]["train_count"]) == ("synthetic", 32)
@@ -212,7 +212,7 @@ def test_the_language_model_s_variants_differ_by_one_technique_each_and_run_on_a
     here = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True, installed=frozenset({"bitsandbytes"}))
     made = plans(config, here)
     assert all(each.requested == each.applied for each in made.values())
-    found = {name: [entry.name for entry in asked(variant)] for name, variant in config.variants.items()}
+    found = {name: [entry.name for entry in requested(variant)] for name, variant in config.variants.items()}
     assert found.pop("baseline") == []
     assert [len(techniques) for techniques in found.values()] == [1] * 10
     train = config.train

@@ -41,7 +41,7 @@ from pipeline.gate.decision import (
 )
 from pipeline.params import Config, Margins, Variant, parse
 from pipeline.plans import plans
-from pipeline.results import Arm, Dataset, Result, ResultError
+from pipeline.results import Arm, Dataset, Result, ResultError, ScoreName
 from tests.conftest import Clone
 from tests.factories import (
     ENVIRONMENT,
@@ -67,7 +67,7 @@ def arm(
     noise: float = 0.01,
     drift: float = 0.1,
     rounds: int = 14,
-    refused: Sequence[int] = (),
+    rejected: Sequence[int] = (),
     told: bool = True,
     **changes: Any,
 ) -> Arm:
@@ -77,7 +77,7 @@ def arm(
         make_window(
             samples_per_second=SPEED * throughput * (1 + drift * math.sin(index)) * math.exp(draw.gauss(0, noise)),
             peak_memory_bytes=round(PEAK * memory),
-            refusals=("another process took half of the CPU",) if index in refused else (),
+            rejections=("another process took half of the CPU",) if index in rejected else (),
         ).model_copy(update={} if told else {"peak_memory_bytes": None})
         for index in range(rounds)
     ]
@@ -89,18 +89,18 @@ def judged(
     noise: float = 0.01,
     drift: float = 0.1,
     accuracies: Mapping[str, Accuracy] | None = None,
-    refused: Mapping[str, Sequence[int]] = {},
+    rejected: Mapping[str, Sequence[int]] = {},
     margins: Margins | None = None,
     confidence: float = 0.95,
 ) -> Judged:
-    """``heads`` against bases of the same variants, on a machine with that noise and drift. ``refused``: variant ->
+    """``heads`` against bases of the same variants, on a machine with that noise and drift. ``rejected``: variant ->
     rounds in which the base's sample was."""
 
     def of_base(variant: str, name: str) -> Arm:
         head = heads[0].samples
         told = head[0].peak_memory_bytes is not None
-        of_variant = refused.get(variant, ())
-        return arm(name, variant=variant, noise=noise, drift=drift, rounds=len(head), told=told, refused=of_variant)
+        of_variant = rejected.get(variant, ())
+        return arm(name, variant=variant, noise=noise, drift=drift, rounds=len(head), told=told, rejected=of_variant)
 
     base = {each.variant: of_base(each.variant, f"base {each.variant}") for each in heads}
     found = noises(
@@ -143,6 +143,7 @@ def written_gate(*names: str) -> dict[str, Any]:
         base=Side(commit="b", arms=(control, *bases), **about),
         head=Side(commit="c", arms=tuple(heads), **about),
         dataset=Dataset(name="d", sha256="d" * 64, train_count=60_000, test_count=10_000),
+        score=ScoreName(name="accuracy"),
     )  # fmt: skip
     assert gated.outcome == "passed"
     found: dict[str, Any] = json.loads(gated.to_json())
@@ -244,8 +245,8 @@ def test_a_look_ends_the_gate_where_more_rounds_would_change_nothing(
 ) -> None:
     found = arm(**{"noise": noise} | head)
     heads = [found] if found.variant == "baseline" else [arm(noise=noise), found]
-    refused = {"ddp": range(10)}
-    assert settled(judged(*heads, noise=noise, refused=refused, confidence=CONFIDENCE_OF_LOOKS)) is expected
+    rejected = {"ddp": range(10)}
+    assert settled(judged(*heads, noise=noise, rejected=rejected, confidence=CONFIDENCE_OF_LOOKS)) is expected
 
 
 def test_a_memory_that_may_have_grown_that_much_is_no_pass() -> None:
@@ -273,21 +274,21 @@ def test_a_noisy_machine_decides_nothing_about_speed_but_a_leak_still_shows() ->
 
 
 def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
-    refused = arm("head ddp", refused=range(10))
-    found = judged(arm(), refused, refused={"ddp": range(10)})
+    refused = arm("head ddp", rejected=range(10))
+    found = judged(arm(), refused, rejected={"ddp": range(10)})
     assert (found.outcome, found.hidden) == ("passed", ())
     assert decisions(found)["ddp"] == ("untrusted", "same")
-    assert judged(arm(throughput=0.8), refused, refused={"ddp": range(10)}).outcome == "worse"
+    assert judged(arm(throughput=0.8), refused, rejected={"ddp": range(10)}).outcome == "worse"
 
 
 def test_what_the_head_alone_cannot_show_is_no_pass() -> None:
     """A change that starves a variant of its input, or makes it recompile, has its samples refused, not a low ratio."""
-    found = judged(arm(), arm("head ddp", refused=range(10)))
+    found = judged(arm(), arm("head ddp", rejected=range(10)))
     assert found.outcome == "untrusted"
     assert decisions(found)["ddp"] == ("untrusted", "same")
     [said] = found.hidden
     assert said.startswith("ddp: of the throughput, the base's samples stand and most of the head's do not")
-    assert judged(arm(), arm("head ddp"), refused={"ddp": range(10)}).outcome == "passed", "the base's own lack"
+    assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "the base's own lack"
 
 
 def test_memory_that_the_machine_does_not_tell_is_not_judged() -> None:
@@ -332,13 +333,13 @@ def test_what_hits_all_variants_shows_in_all_of_them_together_first() -> None:
 
 
 def test_together_means_the_ratios_of_what_is_known() -> None:
-    heads = [arm(throughput=0.8, noise=0.0), arm("head ddp", throughput=1.25, noise=0.0, refused=(0, 1))]
+    heads = [arm(throughput=0.8, noise=0.0), arm("head ddp", throughput=1.25, noise=0.0, rejected=(0, 1))]
     found = judged(*heads, noise=0.0)
     assert found.together is not None
     assert found.together.throughput is not None
     assert found.together.throughput.estimate == pytest.approx(1.0)  # 0.8 x 1.25; in two rounds 0.8 alone
     assert found.together.throughput.low == pytest.approx(1.0)
-    assert found.together.throughput.refused == 0
+    assert found.together.throughput.rejected == 0
 
 
 # Against a recording.
@@ -866,7 +867,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
             if name.endswith("A/A control") and sides.spoiled:
                 sides.spoiled -= 1
                 reasons = ("another process took half of the CPU",)
-            window = make_window(samples_per_second=25_600.0, refusals=reasons)  # 10 ms a step
+            window = make_window(samples_per_second=25_600.0, rejections=reasons)  # 10 ms a step
             return {"window": window.model_dump(mode="json")}
 
     @contextmanager
@@ -904,7 +905,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
             arm(
                 each.name,
                 throughput=sides.speeds.get(each.name, 1.0),
-                refused=sides.refused.get(each.name, ()),
+                rejected=sides.refused.get(each.name, ()),
                 rounds=sides.rounds,
                 variant=each.variant,
             )
@@ -965,6 +966,13 @@ def test_code_of_the_users_own_is_trained_anew_unless_dvc_sees_it(
     trained = [command for command in pretended.ran if "train@" in command]
     anew = f"repro {'' if seen else '--force --no-run-cache --single-item '}train@baseline train@ddp"
     assert trained == [f"base {anew}", f"head {anew}"]
+
+
+def test_the_markdown_names_the_score_of_the_job(pretended: Pretended) -> None:
+    for about in pretended.about:
+        about["train"]["metric"] = "token_accuracy"
+    assert gate.run(configured(), "main") == 0
+    assert "| test token accuracy, points |" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
 
 
 def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pretended) -> None:

@@ -47,7 +47,7 @@ def test_each_variant_trains_and_is_measured(variant: str, monkeypatch: pytest.M
     assert result.device == torch.cuda.get_device_name(0)
     assert result.backend == ("nccl" if variant in ("ddp", "pipeline") and result.world_size > 1 else None)
     for run in result.runs:
-        assert run.refusals == ()
+        assert run.rejections == ()
         assert run.test_accuracy > 0.8
         assert run.samples_per_second
         assert run.peak_memory_bytes

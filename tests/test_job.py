@@ -25,9 +25,9 @@ from pipeline import environment, models, results
 from pipeline.benchmark import arm
 from pipeline.distributed import Interruption, World
 from pipeline.errors import PipelineError
-from pipeline.interpreter import age_seconds
 from pipeline.params import Config, Machine, Variant, load, parse
 from pipeline.plans import plan
+from pipeline.processes import age_seconds
 from pipeline.results import Result
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file, state_sha256
@@ -111,7 +111,7 @@ def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # 
         assert run.step_p50_ms
         assert run.step_p99_ms
         assert run.step_p50_ms <= run.step_p99_ms
-        assert run.refusals == ()
+        assert run.rejections == ()
         model = models.small_cnn(channels=1, height=8, width=8, classes=10)
         model.load_state_dict(torch.load(results.model_file("baseline", run.seed), weights_only=True))
         assert state_sha256(model.state_dict()) == run.model_sha256
@@ -155,8 +155,8 @@ def test_what_the_machine_lacks_is_left_out_and_said(workspace: Path, capsys: py
     assert result.config["variant"]["precision"] == "bf16"
     assert result.applied["precision"] == "fp32"
     assert result.applied["activation_checkpointing"] is True
-    assert list(result.left_out) == ["bf16"]
-    assert "memory: bf16 is left out: this CPU has no native bf16" in capsys.readouterr().out
+    assert list(result.skipped) == ["bf16"]
+    assert "memory: bf16 is skipped: this CPU has no native bf16" in capsys.readouterr().out
 
 
 def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # noqa: ARG001
@@ -165,7 +165,7 @@ def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # 
     assert run.measured_steps == 0
     figures = (run.samples_per_second, run.step_p50_ms, run.input_wait_fraction, run.peak_memory_bytes)
     assert figures == (None,) * 4
-    assert "no step was measured" in run.refusals[0]
+    assert "no step was measured" in run.rejections[0]
     assert result.summary.samples_per_second is None
 
 
@@ -437,7 +437,7 @@ def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.
     trained = job.Job(config, assembly, "environment", {}, "GPU", 0.0, None, cast(Interruption, None))
     for measure in (
         lambda: trained.train(0),
-        lambda: next(arm._measure_in_turns(config, plan_, PREPARED, {}, 4, ledgers=False)),
+        lambda: next(arm._rank_of_arm(config, plan_, PREPARED, {}, 4, ledgers=False)),
     ):
         with pytest.raises(Asked) as found:
             measure()

@@ -330,7 +330,7 @@ def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFix
     assert "MiB" in baseline
     assert "fits" in baseline or "too large" in baseline
     assert "global batch of 128" in "\n".join(rest)
-    assert "bf16 is left out" not in "\n".join(rest)  # a GPU is assumed that has it
+    assert "bf16 is skipped" not in "\n".join(rest)  # a GPU is assumed that has it
 
 
 def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

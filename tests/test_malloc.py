@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 RESIDENT_AFTER_FREEING_24_MIB = """
 import sys
 import psutil
-from pipeline.measurement import malloc
+from pipeline.processes import malloc
 if sys.argv[1] != "as it is":
     getattr(malloc, f"{sys.argv[1]}_freed_memory")()
 before = psutil.Process().memory_info().rss

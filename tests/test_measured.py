@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.measurement.detectors import Refusal
+from pipeline.measurement.detectors import Rejection
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.results import Window
 from pipeline.training.loop import Training
@@ -39,7 +39,7 @@ def rank(
 
 def window(
     *ranks: tuple[Clock, Memory],
-    seen: Sequence[Refusal] = (),
+    seen: Sequence[Rejection] = (),
     asked: int = 4,
     batch_size: int = 256,
     max_input_wait: float | None = None,
@@ -50,13 +50,13 @@ def window(
     training: Any = SimpleNamespace(
         clock=ranks[0][0],
         memory=ranks[0][1],
-        detectors=[SimpleNamespace(refusals=lambda: list(seen))],
+        detectors=[SimpleNamespace(rejections=lambda: list(seen))],
         world=SimpleNamespace(gather=lambda mine: [mine, *others]),
         train=SimpleNamespace(warmup_steps=10, batch_size=batch_size),
         batches=SimpleNamespace(placement=placement),
         work=lambda: None,
     )
-    return window_of(cast(Training, training), asked_steps=asked, max_input_wait=max_input_wait)
+    return window_of(cast(Training, training), requested_steps=asked, max_input_wait=max_input_wait)
 
 
 def test_throughput_is_the_global_batch_over_the_slowest_rank() -> None:
@@ -66,7 +66,7 @@ def test_throughput_is_the_global_batch_over_the_slowest_rank() -> None:
         assert found.step_p50_ms == pytest.approx(100.0)
         assert found.step_p99_ms == pytest.approx(100 + 0.97 * 400)
         assert found.measured_steps == 4
-        assert found.refusals == ()
+        assert found.rejections == ()
 
 
 def test_processes_of_one_cpu_share_its_memory() -> None:
@@ -86,9 +86,9 @@ def test_input_and_gpu_memory_are_those_of_the_rank_that_has_most() -> None:
 
 @pytest.mark.parametrize("voids_memory", [False, True])
 def test_what_a_detector_saw_voids_the_speeds_and_stands_in_the_record(voids_memory: bool) -> None:
-    found = window(rank([0.1] * 4), seen=[Refusal("the GPU throttled", voids_memory)])
+    found = window(rank([0.1] * 4), seen=[Rejection("the GPU throttled", voids_memory)])
     assert {getattr(found, name) for name in SPEEDS} == {None}
-    assert found.refusals == ("the GPU throttled",)
+    assert found.rejections == ("the GPU throttled",)
     assert found.peak_memory_bytes == (None if voids_memory else 100 * MIB)
     assert found.peak_memory_rank_bytes == (100 * MIB,)
 
@@ -117,22 +117,22 @@ def test_what_the_figures_say_against_themselves_voids_the_speeds(
 ) -> None:
     found = window(*ranks, **options)
     assert {getattr(found, name) for name in SPEEDS} == {None}
-    assert words in found.refusals[0]
+    assert words in found.rejections[0]
     assert (found.peak_memory_bytes is None) == ("flushed" in words)
 
 
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
 def test_what_is_resident_already_is_not_advised_to_be(placement: str) -> None:
     found = window(rank([0.1] * 4, wait=0.3), max_input_wait=0.5, placement=placement)
-    assert ("train.placement" in found.refusals[0]) == (placement == "streamed")
+    assert ("train.placement" in found.rejections[0]) == (placement == "streamed")
 
 
 @pytest.mark.parametrize("limit", [0.8, None])
 def test_what_may_wait_for_its_input_is_not_refused(limit: float | None) -> None:
-    assert window(rank([0.1] * 4, wait=0.3), max_input_wait=limit).refusals == ()
+    assert window(rank([0.1] * 4, wait=0.3), max_input_wait=limit).rejections == ()
 
 
 def test_memory_that_one_rank_cannot_tell_is_unknown() -> None:
     found = window(rank([0.1] * 4), rank([0.1] * 4, peak=None))
-    assert (found.peak_memory_bytes, found.driver_memory_bytes, found.refusals) == (None, None, ())
+    assert (found.peak_memory_bytes, found.driver_memory_bytes, found.rejections) == (None, None, ())
     assert found.samples_per_second is not None

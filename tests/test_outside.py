@@ -51,7 +51,7 @@ def complaint(**variant: Any) -> str:
 
 def test_it_is_planned_and_listed_like_a_built_in_one(clipping: Path) -> None:  # noqa: ARG001
     plan = plans.plan(of(**CLIPPED), "tried", PLAIN_CPU)
-    assert [each.name for each in params.asked(plan.applied)] == ["gradient_clipping"]
+    assert [each.name for each in params.requested(plan.applied)] == ["gradient_clipping"]
     assert [each.name for each in params.entries()] == [*(each.name for each in params.CATALOGUE), "gradient_clipping"]
     assert params.entry("gradient_clipping").searched_for[0] == "clip_grad_norm_"
     assert params.techniques(plan.applied) == {"gradient_clipping": ("extra",)}
@@ -135,7 +135,7 @@ one = entry("one")
 unclear = entry("one", changes="roundings")
 elsewhere = entry("one", setting="one: true")
 nowhere = replace(one, layer="nowhere")
-hooked = replace(one, hooks="broken_package.One")
+hooked = replace(one, implementation="broken_package.One")
 early = replace(entry("early"), layer="model")
 shared = replace(entry("shared"), needs=("ddp",))
 ddp = entry("ddp")

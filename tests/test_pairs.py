@@ -65,7 +65,7 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
 
 @pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
 def test_each_is_asked_for_by_its_setting(one: Entry) -> None:
-    assert one.asked_by(configured(alone(one)).variants["tried"])
+    assert one.requested_by(configured(alone(one)).variants["tried"])
 
 
 @pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
@@ -83,8 +83,8 @@ def test_all_other_pairs_can_be_asked_for(one: Entry) -> None:
     for other in after(one):
         if other.name not in exclusions(one) and not setting_of(one).keys() & setting_of(other).keys():
             asked = _possible(one, other).variants["tried"]
-            assert one.asked_by(asked), other.name
-            assert other.asked_by(asked), other.name
+            assert one.requested_by(asked), other.name
+            assert other.requested_by(asked), other.name
 
 
 @pytest.mark.parametrize("sets", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.slow)])
@@ -173,7 +173,7 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> Iterator[Plan]:
 
 
 def _applied(made: Plan) -> frozenset[str]:
-    return frozenset(each.name for each in CATALOGUE if each.asked_by(made.applied))
+    return frozenset(each.name for each in CATALOGUE if each.requested_by(made.applied))
 
 
 def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, str]:

@@ -173,7 +173,7 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
     path = tmp_path / "bench.json"
     with pytest.raises(ResultError, match=r"bench\.json is missing; run `dvc repro bench`"):
         results.read_bench(path)
-    for content in ("[]", make_bench().to_json().replace('"schema": 2', '"schema": 1', 1)):
+    for content in ("[]", make_bench().to_json().replace('"schema": 3', '"schema": 1', 1)):
         path.write_text(content)
         with pytest.raises(ResultError, match=r"bench\.json is not a bench .*`dvc repro bench`"):
             results.read_bench(path)

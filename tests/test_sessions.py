@@ -73,7 +73,7 @@ def test_what_each_session_leaves_open_no_number_of_them_decides() -> None:
 def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
     found = interval(log)
     return Ratio(
-        estimate=found.estimate, low=found.low, high=found.high, pairs=8, refused=refused, margin=0.03,
+        estimate=found.estimate, low=found.low, high=found.high, pairs=8, rejected=refused, margin=0.03,
         decision=decision, more_pairs=None, why_untrusted="noise" if decision == "untrusted" else None,
     )  # fmt: skip
 
@@ -219,7 +219,7 @@ def test_a_session_ends_an_hour_after_its_last_bench_or_with_the_boot(
 
 def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
     """Also those of benches that are too short for a ratio of their own, and each variant's own rounds alone."""
-    short, shorter = bench_at("08:00", 1.5, rounds=5, refused={}), bench_at("08:30", 1.6, rounds=4, refused={})
+    short, shorter = bench_at("08:00", 1.5, rounds=5, rejected={}), bench_at("08:30", 1.6, rounds=4, refused={})
     shorter = shorter.model_copy(update={"keys": KEYS | {"memory": "before"}})
     alone, both = over(short), over_all(short, shorter)
     assert throughput(alone["ddp"]).decision == "untrusted"

@@ -122,11 +122,11 @@ def write_report(root: Path, note: str = "# Compared") -> None:
     write_text(root / "reports/metrics/ddp.json", '{"throughput_ratio": 1.5, "peak_memory_ratio": null}')
 
 
-def write_comparison(root: Path, refused: int = 0) -> None:
-    """Write a report in which ddp pays, or is untrusted if ``refused`` of its 12 samples were refused."""
+def write_comparison(root: Path, rejected: int = 0) -> None:
+    """Write a report in which ddp pays, or is untrusted if ``rejected`` of its 12 samples were rejected."""
     measured = [results.read(results.result_file(variant, root / "results"), config_of()) for variant in VARIANTS]
     reason = "other processes took 31% of the CPU's time"
-    bench = make_bench(measured, throughput={"ddp": 1.6}, refused={"ddp": dict.fromkeys(range(refused), reason)})
+    bench = make_bench(measured, throughput={"ddp": 1.6}, rejected={"ddp": dict.fromkeys(range(rejected), reason)})
     comparison = make_comparison(measured, bench)
     write_report(root)
     write_text(root / "reports/comparison.json", comparison.to_json())
@@ -510,14 +510,14 @@ def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> No
 
 
 def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
-    write_comparison(root, refused=8)
+    write_comparison(root, rejected=8)
     tags = labels.parent_tags(config_of(), wanted_of(root), root)
     assert tags["verdict.ddp"].startswith("untrusted: throughput: ")
     assert tags["verdict.baseline"] == "baseline"
     assert (tags["champion"], tags["champion.gain"]) == ("baseline", "none")
-    assert tags["refusals.baseline"] == "none"
-    assert tags["refusals.ddp"].splitlines()[7] == "round 8: other processes took 31% of the CPU's time"
-    assert len(tags["refusals.ddp"].splitlines()) == 8
+    assert tags["rejections.baseline"] == "none"
+    assert tags["rejections.ddp"].splitlines()[7] == "round 8: other processes took 31% of the CPU's time"
+    assert len(tags["rejections.ddp"].splitlines()) == 8
 
 
 def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path) -> None:
@@ -527,7 +527,7 @@ def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path
     low, ratio, high = (before[f"ddp/throughput_ratio{end}"] for end in ("_low", "", "_high"))
     assert 1.5 < low < ratio < high < 1.7
     assert before["ddp/throughput_pairs"] == 12
-    write_comparison(root, refused=8)
+    write_comparison(root, rejected=8)
     after = {point.key: point for point in metrics.parent_points(wanted, root, 0, known=before)}
     assert math.isnan(after["ddp/throughput_ratio"].value)  # of what it was MLflow forgets nothing
     assert after["ddp/throughput_pairs"].value == 4
@@ -546,7 +546,7 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
             value = child.data.metrics[f"bench/{figure}"]
             assert value == measured[name.partition("-")[0]][figure] != child.data.metrics[figure]
         assert child.data.metrics["median/train_seconds"] == measured[name.partition("-")[0]]["train_seconds"]
-    write_comparison(root, refused=8)
+    write_comparison(root, rejected=8)
     os.utime(root / "reports/comparison.json", (0, 0))  # as from a cache
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
     new, children = family(root)
@@ -1089,7 +1089,7 @@ def test_the_champion_carries_its_evidence(
 
     for variant in VARIANTS:  # another training, which no longer pays: the baseline follows as champion
         write_result(root, variant, speed=21_000)
-    write_comparison(root, refused=12)
+    write_comparison(root, rejected=12)
     tracking.publish(config, root)
     tracking.promote(config, COMMIT, root)
     champion_now = client.get_model_version_by_alias("training-performance", "champion")
@@ -1345,7 +1345,7 @@ def test_the_verdicts_are_a_view_with_a_row_a_variant_in_a_person_s_units(root: 
     assert re.match(r"\d+\.\d MiB, .1\.0", memory)
     assert re.fullmatch(r"\d\d\.\d\d%, [+-]\d\.\d\d points", accuracy)
     assert re.fullmatch(r"[\d,]+ samples/s", shown["baseline"][1])
-    write_comparison(root, refused=12)
+    write_comparison(root, rejected=12)
     tracking.publish(config_of(), root)
     _, children = family(root)
     assert children["ddp-seed1"].data.tags["speed"] == "unknown"

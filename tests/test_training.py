@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.measurement.detectors import Detector, Refusal
+from pipeline.measurement.detectors import Detector, Rejection
 from pipeline.models.optimizers import learning_rate
 from pipeline.params import Augment, Train
 from pipeline.results import HistoryRow
@@ -314,7 +314,7 @@ class _Counts(Detector):
         self.closed += 1
         self.watched += measured
 
-    def refusals(self) -> list[Refusal]:
+    def rejections(self) -> list[Rejection]:
         return []
 
 

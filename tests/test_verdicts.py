@@ -32,7 +32,7 @@ def arm(figures: Sequence[float | str | None], quantity: Quantity = THROUGHPUT) 
     for figure in figures:
         known: dict[str, Any] = {quantity.field: figure}
         if isinstance(figure, str):
-            known = {quantity.field: None, "refusals": (figure,)}
+            known = {quantity.field: None, "rejections": (figure,)}
         samples.append(make_window().model_copy(update=known))
     return make_arm(samples=tuple(samples))
 
@@ -45,7 +45,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     found = ratio([20.0, 40.0, 90.0, 66.0, 63.0, 40.0, 22.0], [10.0, 20.0, 30.0, 33.0, 30.0, 20.0, 10.0])
     assert found.estimate == pytest.approx(2.0)  # the ratio of the medians is 40 / 20 too, that of the means is 2.23
     assert (found.low, found.high) == pytest.approx((2.0, 3.0))
-    assert (found.pairs, found.refused, found.decision, found.margin) == (7, 0, "better", 0.03)
+    assert (found.pairs, found.rejected, found.decision, found.margin) == (7, 0, "better", 0.03)
     assert (found.more_pairs, found.why_untrusted) == (None, None)
 
 
@@ -81,7 +81,7 @@ def recorded_parts() -> list[tuple[Arm, Arm, Arm]]:
 def test_the_memory_of_equal_code_under_two_servers_is_the_same_within_its_interval() -> None:
     held = [0, 0]
     for base, control, head in recorded_parts():
-        noise = verdicts.noise(base, control, MEMORY, 0.15, TEN_IN_TEN_MINUTES)
+        noise = verdicts.noise_between(base, control, MEMORY, 0.15, TEN_IN_TEN_MINUTES)
         doubts = noise.doubt, verdicts.doubt_of(noise, MEMORY, head, base)
         plain, widened = (verdicts.ratio(head, base, MEMORY, 0.03, noise, doubt=doubt) for doubt in doubts)
         assert widened.decision == "same"
@@ -121,15 +121,15 @@ def test_a_rejected_sample_takes_only_its_round_along() -> None:
     found = ratio(over, under)
     kept = [index for index in range(9) if index not in (2, 3, 8)]
     alone = ratio([over[index] for index in kept], [under[index] for index in kept])
-    assert found.refused == 3
-    assert found.model_copy(update={"refused": 0}) == alone
+    assert found.rejected == 3
+    assert found.model_copy(update={"rejected": 0}) == alone
     assert found.decision == "better"
 
 
 def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() -> None:
     bad = ["1 other process held the GPU", *[f"the GPU throttled in {looks} of 20 looks" for looks in (7, 3, 11)]]
     found = ratio([*bad, *[12.0] * 3], [10.0] * 7)
-    assert (found.decision, found.pairs, found.refused) == ("untrusted", 3, 4)
+    assert (found.decision, found.pairs, found.rejected) == ("untrusted", 3, 4)
     assert found.why_untrusted == (
         "throughput: 4 of 7 rounds had to be rejected, most often because the GPU throttled in 7 of 20 looks"
     )
@@ -138,7 +138,7 @@ def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() ->
 
 def test_what_no_round_knows_has_no_ratio() -> None:
     found = ratio([None] * 8, [None] * 8, MEMORY)
-    assert (found.estimate, found.low, found.high, found.pairs, found.refused) == (None, None, None, 0, 8)
+    assert (found.estimate, found.low, found.high, found.pairs, found.rejected) == (None, None, None, 0, 8)
     assert found.decision == "untrusted"
     assert found.why_untrusted is not None
     assert "peak memory: 8 of 8 rounds" in found.why_untrusted
@@ -156,7 +156,7 @@ def test_too_few_pairs_have_an_estimate_and_no_interval() -> None:
 
 
 def noise(control: Sequence[Any], baseline: Sequence[Any], max_spread: float = 0.15) -> Noise:
-    return verdicts.noise(arm(baseline), arm(control), THROUGHPUT, max_spread, TEN_IN_TEN_MINUTES)
+    return verdicts.noise_between(arm(baseline), arm(control), THROUGHPUT, max_spread, TEN_IN_TEN_MINUTES)
 
 
 STEADY = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8, 100.0, 100.7, 99.3]
@@ -232,7 +232,7 @@ def test_on_a_cpu_equal_processes_may_differ_by_what_lies_free_in_their_heap(
         samples = (make_window(peak_memory_bytes=round(each * 2**20)).model_copy(update=held) for each in peaks_mib)
         return make_arm(samples=tuple(samples))
 
-    found = verdicts.noise(of(peaks), of([each + more_mib for each in peaks]), MEMORY, 0.15, TEN_IN_TEN_MINUTES)
+    found = verdicts.noise_between(of(peaks), of([each + more_mib for each in peaks]), MEMORY, 0.15, TEN_IN_TEN_MINUTES)
     assert (found.why_untrusted is None) is trusted
 
 
@@ -267,7 +267,7 @@ def test_the_order_of_the_rounds_does_not_matter(drawn: list[Any], quantity: Qua
 def test_the_unit_does_not_matter(drawn: list[Any], quantity: Quantity, scale: float) -> None:
     plain, scaled = of(drawn, quantity), of(drawn, quantity, scale)
     assert (scaled.estimate, scaled.low, scaled.high) == pytest.approx((plain.estimate, plain.low, plain.high))
-    assert (scaled.pairs, scaled.refused) == (plain.pairs, plain.refused)
+    assert (scaled.pairs, scaled.rejected) == (plain.pairs, plain.rejected)
 
 
 @given(rounds, quantities)
@@ -293,8 +293,8 @@ def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], 
     kept = [index for index, side in enumerate(sides) if not side]
     alone = ratio([over[index] for index in kept], [under[index] for index in kept], quantity)
     assert (found.estimate, found.low, found.high, found.pairs) == (alone.estimate, alone.low, alone.high, alone.pairs)
-    assert found.refused == len(drawn) - len(kept)
-    if found.refused <= len(kept):
+    assert found.rejected == len(drawn) - len(kept)
+    if found.rejected <= len(kept):
         assert found.decision == alone.decision
     else:
         assert found.decision == "untrusted"

@@ -19,7 +19,7 @@ from pipeline.distributed import World
 from pipeline.measurement.detectors import compiler
 from pipeline.measurement.detectors.figures import of_turns
 from pipeline.measurement.windows import Clock
-from pipeline.params import Machine, Variant, asked, outside, parse
+from pipeline.params import Machine, Variant, outside, parse, requested
 from pipeline.plans import plan
 from pipeline.results import Window
 from pipeline.tools.verification.claims import Verifier
@@ -275,7 +275,7 @@ def test_samples_are_counted_where_they_enter(
     monkeypatch.setattr(torch, "compile", _without_kernels)
     found = Work(32, model, loss)
     assert _first_step(ALONE, digits, variant) == (found, None)
-    assert found.left_out == max(0, 32 - min(model, loss))
+    assert found.missing == max(0, 32 - min(model, loss))
 
 
 _compile = torch.compile
@@ -305,8 +305,8 @@ def test_of_ranks_that_hold_a_model_together_the_first_has_its_input_and_the_las
     assert work_of(ranks, 16, 2) == Work(16, 16, 15)
     ranks[3].loss = []  # a loss of its own
     assert work_of(ranks, 16, 2) == Work(16, 16, None)
-    assert Work(16, 16, None).left_out == 0
-    assert Work(16, 12, None).left_out == 4
+    assert Work(16, 16, None).missing == 0
+    assert Work(16, 12, None).missing == 4
 
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -347,11 +347,11 @@ def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
             Window.model_validate(server.measure(name, server.plan(name, values_of(name)), 4)["window"])
             for name in ("baseline", "half", "later")
         )
-    assert plain.refusals == ()
+    assert plain.rejections == ()
     assert plain.samples_per_second
     assert plain.measured_steps == 4
     for each in halved:
-        (reason,) = each.refusals
+        (reason,) = each.rejections
         assert "64 entered the model and 64 the loss" in reason
         assert (each.samples_per_second, each.step_p50_ms, each.peak_memory_bytes) == (None, None, None)
 
@@ -373,7 +373,7 @@ def test_verify_looks_into_what_is_compiled(digits_folder: Path, digits: Dataset
     job = parse(PARAMS | {"train": train, "variants": variants})
     verifier = Verifier(job, CPU_ONLY, digits_folder, task_of(digits, job.train), tmp_path)
     made = plan(job, "tried", CPU_ONLY)
-    claim = verifier._worked(made, asked(made.applied), Observed(tmp_path / "state.pt", work=Work(32, 32, 32)))
+    claim = verifier._worked(made, requested(made.applied), Observed(tmp_path / "state.pt", work=Work(32, 32, 32)))
     assert (claim.measured, claim.holds) == (16, False)
 
 
@@ -386,7 +386,7 @@ def test_work_between_an_arm_s_turns_is_seen_and_rejected(workspace: Path) -> No
                 server.turn(name, 4)
             threading.Event().wait(0.2)  # while others are measured
         plain, busy = (Window.model_validate(server.close(name)["window"]) for name in ("baseline", "busy"))
-    assert ["between its turns" in " ".join(each.refusals) for each in (plain, busy)] == [False, True]
+    assert ["between its turns" in " ".join(each.rejections) for each in (plain, busy)] == [False, True]
     assert busy.samples_per_second is None
 
 

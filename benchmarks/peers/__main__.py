@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.interpreter import let_threads_sleep
+from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does, for all arms
 

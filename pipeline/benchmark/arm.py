@@ -24,18 +24,18 @@ from pipeline import environment
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked
 from pipeline.errors import PipelineError
-from pipeline.interpreter import terminate_with_parent
 from pipeline.measurement.detectors import children_seconds, detectors, of_turns
 from pipeline.measurement.energy import Energy, per_sample
-from pipeline.measurement.malloc import keep_freed_memory, return_freed_memory
 from pipeline.measurement.windows import Memory
 from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
-from pipeline.results import Flops, Ledgers, Setup, Window
+from pipeline.processes import terminate_with_parent
+from pipeline.processes.malloc import keep_freed_memory, return_freed_memory
+from pipeline.results import Flops, Ledgers, RunConditions, Window
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
-from pipeline.training.measured import dataset_of, device_name_of, setup_of, window_of
+from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 MEMORY_STEPS = (2, 4)
 """On a CPU: warm-up steps and measured steps of the memory window. Both count as warm-up of the speed window."""
@@ -46,7 +46,7 @@ PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
 """The modules that every arm imports; torch imports the second one when the first optimizer is made."""
 
 
-class Measured(Setup):
+class Measured(RunConditions):
     """The measurement of a variant in one fresh process, or in one world of processes."""
 
     window: Window
@@ -80,7 +80,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         made = Plan.model_validate(plan)
         arguments = (config, made, prepared, environment.read(), steps, ledgers)
         with ExitStack() as processes:
-            ask = processes.enter_context(forked(_measure_in_turns, arguments, made.processes, preload=PRELOAD))
+            ask = processes.enter_context(forked(_rank_of_arm, arguments, made.processes, preload=PRELOAD))
             ask(None)
             arms[name] = ask, every_arm.enter_context(processes.pop_all())
         return {}
@@ -110,7 +110,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
 
-def _measure_in_turns(
+def _rank_of_arm(
     config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
     """Run one process of an arm: warm up, take turns of as many steps as are sent (``steps`` in all), yield the record.
@@ -135,7 +135,7 @@ def _measure_in_turns(
         plan = plan.with_train(epochs=max(epochs, plan.train.epochs))
         seed = plan.train.seeds[0]
         devices = world.devices(plan.devices_per_process)
-        watching = detectors(
+        active_detectors = detectors(
             devices,
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
@@ -148,7 +148,7 @@ def _measure_in_turns(
                 memory = training.memory
                 keep_freed_memory()
             energy = Energy(devices if config.bench.energy else (), LONGER_WINDOWS)
-            training.restart_measuring(warmup, watching, energy)
+            training.restart_measuring(warmup, active_detectors, energy)
             training.advance(warmup)
             memory = memory or training.memory
             aside = waited = 0.0
@@ -166,17 +166,17 @@ def _measure_in_turns(
             window = window_of(
                 training,
                 memory=memory,
-                asked_steps=steps,
+                requested_steps=steps,
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
-            if config.bench.energy and not window.refusals:  # the refusals are the same on every rank
+            if config.bench.energy and not window.rejections:  # the rejections are the same on every rank
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
             found = _ledgers(training, window, memory) if ledgers else None
             counted = _flops(training, device_name) if ledgers else None
-            setup = setup_of(training, device_name)
+            setup = conditions_of(training, device_name)
         yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
 
 

@@ -1,7 +1,7 @@
 """Rounds of arms, side by side: fresh processes, interleaved, each round in an order of its own.
 
 There are three kinds of processes. This one sends requests; one server per checkout (``server``, ``arm.serve``) answers
-them; the ranks of an arm, which the server forks (``arm._measure_in_turns``), train and measure.
+them; the ranks of an arm, which the server forks (``arm._rank_of_arm``), train and measure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.settling import unsettled
 from pipeline.errors import count
 from pipeline.params import Bench as BenchSettings
-from pipeline.results import Arm, Setup, Window
+from pipeline.results import Arm, RunConditions, Window
 
 TOLD_SECONDS = 30
 """Without a terminal, so often a line says how far the rounds are."""
@@ -51,6 +51,7 @@ def measure(
     fewest: int = 0,
     leaves_open: Callable[[Rounds], bool] = lambda _: False,
     decided: Callable[[Rounds], bool] = lambda _: False,
+    keep: Callable[[Rounds], object] = lambda _: None,
     margins: Mapping[str, float] | None = None,
     max_spread: float = math.inf,
     earlier: Sequence[Arm] = (),
@@ -60,7 +61,8 @@ def measure(
     Whatever ``seconds`` says, at least ``fewest`` rounds without a rejected sample are measured, or 2 * ``fewest``
     rounds in all; an arm whose samples were rejected in every round does not count. When the time is over,
     ``leaves_open`` is called once with the rounds: if it returns True, the time is doubled. The measurement ends after
-    ``max_rounds``, or as soon as ``decided``, called after each round from ``FEWEST_ROUNDS`` on, returns True.
+    ``max_rounds``, or as soon as ``decided``, called after each round from ``FEWEST_ROUNDS`` on, returns True. ``keep``
+    is called after each round.
 
     ``margins``: the margin of each field of ``Window``. With margins, a variant whose ratios are all settled
     (``unsettled``) takes no part in later rounds, so it has samples of the first rounds only; when all variants are
@@ -76,7 +78,7 @@ def measure(
     none, it is raised again.
     """
     turns = min(turns, steps)  # no turn without a step
-    facts = {arm.name: Setup(**{key: getattr(arm, key) for key in Setup.model_fields}) for arm in earlier}
+    conditions = {arm.name: arm.conditions for arm in earlier}
     rounds: list[dict[str, Window]] = [
         {arm.name: arm.samples[number] for arm in earlier if number < len(arm.samples)}
         for number in range(max((len(arm.samples) for arm in earlier), default=0))
@@ -96,7 +98,7 @@ def measure(
                     technique=spec.technique,
                     samples=tuple(complete[spec.name] for complete in rounds if spec.name in complete),
                     settled=spec not in running,
-                    **dict(facts[spec.name]),
+                    **dict(conditions[spec.name]),
                 )
                 for spec in arms
             ),
@@ -127,18 +129,8 @@ def measure(
                     bar.write(f"bench: {over}, and it goes on: {least} (bench.hard_limit)", sys.stdout)
                 order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
-                for name, answer in answers.items():
-                    found = Setup(**{key: answer[key] for key in Setup.model_fields})
-                    if facts.setdefault(name, found) != found:
-                        raise BenchError(
-                            f"{name} ran differently from round to round: {facts[name]}, then {found}. "
-                            "If the placement differs, set train.placement; else leave its code as it is."
-                        )
-                windows = {name: Window.model_validate(answer["window"]) for name, answer in answers.items()}
-                for name, window in windows.items():
-                    if window.measured_steps < steps and not window.refusals:
-                        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and says not why.")
-                rounds.append(windows)
+                rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})
+                keep(so_far())
                 now = time.monotonic()
                 if bar.disable and now - told >= TOLD_SECONDS:
                     told = now
@@ -166,11 +158,27 @@ def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
     return drawn[:: 1 if number % 2 == 0 else -1]
 
 
+def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict[str, RunConditions]) -> Window:
+    """Return the window in an arm's answer. Raises BenchError if the arm ran in other ``conditions`` than in earlier
+    rounds, or measured too few steps without a reason."""
+    found = RunConditions(**{key: answer[key] for key in RunConditions.model_fields})
+    if conditions.setdefault(name, found) != found:
+        raise BenchError(
+            f"{name} ran differently from round to round: {conditions[name]}, then {found}. "
+            "If the placement differs, set train.placement; else leave its code as it is."
+        )
+    window = Window.model_validate(answer["window"])
+    if window.measured_steps < steps and not window.rejections:
+        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and says not why.")
+    return window
+
+
 def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
-    spoiled = [{name for name, window in each.items() if window.refusals} for each in rounds]
-    helpless = set.intersection(*spoiled)
-    standing = sum(each <= helpless for each in spoiled)
-    return standing >= fewest or len(rounds) >= 2 * fewest
+    """True if there are ``fewest`` rounds without a rejected sample, or twice as many in all. Arms that were rejected
+    in every round do not count."""
+    rejected = [{name for name, window in each.items() if window.rejections} for each in rounds]
+    always = set.intersection(*rejected)
+    return sum(each <= always for each in rejected) >= fewest or len(rounds) >= 2 * fewest
 
 
 def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:

@@ -41,7 +41,7 @@ def unsettled(
 
     def is_settled(arm: ArmSpec) -> bool:
         references = [whole[arm.variant]] if arm.role == "without" else equals
-        if any(each[name].refusals for each in recent for name in (arm.name, *references)):
+        if any(each[name].rejections for each in recent for name in (arm.name, *references)):
             return False
         for field, margin in margins.items():
             told = [

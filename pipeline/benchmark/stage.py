@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline import environment, files
-from pipeline.benchmark import ablation_arms, sitting
+from pipeline.benchmark import ablation_arms, machine_state
 from pipeline.benchmark.calibration import Calibration, calibrate, steps_of
 from pipeline.benchmark.outlook import outlook
-from pipeline.benchmark.rounds import FEWEST_ROUNDS, fewest_rounds, measure, turns_on
+from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
 from pipeline.params import Config, Machine
@@ -37,8 +38,9 @@ N = TypeVar("N", int, float)
 def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     """Measure all variants and write ``bench.json``; with ``again``, write another bench into its own file.
 
-    Without ``again``, a bench of the same session that measured the same and left variants open is gone on from. If
-    interrupted, write the complete rounds and raise KeyboardInterrupt, which says what is kept. Raises PipelineError.
+    Without ``again``, a bench of the same session that measured the same and left variants open is gone on from. Each
+    complete round is kept at once, so that a kill loses none. If interrupted, raise KeyboardInterrupt, which says what
+    is kept. Raises PipelineError.
     """
     try:
         bench = _measured(config, machine, again=again)
@@ -49,6 +51,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     kept = (SESSIONS if again else KEPT_BENCHES) / _name(bench)
     files.write_text(kept, bench.to_json())
     if again:
+        (KEPT_BENCHES / _name(bench)).unlink()
         for earlier in recalled(bench):
             print(f"bench: an earlier bench of the same counts too: {earlier}", flush=True)
     else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides
@@ -69,7 +72,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
 
 def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     settings, baseline = config.bench, config.compare.baseline
-    ended = sitting.begin()
+    ended = machine_state.begin()
     # Read before anything is measured: code that is edited during the bench was not measured.
     made = plans(config, machine)
     commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
@@ -89,16 +92,42 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             ledgers, flops = earlier.ledgers, earlier.flops
         else:
             samples = _first_looks(specs, ledgers=not again)
-            others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
-            steps, second = steps_of(control, settings.window_seconds, others)  # the first one also started the server
-            round_seconds = sum((samples | {baseline: second})[arm.variant].seconds(steps) for arm in arms)
             ledgers, flops = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
+            others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
+            # The baseline is measured anew: its first look included the start of the server.
+            steps, samples[baseline] = steps_of(control, settings.window_seconds, others)
+            round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
         before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
         limits: dict[str, Any] = {
             "seconds": _left(60 * settings.max_minutes, spent),
             "max_rounds": None if settings.max_rounds is None else before + _left(settings.max_rounds, before),
             "fewest": fewest_rounds(settings),
         }
+
+        def bench_of(rounds: Rounds) -> Bench:
+            session = ended()
+            return Bench(
+                environment=about["environment"],
+                commit=commit,
+                config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
+                dataset=dataset,
+                baseline=baseline,
+                steps=rounds.steps,
+                turns=rounds.turns,
+                seconds=spent + rounds.seconds,
+                interrupted=rounds.interrupted,
+                arms=rounds.arms,
+                ledgers=ledgers,
+                flops=flops,
+                not_ablated=not_ablated,
+                session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
+                keys=keys,
+            )
+
+        def keep(rounds: Rounds) -> None:  # a bench that is killed has lost the round that it was in
+            bench = bench_of(replace(rounds, interrupted=True))
+            files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
+
         print(f"bench: {outlook(len(arms), steps, round_seconds, before=before, **limits)}", flush=True)
         rounds = measure(
             arms,
@@ -114,25 +143,9 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             },
             max_spread=config.compare.max_spread,
             earlier=earlier.arms if earlier else (),
+            keep=keep,
         )
-    session = ended()
-    return Bench(
-        environment=about["environment"],
-        commit=commit,
-        config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
-        dataset=dataset,
-        baseline=baseline,
-        steps=rounds.steps,
-        turns=rounds.turns,
-        seconds=spent + rounds.seconds,
-        interrupted=rounds.interrupted,
-        arms=rounds.arms,
-        ledgers=ledgers,
-        flops=flops,
-        not_ablated=not_ablated,
-        session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
-        keys=keys,
-    )
+    return bench_of(rounds)
 
 
 def _first_looks(specs: Sequence[ArmSpec], *, ledgers: bool) -> dict[str, Calibration]:

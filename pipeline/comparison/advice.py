@@ -90,13 +90,13 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         return [f"{over}: about {ratio.more_sessions} more would decide, {ODDS} (make again, on other days)"]
     if stopped:
         return [f"{quantity.noun} is undecided, though its rounds lay on one side of the margin (make again)"]
-    measured = ratio.pairs + ratio.refused
+    measured = ratio.pairs + ratio.rejected
     if ratio.low is None or ratio.high is None:
-        lost = f", and {ratio.refused} of {measured} rounds had to be rejected" if ratio.refused else ""
-        remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.refused))
+        lost = f", and {ratio.rejected} of {measured} rounds had to be rejected" if ratio.rejected else ""
+        remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.rejected))
         return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} ({remedy})"]
     if ratio.more_pairs is not None:
-        rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.refused)
+        rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
             enough = f"about {cost.duration(rounds)} in all would decide, {ODDS} ({cost.remedy(rounds)})"
             another = f"; after {ratio.pairs} rounds another session tells more (make again)"

@@ -12,13 +12,13 @@ import numpy as np
 
 from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
-from pipeline.comparison.sessions import Sitting, arm_of, combined, over_sessions
+from pipeline.comparison.sessions import PooledSession, arm_of, combined, over_sessions
 from pipeline.comparison.stats import FEWEST_PAIRS, Interval
 from pipeline.comparison.verdicts import QUANTITIES, Quantity, Ratio, SessionRatio
 from pipeline.results import Bench
 
 
-def champion_of(paying: Mapping[str, Sequence[Ratio | None]], sittings: Sequence[Sitting]) -> Champion | None:
+def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[PooledSession]) -> Champion | None:
     """Return the champion of the variants that pay, which lose no accuracy: the one with the largest gain in speed; if
     none gains speed, in memory, then in energy. None if no variant pays.
 
@@ -36,9 +36,9 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], sittings: Sequence
                 variant=first,
                 quantity=quantity.noun,
                 among=len(ratios),
-                ratio=_gain(first, ratios, sittings, quantity) if second else ratios[first],
+                ratio=_gain(first, ratios, pooled, quantity) if second else ratios[first],
                 runner_up=second,
-                head_to_head=_head_to_head(first, second, ratios, sittings, quantity) if second else None,
+                head_to_head=_head_to_head(first, second, ratios, pooled, quantity) if second else None,
             )
     for first in paying:  # it pays by its accuracy alone
         return Champion(variant=first, quantity=None, among=len(paying), ratio=None, runner_up=None, head_to_head=None)
@@ -65,7 +65,7 @@ def no_narrower(interval: Interval, own: Interval) -> Interval:
     )
 
 
-def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], quantity: Quantity) -> Ratio | None:
+def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity) -> Ratio | None:
     """Return the gain of choosing the best variant, over the sessions that have all of ``ratios``; with a single such
     session, over its rounds.
 
@@ -81,15 +81,15 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
         interval = over_sessions([_interval(one) for one in told])
     else:
         told = tuple(_in(ratios[first], start) for start in starts)
-        sitting = next((each for each in sittings if each.start_utc in starts), None)
-        rounds = sitting.rounds_of(*ratios) if sitting else None
+        session = next((each for each in pooled if each.start_utc in starts), None)
+        rounds = session.rounds_of(*ratios) if session else None
         figures = _figures(rounds, list(ratios), quantity) if rounds else np.empty((0, 0))
-        if sitting is None or rounds is None or figures.shape[1] < FEWEST_PAIRS:
+        if session is None or rounds is None or figures.shape[1] < FEWEST_PAIRS:
             return None
         reference, candidates = figures[0], figures[1:]
         found = choices(sign * np.log(candidates / reference), middle=np.median)
         above = [candidates[chosen, part] for part, chosen in enumerate(found)]
-        doubt = verdicts.doubt_of(sitting.noise(quantity, *ratios), quantity, *rounds.arms)
+        doubt = verdicts.doubt_of(session.noise(quantity, *ratios), quantity, *rounds.arms)
         interval = stats.widened(stats.paired_ratio(above, reference), doubt)
     interval = no_narrower(interval, _interval(ratios[first]))
     return Ratio(
@@ -97,7 +97,7 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
         low=interval.low,
         high=interval.high,
         pairs=interval.count,
-        refused=0,
+        rejected=0,
         margin=margin,
         decision=stats.decide(interval, margin, higher_is_better=quantity.higher_is_better),
         more_pairs=None,
@@ -107,18 +107,18 @@ def _gain(first: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], 
 
 
 def _head_to_head(
-    first: str, second: str, ratios: Mapping[str, Ratio], sittings: Sequence[Sitting], quantity: Quantity
+    first: str, second: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity
 ) -> Ratio | None:
     """Return ``first`` over ``second``, from the rounds and sessions that have both; None if no session has both."""
     starts = _shared({name: ratios[name] for name in (first, second)})
 
-    def of(sitting: Sitting, rounds: Bench) -> Ratio:
+    def of(session: PooledSession, rounds: Bench) -> Ratio:
         above, below = (arm_of(rounds, "variant", name) for name in (first, second))
-        noise = sitting.noise(quantity, first, second)
+        noise = session.noise(quantity, first, second)
         doubt = verdicts.doubt_of(noise, quantity, above, below)
         return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, doubt=doubt)
 
-    shared = [(each, each.rounds_of(first, second)) for each in sittings if each.start_utc in starts]
+    shared = [(each, each.rounds_of(first, second)) for each in pooled if each.start_utc in starts]
     found = [(each.start_utc, of(each, rounds)) for each, rounds in shared if rounds]
     return combined(found, found[-1][1], quantity) if found else None
 

@@ -7,16 +7,17 @@ come from the training runs; verdicts use both. ``None`` means unknown: a figure
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipeline.comparison import ablation, advice, consistency, figures, pareto, planning, verdicts
+from pipeline.comparison import ablation, consistency, figures, pareto, verdicts
 from pipeline.comparison.champion import champion_of
-from pipeline.comparison.comparison_file import AccuracyDifference, Compared, Comparison
+from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError
-from pipeline.comparison.sessions import Sitting, arm_of, combined, distinct, noise_of, sittings_like, summary
-from pipeline.comparison.verdicts import ENERGY, MEMORY, QUANTITIES, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
+from pipeline.comparison.judging import Judgement, judge
+from pipeline.comparison.sessions import PooledSession, arm_of, distinct, noise_of, pooled_like, summary
+from pipeline.comparison.verdicts import QUANTITIES, Ratio
 from pipeline.environment import without_stages
-from pipeline.params import Compare, Margins
+from pipeline.params import Compare
 from pipeline.results import Bench, HistoryRow, Result
 
 
@@ -37,36 +38,29 @@ def compare(
     Raises ComparisonError if the results and the bench are not from one job in one environment. ``environment``: the
     content of environment.json. ``made_of``: the files from which the arguments were read (``consistency.made_of``).
     """
-    baseline = next((result for result in measured if result.variant == settings.baseline), None)
-    if baseline is None:
-        there = ", ".join(result.variant for result in measured) or "none"
-        raise ComparisonError(
-            f"compare.baseline: there is no result of variant {settings.baseline!r}; results: {there}. "
-            "Name one of them as the baseline, or run `dvc repro`."
-        )
+    baseline = _baseline_of(measured, settings.baseline)
     bench, names = sessions[0], [each.variant for each in measured]
     consistency.check(measured, baseline, bench, environment)
-
-    sittings = sittings_like(bench, sessions, settings.max_spread)
-    own = next(each for each in sittings if any(one is bench for one in each.benches))
-    noises = [own.noise(quantity) for quantity in QUANTITIES]
     others = [result for result in measured if result is not baseline]
-    judgements = {each.variant: _judge(each, baseline, sittings, own, settings.margins) for each in others}
+
+    pooled = pooled_like(bench, sessions, settings.max_spread)
+    own = next(each for each in pooled if any(one is bench for one in each.benches))
+    noises = [own.noise(quantity) for quantity in QUANTITIES]
+    judgements = {each.variant: judge(each, baseline, pooled, own, settings.margins) for each in others}
     trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:3]) for name, each in judgements.items()}
     trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in noises)
     trusting = {name: each for name, each in judgements.items() if each.verdict != "untrusted"}
     placed = {name: (each.throughput, each.memory, each.accuracy) for name, each in trusting.items()}
     front = pareto.on_front(baseline.variant, placed) if placed or all(trusted[baseline.variant][:2]) else set()
-    target = settings.target_accuracy
+
     benched = {name: figures.of_bench(bench, arm_of(bench, "variant", name), *trusted[name]) for name in names}
+    speeds = {name: each["samples_per_second"] for name, each in benched.items()}
+    target = settings.target_accuracy
     times = {
-        each.variant: figures.time_to_target(
-            each, histories[each.variant], target, benched[each.variant]["samples_per_second"]
-        )
+        each.variant: figures.time_to_target(each, histories[each.variant], target, speeds[each.variant])
         for each in measured
     }
     reached = times[baseline.variant]
-    speeds = {name: each["samples_per_second"] for name, each in benched.items()}
     equal_times = {
         each.variant: figures.equal_time(each, baseline, histories, speeds)
         for each in others
@@ -110,10 +104,10 @@ def compare(
                 for name, each in judgements.items()
                 if each.verdict == "pays"
             },
-            sittings,
+            pooled,
         ),
-        sessions=tuple(summary(each, names) for each in sittings),
-        sessions_set_aside=len(distinct(sessions)) - sum(len(each.benches) for each in sittings),
+        sessions=tuple(summary(each, names) for each in pooled),
+        sessions_set_aside=len(distinct(sessions)) - sum(len(each.benches) for each in pooled),
         shares=ablation.shares(
             bench,
             {name: each.accuracy for name, each in judgements.items()},
@@ -124,66 +118,22 @@ def compare(
     )
 
 
-def _trusts(own: Sitting, ratio: Ratio | None) -> bool:
+def _baseline_of(measured: Sequence[Result], name: str) -> Result:
+    """Return the result of the variant ``name``. Raises ComparisonError if there is none."""
+    for result in measured:
+        if result.variant == name:
+            return result
+    there = ", ".join(result.variant for result in measured) or "none"
+    raise ComparisonError(
+        f"compare.baseline: there is no result of variant {name!r}; results: {there}. "
+        "Name one of them as the baseline, or run `dvc repro`."
+    )
+
+
+def _trusts(own: PooledSession, ratio: Ratio | None) -> bool:
     """True if the bench's own session gave a trusted ratio: only then are the session's figures shown."""
     return ratio is not None and any(each.trusted for each in ratio.sessions if each.start_utc == own.start_utc)
 
 
-class Judgement(NamedTuple):
-    """A variant's verdict, and the ratios, accuracy and reasons behind it."""
-
-    throughput: Ratio
-    memory: Ratio
-    energy: Ratio | None
-    """None if energy was not asked for."""
-    accuracy: Accuracy
-    accuracy_difference: AccuracyDifference
-    verdict: Verdict
-    reasons: tuple[str, ...]
-
-
 _NOT_JUDGED: dict[str, Any] = {**dict.fromkeys(Judgement._fields), "reasons": ()}
 """The values of these fields for the baseline, which is not judged."""
-
-
-def _judge(result: Result, baseline: Result, sittings: Sequence[Sitting], own: Sitting, margins: Margins) -> Judgement:
-    """Turn the samples of each quantity into an interval over sessions and a decision at a margin; the decisions give
-    the verdict."""
-
-    def of(sitting: Sitting, quantity: Quantity, margin: float) -> Ratio | None:
-        rounds = sitting.rounds_of(result.variant)
-        if rounds is None:
-            return None
-        arm, reference = (arm_of(rounds, "variant", each.variant) for each in (result, baseline))
-        noise = sitting.noise(quantity, result.variant)
-        doubt = verdicts.doubt_of(noise, quantity, arm, reference)
-        return verdicts.ratio(arm, reference, quantity, margin, noise, doubt=doubt)
-
-    def over(quantity: Quantity, margin: float) -> Ratio:
-        found = {each.start_utc: ratio for each in sittings if (ratio := of(each, quantity, margin))}
-        return combined(list(found.items()), found[own.start_utc], quantity)
-
-    throughput, memory = over(THROUGHPUT, margins.throughput), over(MEMORY, margins.memory)
-    difference = figures.accuracy_difference(result, baseline)
-    accuracy = verdicts.accuracy(
-        [each.difference_fraction for each in difference.seeds],
-        margins.accuracy,
-        baseline.summary.test_accuracy_mean_fraction,
-        1 / baseline.dataset.test_count,
-        identical=_weights(result) == _weights(baseline),
-    )
-    known = {"throughput": throughput.decision, "accuracy": accuracy.decision}
-    arms = [arm_of(own.like, "variant", each.variant) for each in (result, baseline)]
-    known |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.decision}
-    reasons = advice.reasons(throughput, memory, accuracy, own.like, stopped=arms[0].settled)
-    energy = over(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.like.arms) else None
-    if energy and margins.energy and not verdicts.unmeasurable(arms, ENERGY):
-        known["energy"] = energy.decision
-    if energy and (margins.energy or energy.decision == "untrusted"):
-        reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.like), stopped=arms[0].settled))
-    verdict = verdicts.verdict(list(known.values()))
-    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(known), *reasons))
-
-
-def _weights(result: Result) -> dict[int, str]:
-    return {run.seed: run.model_sha256 for run in result.runs}

@@ -77,7 +77,7 @@ class Compared(Record):
     variant: VariantName
     techniques: tuple[str, ...]
     """Names of the techniques that were in effect."""
-    left_out: dict[str, str]
+    skipped: dict[str, str]
     """Technique that was requested -> why this machine skipped it."""
     decided: dict[str, str]
     """Technique -> what it decided automatically on this machine, and why."""
@@ -120,7 +120,7 @@ class Compared(Record):
     """Median over the bench's samples: see ``results.Window``."""
     allocator_retries: int | None = None
     """Sum over all samples; a sample with a retry is rejected. None on a CPU."""
-    refused: int
+    rejected: int
     """How many of the bench's samples of this variant were rejected, in part or whole."""
 
     ledgers: Ledgers | None

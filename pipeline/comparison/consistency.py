@@ -14,6 +14,7 @@ from pipeline import params, results
 from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, stages
 from pipeline.errors import PipelineError
+from pipeline.files import PREPARED
 from pipeline.params import Config, Train, Variant
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, contradictions
 
@@ -53,7 +54,7 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
 
 
 LOCK = Path("dvc.lock")
-PREPARED = Path("data/prepared/dataset.json")
+DATASET = PREPARED / "dataset.json"
 
 
 def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[str]:
@@ -66,7 +67,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
     problems = [_environment_problem(each, here) for each in measured if here]
     data = None
     try:
-        data = described((root / PREPARED).parent) if (root / PREPARED).exists() else None
+        data = described((root / DATASET).parent) if (root / DATASET).exists() else None
     except PipelineError as error:
         problems.append(str(error))  # names the file
     files = [results.BENCH_FILE, *others]
@@ -85,7 +86,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             except PipelineError as error:
                 problems.append(str(error))
         if data and data.sha256 != result.dataset.sha256:
-            problems.append(f"{file} is of another data set than {PREPARED}: {_described(result.dataset)}. {again}")
+            problems.append(f"{file} is of another data set than {DATASET}: {_described(result.dataset)}. {again}")
     recorded = _recorded(root / LOCK)
     for file in files:
         if (

@@ -53,7 +53,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
         **{name: median_bytes(name) for name in ("peak_memory_bytes", "peak_reserved_bytes", "driver_memory_bytes")},
         "peak_memory_rank_bytes": tuple(round(statistics.median(each)) for each in zip(*ranks, strict=True)),
         "allocator_retries": sum(retries) if retries else None,
-        "refused": sum(bool(sample.refusals) for sample in arm.samples),
+        "rejected": sum(bool(sample.rejections) for sample in arm.samples),
         "ledgers": ledgers,
         "prediction_error_fraction": (
             predicted.peak_bytes / ledgers.measured.tensors_bytes - 1 if ledgers and predicted else None
@@ -76,7 +76,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
     told = [name for name in result.directions if all(name in run.findings for run in runs)]
     return {
         "techniques": techniques(result.applied),
-        "left_out": result.left_out,
+        "skipped": result.skipped,
         "decided": result.decided,
         "batch_size": result.batch_size,
         "learning_rate": result.learning_rate,

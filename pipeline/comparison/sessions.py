@@ -101,7 +101,7 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
         low=interval.low,
         high=interval.high,
         pairs=interval.count,
-        refused=sum(each.refused for each in trusted),
+        rejected=sum(each.rejected for each in trusted),
         margin=margin,
         decision=decision,
         more_pairs=None,
@@ -132,10 +132,10 @@ def distinct(benches: Sequence[Bench]) -> list[Bench]:
     return sorted(found, key=lambda each: each.session.start_utc)
 
 
-class Sitting(NamedTuple):
-    """One session: benches of one boot, less than an hour apart, that measured the baseline as ``like`` did."""
+class PooledSession(NamedTuple):
+    """One session: benches of one boot, less than an hour apart, that measured the baseline as ``compared`` did."""
 
-    like: Bench
+    compared: Bench
     """The bench that is compared: another bench counts for the variants that it measured in the same way."""
     benches: tuple[Bench, ...]
     max_spread: float
@@ -147,7 +147,7 @@ class Sitting(NamedTuple):
     def rounds_of(self, *variants: str) -> Bench | None:
         """Return the session's rounds in which all ``variants`` took part, as one bench of only these arms, the
         baseline and its control; None if no bench counts for all of them."""
-        found = [each for each in self.benches if alike(self.like, each, *variants)]
+        found = [each for each in self.benches if alike(self.compared, each, *variants)]
         return _pooled(found, variants) if found else None
 
     def noise(self, quantity: Quantity, *variants: str) -> Noise:
@@ -174,30 +174,30 @@ def noise_of(bench: Bench, quantity: Quantity, max_spread: float, rounds: int | 
     """Return the baseline against itself in the first ``rounds`` rounds of ``bench``; None: in all."""
     arms = (arm_of(bench, role, bench.baseline) for role in ("variant", "aa_control"))
     baseline, control = (arm.model_copy(update={"samples": arm.samples[:rounds]}) for arm in arms)
-    return verdicts.noise(baseline, control, quantity, max_spread, planning.cost_of(bench))
+    return verdicts.noise_between(baseline, control, quantity, max_spread, planning.cost_of(bench))
 
 
-def summary(sitting: Sitting, variants: Sequence[str]) -> SessionSummary:
+def summary(session: PooledSession, variants: Sequence[str]) -> SessionSummary:
     """Summarise a session. ``variants``: those of which it may have rounds."""
-    whole = sitting.rounds_of()
+    whole = session.rounds_of()
     assert whole is not None
     return SessionSummary(
-        **sitting.benches[0].session.model_dump(),
-        benches=len(sitting.benches),
+        **session.benches[0].session.model_dump(),
+        benches=len(session.benches),
         commit=whole.commit,
         rounds=whole.rounds,
         baseline_samples_per_second=figures.median_of(arm_of(whole, "variant", whole.baseline), "samples_per_second"),
-        noise_throughput=sitting.noise(THROUGHPUT),
-        noise_memory=sitting.noise(MEMORY),
-        variants=tuple(name for name in variants if sitting.rounds_of(name)),
+        noise_throughput=session.noise(THROUGHPUT),
+        noise_memory=session.noise(MEMORY),
+        variants=tuple(name for name in variants if session.rounds_of(name)),
     )
 
 
-def sittings_like(bench: Bench, benches: Sequence[Bench], max_spread: float) -> list[Sitting]:
+def pooled_like(bench: Bench, benches: Sequence[Bench], max_spread: float) -> list[PooledSession]:
     """Return the sessions of those ``benches`` that measured the baseline as ``bench`` did, without duplicates, the
     oldest first."""
     found = [each for each in distinct(benches) if alike(bench, each, bench.baseline)]
-    return [Sitting(bench, tuple(each), max_spread) for each in sessions_of(found)]
+    return [PooledSession(bench, tuple(each), max_spread) for each in sessions_of(found)]
 
 
 def arm_of(bench: Bench, role: str, variant: str) -> Arm:

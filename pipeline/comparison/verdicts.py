@@ -94,7 +94,7 @@ class Ratio(Record):
     """Both None: too few pairs for bounds."""
     pairs: int
     """Rounds in which neither figure was rejected."""
-    refused: int
+    rejected: int
     """Rounds in which a figure was rejected."""
     margin: float
     decision: Decision
@@ -154,7 +154,7 @@ def ratio(
     reference: Arm,
     quantity: Quantity,
     margin: float,
-    machine: Noise,
+    noise: Noise,
     confidence: float = 0.95,
     *,
     doubt: float = 0.0,
@@ -167,7 +167,7 @@ def ratio(
     interval = None
     if pairs.above:
         interval = stats.widened(stats.paired_ratio(pairs.above, pairs.below, confidence=confidence), doubt)
-    why_untrusted = machine.why_untrusted or pairs.why_untrusted  # the machine's reason, shared by all, comes first
+    why_untrusted = noise.why_untrusted or pairs.why_untrusted  # the machine's reason, shared by all, comes first
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
@@ -177,7 +177,7 @@ def ratio(
         low=low,
         high=high,
         pairs=len(pairs.above),
-        refused=pairs.rejected,
+        rejected=pairs.rejected,
         margin=margin,
         decision=decision,
         more_pairs=planning.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
@@ -214,14 +214,14 @@ def accuracy(
     )
 
 
-def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, cost: RoundCost) -> Noise:
+def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, cost: RoundCost) -> Noise:
     """Return the A/A comparison of one quantity, with the reason if the machine was too noisy to compare anything."""
     pairs = _pairs(control, baseline, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
     why_untrusted = pairs.why_untrusted
     if interval and not why_untrusted:
         wide = stats.paired_ratio(pairs.above, pairs.below, confidence=0.99)
-        negligible = max(stats.NEGLIGIBLE, resolution(baseline)) if quantity is MEMORY else stats.NEGLIGIBLE
+        negligible = max(stats.NEGLIGIBLE, heap_share(baseline)) if quantity is MEMORY else stats.NEGLIGIBLE
         if noisy := stats.distrust(interval, wide, max_spread, negligible):
             remedies = planning.remedies(interval, max_spread, pairs.rejected, pairs.why_rejected, cost)
             why_untrusted = f"{quantity.noun}: {noisy}; {remedies}"
@@ -236,14 +236,14 @@ def noise(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, co
     )
 
 
-def doubt_of(machine: Noise, quantity: Quantity, *arms: Arm) -> float:
+def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:
     """Return by how much the rounds alone understate the doubt in a ratio of ``arms``, on the logarithmic scale: by how
     far equal arms may differ (``Noise.doubt``), and of memory also by what changes only from server to server."""
-    heap = max(math.log1p(resolution(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
-    return math.hypot(machine.doubt, heap)
+    heap = max(math.log1p(heap_share(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
+    return math.hypot(noise.doubt, heap)
 
 
-def resolution(arm: Arm) -> float:
+def heap_share(arm: Arm) -> float:
     """Return the share of ``arm``'s peak memory that is noise: on a CPU ``HEAP_BYTES`` per process, else 0."""
     peaks = [sample.peak_memory_bytes for sample in arm.samples if sample.peak_memory_bytes]
     on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
@@ -253,7 +253,7 @@ def resolution(arm: Arm) -> float:
 def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:
     """True if no sample has the figure although not all were rejected: this machine cannot measure it."""
     samples = [sample for arm in arms for sample in arm.samples]
-    return not any(getattr(each, quantity.field) for each in samples) and not all(each.refusals for each in samples)
+    return not any(getattr(each, quantity.field) for each in samples) and not all(each.rejections for each in samples)
 
 
 def tells_energy(arms: Sequence[Arm]) -> bool:
@@ -282,7 +282,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
     if rejected:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
         unknown = [each.why_no_energy for each in lacking if each.why_no_energy and quantity is ENERGY]
-        why = _most_common([*(reason for each in lacking for reason in each.refusals), *unknown])
+        why = _most_common([*(reason for each in lacking for reason in each.rejections), *unknown])
         why = why or "this machine does not tell"
         why_rejected = f"{rejected} of {len(rounds)} rounds had to be rejected, most often because {why}"
     if rejected > len(known):

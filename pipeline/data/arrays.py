@@ -421,8 +421,22 @@ def _rows(
         if len(set(map(len, chunk))) > 1:  # a damaged table
             raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples; write them again.")
         rows = slice(None) if chosen is None else chosen[start : start + len(chunk[0])]
-        kept = tuple(each[rows][:left].astype(dtype) for each, dtype in zip(chunk, types, strict=True))
+        kept = tuple(
+            _as(dtype, each[rows][:left], str(name)) for each, dtype, name in zip(chunk, types, arrays, strict=True)
+        )
         start, left = start + len(chunk[0]), left - len(kept[0])
         yield kept
         if not left:
             return
+
+
+def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
+    """Return ``rows`` as ``dtype``. Raises DataError for integers that float32 would round."""
+    if rows.dtype.kind in "iu" and dtype.kind == "f" and rows.size:
+        low, high = int(rows.min()), int(rows.max())
+        if max(-low, high) > 1 << 24:
+            raise DataError(
+                f"{name}: integers from {low:,} to {high:,} are to become float32, which is exact up to 2^24 only; "
+                "write them as floats, smaller ones if the difference matters."
+            )
+    return rows.astype(dtype)

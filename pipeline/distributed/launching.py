@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 from pipeline.distributed.worlds import STORE, launched_size
 from pipeline.errors import PipelineError, said
-from pipeline.interpreter import end_with_parent
+from pipeline.processes import end_with_parent
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def forked(
     Raises WorkerError with the message of a rank that failed; the others are killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.distributed.forkserver", *preload])
+    context.set_forkserver_preload(["pipeline.processes.forkserver", *preload])
     started: list[Any] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as private:

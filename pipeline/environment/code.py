@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import write_text
-from pipeline.params import asked, outside
+from pipeline.params import outside, requested
 from pipeline.plans import Plan
 
 PACKAGE = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
 def of_variant(plan: Plan) -> dict[str, str]:
     """Return file -> digest of the variant's further code: its techniques, the user's own modules and imports, and the
     configurations of models of ``transformers``."""
-    own = (each.hooks.partition(".")[0] for each in asked(plan.applied))
+    own = (each.implementation.partition(".")[0] for each in requested(plan.applied))
     modules = {*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)}
     return _digests(modules) | {name: _short(Path(name).read_bytes()) for name in sorted(_configurations(plan))}
 

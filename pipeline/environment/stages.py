@@ -90,7 +90,7 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
 
 def _settings(variant: Variant) -> dict[str, Any]:
     """Return the settings of the techniques that the variant asks for, default values included."""
-    used = {key for each in catalogue.asked(variant) for key in catalogue.keys(each)}
+    used = {key for each in catalogue.requested(variant) for key in catalogue.keys(each)}
     return _plain(variant, only=used)
 
 

@@ -15,7 +15,7 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
 from pipeline.errors import PipelineError
 from pipeline.params import Margins
-from pipeline.results import Arm, Dataset, Document, Record, Window
+from pipeline.results import Arm, Dataset, Document, Record, ScoreName, Window
 
 Outcome = Literal["passed", "worse", "untrusted", "undecided"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
@@ -80,13 +80,15 @@ class Side(Record):
 class Gated(Judged, Document):
     """``reports/gate.json``."""
 
-    schema_: Literal[2] = Field(default=2, alias="schema")
+    schema_: Literal[3] = Field(default=3, alias="schema")
     indent = 1
     against: str
     """The revision as the user wrote it."""
     margins: Margins
     dataset: Dataset
     """The data set of both sides."""
+    score: ScoreName
+    """What the accuracies of both sides are."""
     base: Side
     head: Side
     remarks: tuple[str, ...]
@@ -120,7 +122,7 @@ def judge(
         if quantity is THROUGHPUT:
             margin, machine = margins.throughput, noise[0]
         else:
-            margin, machine = max(margins.memory, verdicts.resolution(of_base)), noise[1]
+            margin, machine = max(margins.memory, verdicts.heap_share(of_base)), noise[1]
         return verdicts.ratio(of_head, of_base, quantity, margin, machine, confidence)
 
     def memory(of_head: Arm, of_base: Arm) -> Ratio | None:
@@ -173,8 +175,8 @@ def judge(
 def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> tuple[Noise, Noise]:
     """The noise of throughput and of memory, from two equal arms."""
     return (
-        verdicts.noise(baseline, control, THROUGHPUT, max_spread, cost),
-        verdicts.noise(baseline, control, MEMORY, max_spread, cost),
+        verdicts.noise_between(baseline, control, THROUGHPUT, max_spread, cost),
+        verdicts.noise_between(baseline, control, MEMORY, max_spread, cost),
     )
 
 
@@ -233,10 +235,10 @@ def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tupl
         figures = [getattr(window, quantity.field) for window in windows]
         pairs = zip(figures[: len(head)], figures[len(head) :], strict=True)
         known = [pair for pair in pairs if all(pair)]
-        why = tuple(dict.fromkeys(reason for window in windows for reason in window.refusals))
+        why = tuple(dict.fromkeys(reason for window in windows for reason in window.rejections))
         for side, samples in enumerate(sides):
             mean = statistics.geometric_mean(pair[side] for pair in known) if known else None
-            samples.append(windows[0].model_copy(update={quantity.field: mean, "refusals": why}))
+            samples.append(windows[0].model_copy(update={quantity.field: mean, "rejections": why}))
     of_head, of_base = (head[0].model_copy(update={"samples": tuple(samples)}) for samples in sides)
     return of_head, of_base
 

@@ -21,7 +21,7 @@ def markdown(gated: Gated) -> str:
     lines = [
         f"**{_headline(gated, rows)}**",
         "",
-        "| head against base | throughput | peak memory | test accuracy, points |",
+        f"| head against base | throughput | peak memory | test {gated.score.in_words}, points |",
         "| --- | --- | --- | --- |",
         *(
             f"| {row.variant} | {_ratio(row.throughput)} | {_ratio(row.memory)} | {accuracy_cell(row.accuracy)} |"

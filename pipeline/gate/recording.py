@@ -18,6 +18,7 @@ from pipeline.gate.decision import GateError, accuracies, accuracy_of, differing
 from pipeline.gate.markdown import accuracy_cell, commits
 from pipeline.params import Config
 from pipeline.plans import plans
+from pipeline.report.sentences import score
 from pipeline.results import REPORTS, Arm, read_document, stage_of
 
 COMPARISON_FILE = REPORTS / "comparison.json"
@@ -60,7 +61,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     lines = [
         f"**Advisory: speed and memory decide nothing here{f'; worse: accuracy ({worse})' if worse else ''}.**",
         "",
-        "| head against base | throughput | peak memory | test accuracy, points |",
+        f"| head against base | throughput | peak memory | {score(head)}, points |",
         "| --- | --- | --- | --- |",
         *(
             f"| {name} | {_ratio(there[name], here[name], THROUGHPUT)} | {_ratio(there[name], here[name], MEMORY)} | "

@@ -44,13 +44,16 @@ from pipeline.gate.decision import (
 )
 from pipeline.gate.settings import differences, judging, require
 from pipeline.params import Config
-from pipeline.results import Arm, Dataset
+from pipeline.results import Arm, Dataset, ScoreName
 
 RULERS = (
     "benchmark/arm.py",
     "measurement/*.py",
     "measurement/detectors/*.py",
+    "processes/malloc.py",
+    "training/counting.py",
     "training/evaluation.py",
+    "training/loop.py",
     "training/measured.py",
 )
 """Modules that measure a training; each side is measured by its own modules."""
@@ -111,6 +114,7 @@ def measured(config: Config, revision: str) -> Gated:
         against=revision,
         margins=effective.compare.margins,
         dataset=Dataset.model_validate(here["dataset"]),
+        score=ScoreName(name=here["train"].get("metric", "accuracy")),
         base=Side(
             commit=commit,
             environment=there["environment"],

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pipeline.params.catalogue import (
     CATALOGUE,
     Variant,
-    asked,
     entries,
     entry,
     exclusions,
     misplaced,
+    requested,
     techniques,
     without,
 )
@@ -65,7 +65,6 @@ __all__ = [
     "Train",
     "Variant",
     "VariantName",
-    "asked",
     "check_names",
     "entries",
     "entry",
@@ -73,6 +72,7 @@ __all__ = [
     "load",
     "misplaced",
     "parse",
+    "requested",
     "schema",
     "techniques",
     "torchvision_models",

@@ -35,7 +35,7 @@ def metrics(each: Compared) -> dict[str, float | int | str | None]:
         **(
             {"joules_per_sample": joules, **_ratio("energy", each.energy)} if (joules := each.joules_per_sample) else {}
         ),
-        "refused_samples": each.refused,
+        "rejected_samples": each.rejected,
         "test_accuracy_mean_fraction": each.test_accuracy_mean_fraction,
         "accuracy_difference_mean_fraction": difference.mean_fraction if difference else None,
         "accuracy_difference_low_fraction": accuracy.low_fraction if accuracy else None,

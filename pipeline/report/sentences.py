@@ -26,7 +26,7 @@ from pipeline.report.formats import (
     speed,
     unbelieved,
 )
-from pipeline.results import Bench, Dataset, Score, rejected, rejections
+from pipeline.results import Bench, Dataset, ScoreName, rejected, rejections
 
 FEW_TEST_SAMPLES = 2_000
 """Fewer test samples are a small sample themselves; an interval over seeds does not show that."""
@@ -292,7 +292,7 @@ def noise_text(noise: Noise) -> str:
 def remarks(each: Compared) -> list[str]:
     """Techniques that were requested but skipped, what techniques decided, whether the variant's job differs from the
     others', and which processes' memory is not counted."""
-    found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.left_out.items()]
+    found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.skipped.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
         found.append(
@@ -336,7 +336,7 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
 
 def disturbed(each: Compared) -> tuple[str, ...]:
     """The seeds whose training times are not trusted because a sample was rejected; empty if there is none."""
-    seeds = [run.seed for run in each.runs if run.refusals]
+    seeds = [run.seed for run in each.runs if run.rejections]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 
 
@@ -377,7 +377,7 @@ def target(comparison: Comparison) -> str:
 
 def score(comparison: Comparison) -> str:
     """What ``test_accuracy`` is in the report's words: "test accuracy"."""
-    return f"test {Score(name=comparison.train.get('metric', 'accuracy')).in_words}"
+    return f"test {ScoreName(name=comparison.train.get('metric', 'accuracy')).in_words}"
 
 
 def counted(comparison: Comparison) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from pipeline.params import VariantName
-from pipeline.results.records import Dataset, Document, Record, Setup, Window
+from pipeline.results.records import Dataset, Document, Record, RunConditions, Window
 
 
 class Ledger(Record):
@@ -57,7 +57,7 @@ class Flops(Record):
     """Peak dense rate of all the variant's devices at its precision; None for an unknown device."""
 
 
-class Arm(Setup):
+class Arm(RunConditions):
     """One configuration that the bench measures, in a fresh process each round."""
 
     name: str
@@ -103,7 +103,7 @@ ONE_SESSION = timedelta(hours=1)
 class Bench(Document):
     """``bench.json``, and each file of ``sessions``."""
 
-    schema_: Literal[2] = Field(default=2, alias="schema")
+    schema_: Literal[3] = Field(default=3, alias="schema")
     """1: with the role "again" instead of "aa_control". Version 1 is not read: measuring again takes minutes."""
     indent = 1
     environment: str
@@ -156,7 +156,7 @@ class Bench(Document):
             for problem in (
                 *sample.problems(arm.batch_size),
                 *([f"{sample.measured_steps} of {self.steps} steps measured, and no reason"]
-                  if sample.measured_steps != self.steps and not sample.refusals else []),
+                  if sample.measured_steps != self.steps and not sample.rejections else []),
             )
         ]  # fmt: skip
         for one, other in combinations(self.arms, 2):
@@ -195,7 +195,7 @@ def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
     """Return the first reason of each kind -> the numbers of the windows that were rejected for this kind."""
     kinds: dict[str, tuple[str, dict[int, None]]] = {}
     for number, window in windows:
-        for reason in window.refusals:
+        for reason in window.rejections:
             kinds.setdefault(kind_of(reason), (reason, {}))[1][number] = None
     return {reason: list(numbers) for reason, numbers in kinds.values()}
 

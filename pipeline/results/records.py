@@ -1,7 +1,7 @@
 """The records of a result: of a variant, each seed's run, the measured window, a row of the history.
 
 The key of a quantity ends in the unit, unless it is a count. ``None`` means unknown: the value was refused
-(``refusals`` says why) or this machine cannot measure it. No guess replaces an unknown value.
+(``rejections`` says why) or this machine cannot measure it. No guess replaces an unknown value.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Window(Record):
     rank. None on CPU, and where the driver does not report it."""
     allocator_retries: Count | None
     """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
-    refusals: tuple[str, ...]
+    rejections: tuple[str, ...]
     """Why numbers above are None or not to be trusted; empty when all is well."""
     joules_per_sample: Positive | None = Field(None, exclude_if=operator.not_)
     """Energy of all ranks' devices per sample of the global batches. None: rejected, unknown or not requested."""
@@ -149,7 +149,7 @@ class Run(Window):
     """Numbers that techniques and the task report on the main rank: blocks chosen, say, or perplexity."""
 
 
-class Score(Record):
+class ScoreName(Record):
     """The metric behind ``test_accuracy`` and the margin of accuracy."""
 
     name: str
@@ -197,12 +197,12 @@ class Summary(Record):
     """Median over seeds."""
 
 
-class Setup(Record):
+class RunConditions(Record):
     """How a variant ran on this machine."""
 
     applied: dict[str, Any]
     """The variant's settings as they were applied."""
-    left_out: dict[str, str]
+    skipped: dict[str, str]
     """Technique -> why this machine left it out."""
     decided: dict[str, str]
     """Technique -> its automatic choice on this machine, and why."""
@@ -222,6 +222,11 @@ class Setup(Record):
     placement: Literal["resident", "streamed", "dataloader"]
     parameter_count: int
 
+    @property
+    def conditions(self) -> RunConditions:
+        """These fields alone, of a record that has more."""
+        return RunConditions(**{key: getattr(self, key) for key in RunConditions.model_fields})
+
 
 class VariantDocument(Document):
     """A file about one variant."""
@@ -235,16 +240,16 @@ class VariantDocument(Document):
     dataset: Dataset
 
 
-class Result(Setup, VariantDocument):
+class Result(RunConditions, VariantDocument):
     """``results/<variant>.json``."""
 
-    schema_: Literal[2] = Field(default=2, alias="schema")
+    schema_: Literal[3] = Field(default=3, alias="schema")
     """1: without the next three fields, so without a record of what the result was made from."""
     key: str
     """Digest of the code, plan, settings and environment of the training (``stages.key``)."""
     history_sha256: str
     """SHA-256 of the ``history.csv`` that was written with this result."""
-    score: Score
+    score: ScoreName
     unit: Unit = Unit()
     directions: dict[str, Literal["higher is better", "lower is better"]] = {}
     """The task's further figures in the runs' ``findings``, and which values of them are better."""

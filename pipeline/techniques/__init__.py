@@ -16,9 +16,9 @@ __all__ = ["Setup", "Stored", "Technique", "of_plan"]
 def of_plan(plan: Plan) -> list[type[Technique]]:
     """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken entry point."""
     return [
-        _own(each.hooks) if each.hooks else _from_outside(each.name)
+        _own(each.implementation) if each.implementation else _from_outside(each.name)
         for each in acting(plan.applied)
-        if each.hooks or each.key == "extra"
+        if each.implementation or each.key == "extra"
     ]
 
 

@@ -32,9 +32,9 @@ class ActivationOffload(Technique):
         step, copies = setup.step, torch.cuda.Stream(self.world.device)
         forward = step.forward
 
-        def offloaded(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with _offloaded(copies, {_storage(tensor) for tensor in (*step.model.parameters(), images)}):
-                return forward(images, labels)
+        def offloaded(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            with _offloaded(copies, {_storage(tensor) for tensor in (*step.model.parameters(), inputs)}):
+                return forward(inputs, targets)
 
         step.forward = offloaded
 

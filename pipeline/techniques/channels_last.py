@@ -21,9 +21,9 @@ class ChannelsLast(Technique):
     def change_step(self, setup: Setup) -> None:
         forward = setup.step.forward
 
-        def channels_last(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            if images.dim() == 4:
-                images = images.contiguous(memory_format=torch.channels_last)
-            return forward(images, labels)
+        def channels_last(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if inputs.dim() == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            return forward(inputs, targets)
 
         setup.step.forward = channels_last

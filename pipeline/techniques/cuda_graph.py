@@ -69,7 +69,7 @@ class CudaGraph(Technique):
         here.wait_stream(self._stream)
 
     def _recorded(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.CUDAGraph:
-        self._inputs = [(images.clone(), labels.clone()) for images, labels in batch]
+        self._inputs = [(inputs.clone(), targets.clone()) for inputs, targets in batch]
         graph = torch.cuda.CUDAGraph()
         capturable = [group["capturable"] for group in self._optimizer.param_groups if "capturable" in group]
         self._set_capturable([True] * len(capturable))

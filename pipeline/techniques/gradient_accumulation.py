@@ -10,7 +10,9 @@ from pipeline.techniques.base import Setup, Technique
 class GradientAccumulation(Technique):
     """Each of N micro-batches counts 1/N, so the sum of their gradients is the whole batch's mean gradient.
 
-    BatchNorm still normalises each micro-batch by its own statistics. A pipeline accumulates its micro-batches itself.
+    N is ``Plan.micro_batches``: ``TrainBatches`` splits the batch, ``TrainingStep`` runs the parts one by one, and this
+    class only divides the loss. BatchNorm still normalises each micro-batch by its own statistics. A pipeline
+    accumulates its micro-batches itself.
     """
 
     name = "gradient_accumulation"
@@ -18,8 +20,8 @@ class GradientAccumulation(Technique):
     def change_step(self, setup: Setup) -> None:
         forward = setup.step.forward
 
-        def share(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return forward(images, labels) / self.plan.micro_batches
+        def share(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return forward(inputs, targets) / self.plan.micro_batches
 
         setup.step.forward = share
 

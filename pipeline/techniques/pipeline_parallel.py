@@ -101,10 +101,10 @@ class Pipeline(Technique):
         def scheduled(micro_batches: MicroBatches) -> None:
             if self._schedule is None:
                 self._schedule = self._scheduled(step)
-            images, labels = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
+            inputs, targets = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
             self._schedule.step(
-                *([torch.cat(images)] if self._index == 0 else []),  # the schedule splits them again
-                target=torch.cat(labels) if self._is_last else None,
+                *([torch.cat(inputs)] if self._index == 0 else []),  # the schedule splits them again
+                target=torch.cat(targets) if self._is_last else None,
                 return_outputs=False,
             )
             if self._replicas > 1:  # over the replicas of this stage
@@ -113,9 +113,9 @@ class Pipeline(Technique):
 
         step.accumulate = scheduled
         if self._is_last:
-            step.criterion = lambda logits, labels: criterion(logits, labels) / self.plan.micro_batches
+            step.criterion = lambda outputs, targets: criterion(outputs, targets) / self.plan.micro_batches
         else:
-            step.criterion = lambda output, labels: output  # noqa: ARG005
+            step.criterion = lambda output, targets: output  # noqa: ARG005
 
     def change_checkpoint(self, setup: Setup) -> None:
         self._optimizer = setup.step.optimizer
@@ -261,9 +261,9 @@ class Pipeline(Technique):
             group=self._pipeline,
         )
 
-        def loss(passing: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            """Run the last stage's forward pass here, where the schedule passes the labels."""
-            share = step.forward(passing, labels)
+        def loss(passing: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            """Run the last stage's forward pass here, where the schedule passes the targets."""
+            share = step.forward(passing, targets)
             step.losses.add(
                 share.detach() * self._stages
             )  # losses are averaged over ranks, and only a pipeline's last rank has losses
@@ -289,7 +289,7 @@ class _Stage(nn.Module):
 
 
 class _Passing(nn.Module):
-    """The step's forward, techniques included, for the stages before the last, which need no labels."""
+    """The step's forward, techniques included, for the stages before the last, which need no targets."""
 
     def __init__(self, step: TrainingStep) -> None:
         super().__init__()

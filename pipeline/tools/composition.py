@@ -11,7 +11,7 @@ from pipeline.data.prepared import DESCRIPTION
 from pipeline.distributed import forked, launched_size
 from pipeline.errors import PipelineError, count
 from pipeline.params import Config, Machine
-from pipeline.params.catalogue import acting, asked
+from pipeline.params.catalogue import acting, requested
 from pipeline.plans import Plan
 from pipeline.techniques import Technique
 from pipeline.training.assembly import assembled, planned
@@ -36,7 +36,7 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     """
     if name is None:
         for each, variant in config.variants.items():
-            print(f"{each}: {', '.join(one.name for one in asked(variant)) or 'no technique'}")
+            print(f"{each}: {', '.join(one.name for one in requested(variant)) or 'no technique'}")
         print("One with its step: python -m pipeline plan VARIANT")
         return
     if launched_size() is not None:
@@ -50,7 +50,7 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
         f"{train.batch_size} samples a step, {count(train.epochs, 'epoch')}, {count(len(train.seeds), 'seed')}"
     )
     for skipped, reason in plan.skipped.items():
-        print(f"left out: {skipped}: {reason}", flush=True)
+        print(f"skipped: {skipped}: {reason}", flush=True)
     if not (prepared / DESCRIPTION).exists():
         print("\n".join(_lines(plan, (), {})))
         print("After `dvc repro prepare`, this command also prints which parts of the training each one changes.")

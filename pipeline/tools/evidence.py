@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline import environment, params, report, results
 from pipeline.comparison.compare import compare
-from pipeline.comparison.consistency import LOCK, PREPARED, made_of, read_all
+from pipeline.comparison.consistency import DATASET, LOCK, made_of, read_all
 from pipeline.environment import code
 from pipeline.errors import PipelineError, count, printable, redacted
 from pipeline.files import whole
@@ -129,7 +129,7 @@ def _inputs(config: Config) -> list[str]:
     """The files that the comparison is made from, and those that record their origin; optional files only if they
     exist."""
     paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.SESSIONS.glob("*.json")]
-    paths += [path for path in (LOCK, PREPARED) if path.is_file()]
+    paths += [path for path in (LOCK, DATASET) if path.is_file()]
     paths += [of(variant) for variant in config.variants for of in (results.result_file, results.history_file)]
     return [path.as_posix() for path in paths]
 

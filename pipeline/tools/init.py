@@ -220,10 +220,10 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     found["model"] = model or found.get("model", "resnet18")
     for key, value in found.items():
         text = _with(text, key, value)
-    variants, left_out = _variants(machine, yaml.safe_load(text), found["model"])
+    variants, skipped = _variants(machine, yaml.safe_load(text), found["model"])
     arms, as_shipped = (len(each) + 1 for each in (variants, shipped.variants))  # plus the A/A control
     text = _with(text, "max_minutes", round(shipped.bench.max_minutes * arms / as_shipped, 1))
-    why += [f"max_minutes: in proportion to the variants, {len(variants)} and the A/A control", *left_out]
+    why += [f"max_minutes: in proportion to the variants, {len(variants)} and the A/A control", *skipped]
     why += [_least(shipped, len(variants))]
     others = ", ".join(key for key in ("epochs", "optimizer", "learning_rate") if key not in found)
     why += [f"{others}: as in the shipped example; set those of your training"]
@@ -276,7 +276,7 @@ def _variants(machine: Machine, values: Mapping[str, Any], model: str) -> tuple[
     config = params.parse(values)
     here = {name: variant_sets.can_run(config, name, each, machine) for name, each in found.items()}
     why += [
-        f"no {name}: {words.removeprefix(f'{name} is left out: ')}" for name, (runs, words) in here.items() if not runs
+        f"no {name}: {words.removeprefix(f'{name} is skipped: ')}" for name, (runs, words) in here.items() if not runs
     ]
     return {name: found[name] for name, (runs, _) in here.items() if runs}, why
 

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline import files
 from pipeline.environment.code import PACKAGE
 from pipeline.errors import ConfigError
-from pipeline.params import PARAMS_FILE, Config, Machine, Variant, asked, load, parse
+from pipeline.params import PARAMS_FILE, Config, Machine, Variant, load, parse, requested
 from pipeline.params.loading import read
 from pipeline.plans import plan
 
@@ -75,10 +75,10 @@ def can_run(config: Config, name: str, values: Mapping[str, Any], machine: Machi
         made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
     except ConfigError as error:
         return False, str(error)
-    left_out = "; ".join(f"{technique} is left out: {reason}" for technique, reason in made.skipped.items())
-    if asked(variant) and not asked(made.applied):
-        return False, left_out
-    return True, f"can run here, but {left_out}" if left_out else "can run here"
+    skipped = "; ".join(f"{technique} is skipped: {reason}" for technique, reason in made.skipped.items())
+    if requested(variant) and not requested(made.applied):
+        return False, skipped
+    return True, f"can run here, but {skipped}" if skipped else "can run here"
 
 
 def _parsed(name: str, values: Mapping[str, Any]) -> Variant:

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline import results
 from pipeline.comparison import consistency
 from pipeline.environment import ENVIRONMENT_FILE
+from pipeline.files import PREPARED
 from pipeline.params import Compare, Config, Train
 from pipeline.results import Result, ResultError, Run
 
@@ -20,7 +21,6 @@ LAYOUT = 2
 REPORT_LAYOUT = 5
 """Increase this number when the layout of the logged report changes: only the parent run is then written again."""
 
-PREPARED = Path("data/prepared")
 PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
 """The files of a profile that are logged. Other files in its directory are not."""
 

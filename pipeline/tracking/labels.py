@@ -25,7 +25,7 @@ VERDICT = "verdict"
 """Tag of a child, and with a variant's name after a dot tag of a parent: the variant's verdict."""
 COLUMNS = (VERDICT, "speed", "memory", "accuracy")
 """Tags of a child: the comparison's figures for its variant, shown in a table."""
-REFUSALS = "refusals"
+REJECTIONS = "rejections"
 """Tag of a child, and with a variant's name after a dot tag of a parent: which numbers were refused, and why."""
 FINDING = "finding"
 """Tag of a parent, with a variant's name after a dot: the findings of the variant's profile."""
@@ -50,8 +50,8 @@ def child_tags(child: Child) -> dict[str, str]:
         "model_sha256": child.run.model_sha256,
         **_origin_of(child.result, child.root),
     }
-    if child.run.refusals:
-        tags[REFUSALS] = "\n".join(child.run.refusals)
+    if child.run.rejections:
+        tags[REJECTIONS] = "\n".join(child.run.rejections)
     return tags
 
 
@@ -87,7 +87,9 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags |= {"sessions": str(len(comparison.get("sessions", ()))), **champion(comparison)}
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
-        tags[f"{REFUSALS}.{variant}"] = _refusals(comparison, variant) or "none"  # replaces the tag of an older report
+        tags[f"{REJECTIONS}.{variant}"] = (
+            _rejections(comparison, variant) or "none"
+        )  # replaces the tag of an older report
     return tags
 
 
@@ -225,7 +227,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     return tags
 
 
-def _refusals(comparison: Mapping[str, Any], variant: str) -> str:
+def _rejections(comparison: Mapping[str, Any], variant: str) -> str:
     """The samples of a variant that the bench refused, one line per round."""
     samples = [
         sample
@@ -234,9 +236,9 @@ def _refusals(comparison: Mapping[str, Any], variant: str) -> str:
         for sample in arm["samples"]
     ]
     lines = [
-        f"round {index}: {'; '.join(sample['refusals'])}"
+        f"round {index}: {'; '.join(sample['rejections'])}"
         for index, sample in enumerate(samples, 1)
-        if sample["refusals"]
+        if sample["rejections"]
     ]
     return _cut("\n".join(lines))
 

@@ -22,9 +22,10 @@ from mlflow.types import Schema, TensorSpec
 from pipeline import results, tasks
 from pipeline.data.prepared import read
 from pipeline.errors import first_line
+from pipeline.files import PREPARED
 from pipeline.tasks import Task
 from pipeline.tracking import labels
-from pipeline.tracking.comparisons import PREPARED, Child
+from pipeline.tracking.comparisons import Child
 from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import PipelineError, count
-from pipeline.interpreter import importing
+from pipeline.files import PREPARED
 from pipeline.params import Config
+from pipeline.processes import importing
 from pipeline.results import REPORTS
 from pipeline.tracking import comparisons, labels, stores, views
-from pipeline.tracking.comparisons import COMPARISON, PREPARED, RUN, Child, Wanted
+from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
 from pipeline.tracking.stores import Store
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.interpreter import importing
+from pipeline.files import PREPARED
 from pipeline.params import Config
+from pipeline.processes import importing
 from pipeline.tracking import comparisons, labels, metrics, stamps, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import Changes, reconcile
@@ -143,7 +144,7 @@ def _dataset(child: Child) -> Any:
         name=about.name,
         digest=about.sha256[:16],
         source_type="local",
-        source=json.dumps({"uri": comparisons.PREPARED.as_posix()}),
+        source=json.dumps({"uri": PREPARED.as_posix()}),
         profile=json.dumps({"train_count": about.train_count, "test_count": about.test_count, "sha256": about.sha256}),
     )
     return DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])

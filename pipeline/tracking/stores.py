@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import redacted
-from pipeline.interpreter import importing
+from pipeline.processes import importing
 from pipeline.results import ResultError
 from pipeline.tracking.comparisons import COMPARISON, LIVE
 from pipeline.tracking.metrics import Point

@@ -21,13 +21,13 @@ from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import code, cores
 from pipeline.errors import ConfigError
-from pipeline.interpreter import importing
 from pipeline.measurement.detectors import Detector
 from pipeline.measurement.windows import Memory
 from pipeline.models import loss_and_metric
 from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
+from pipeline.processes import importing
 from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
 from pipeline.techniques.precision import DTYPES

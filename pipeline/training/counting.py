@@ -28,7 +28,7 @@ class Work(NamedTuple):
     """Samples that entered the step's criterion; None where a technique calls a loss of its own instead."""
 
     @property
-    def left_out(self) -> int:
+    def missing(self) -> int:
         return max(0, self.credited - min(self.model, self.model if self.loss is None else self.loss))
 
     def __str__(self) -> str:
@@ -58,9 +58,9 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
         seen.model.append(len(next(iter((*arguments, *named.values())))))
 
     def into_loss(criterion: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def counting(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            seen.loss.append(len(labels))
-            return criterion(logits, labels)
+        def counting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            seen.loss.append(len(targets))
+            return criterion(outputs, targets)
 
         return counting
 

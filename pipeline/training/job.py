@@ -23,19 +23,19 @@ from pipeline import environment, results
 from pipeline.distributed import Interruption, World, interruption, launch
 from pipeline.environment import stages
 from pipeline.errors import PipelineError
-from pipeline.interpreter import age_seconds
 from pipeline.measurement.detectors import detectors
-from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.measurement.sampling import SystemSampler
 from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
-from pipeline.results import HistoryRow, Result, Run, Score, Setup, Unit, sha256, summarise
+from pipeline.processes import age_seconds
+from pipeline.processes.malloc import keep_freed_memory
+from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, sha256, summarise
 from pipeline.training import checkpoints, teachers
 from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
 from pipeline.training.counting import WorkLeftOut
 from pipeline.training.loop import Training
-from pipeline.training.measured import dataset_of, device_name_of, setup_of, window_of
+from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long a finished job waits for the live mirror to catch up; ``publish`` sends the rest."""
@@ -115,7 +115,7 @@ class Job:
         self.history: list[HistoryRow] = []
         """The rows of all seeds so far; the main rank writes them to ``history_file``."""
         self.history_file = results.history_file(self.plan.name)
-        self.setup: Setup | None = None
+        self.conditions: RunConditions | None = None
         """How the variant runs here; known with the first seed's model."""
 
     def train(self, seed: int) -> Run:
@@ -129,19 +129,19 @@ class Job:
         identity = self._identity(seed, teacher_sha256)
         found = checkpoints.load(checkpoint, identity) if self.world.is_main else None
         saved, source = self.world.announced(found) or (None, checkpoint)
-        watching = detectors(
+        active_detectors = detectors(
             self.world.devices(self.plan.devices_per_process),
             root_pid=os.getppid() if self.world.backend else os.getpid(),
             max_foreign_load=None,
         )
         plan = Plan.model_validate(saved["plan"] | {"train": self.plan.train}) if saved else self.plan
         with (
-            replace(self.assembly, plan=plan).training(seed, watching, teacher=taught_by) as training,
+            replace(self.assembly, plan=plan).training(seed, active_detectors, teacher=taught_by) as training,
             results.adding_to_history(self.history_file) if self.world.is_main else nullcontext() as add_to_history,
         ):
             del taught_by  # its memory
             self.plan = training.plan
-            self.setup = setup_of(training, self.device_name)
+            self.conditions = conditions_of(training, self.device_name)
             resumes, earlier = 0, list(self.history)
             if saved:
                 training.restore(saved)
@@ -160,7 +160,7 @@ class Job:
                 startup_seconds = time.monotonic() - self.started
                 for row in self._shown(training, seed):
                     between_windows = training.steps == 1 or (row and row.test_accuracy is not None)
-                    if between_windows and (work := training.work()) and work.left_out:
+                    if between_windows and (work := training.work()) and work.missing:
                         raise WorkLeftOut(
                             f"variants.{self.plan.name}: {work}, so its numbers would be of other work than the "
                             "others'. Take out the technique that leaves them out, or mend it."
@@ -188,16 +188,16 @@ class Job:
     def write_result(self, runs: list[Run], key: str) -> None:
         """Write the result, now that every seed is done."""
         config, plan = self.config, self.plan
-        assert self.setup is not None
+        assert self.conditions is not None
         result = Result(
             variant=plan.name,
             environment=self.environment_hash,
             config={"train": config.train.model_dump(mode="json"), "variant": plan.requested.model_dump(mode="json")},
-            **dict(self.setup),
+            **dict(self.conditions),
             dataset=dataset_of(self.assembly.task.dataset),
             key=key,
             history_sha256=sha256(self.history_file),
-            score=Score(name=plan.train.metric),
+            score=ScoreName(name=plan.train.metric),
             unit=Unit(name=self.assembly.task.unit, per_sample=self.assembly.task.units_per_sample),
             directions=dict(self.assembly.task.directions),
             summary=summarise(runs),
@@ -228,7 +228,7 @@ class Job:
                     task = training.task
                     text = (
                         f"{label}: epoch {row.epoch:.0f}/{training.train.epochs}, loss {row.train_loss:.4f}, "
-                        f"test {Score(name=training.train.metric).in_words} {row.test_accuracy:.2%}, "
+                        f"test {ScoreName(name=training.train.metric).in_words} {row.test_accuracy:.2%}, "
                         f"{speed * task.units_per_sample:,.0f} {task.unit}/s"
                     )
                     for name, value in task.findings(row.test_loss).items():
@@ -256,7 +256,7 @@ class Job:
         """The record of a finished run, from what every rank measured."""
         clock, score = training.clock, training.score
         assert score is not None  # the last epoch ends with an evaluation
-        window = window_of(training, asked_steps=0, max_input_wait=None)
+        window = window_of(training, requested_steps=0, max_input_wait=None)
         return Run(
             **dict(window),
             seed=seed,
@@ -345,4 +345,4 @@ def _announce(plan: Plan, world: World, device_name: str) -> None:
         place += f" for {plan.devices_per_process} GPUs"
     print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
     for technique, reason in plan.skipped.items():
-        print(f"{plan.name}: {technique} is left out: {reason}", flush=True)
+        print(f"{plan.name}: {technique} is skipped: {reason}", flush=True)

@@ -133,7 +133,8 @@ class Training:
         return True
 
     def advance(self, steps: int) -> None:
-        """Train ``steps`` steps, fewer if the end comes first, in a window of their own."""
+        """Train ``steps`` steps, fewer if the end comes first, in a window of their own, which counts as measured if it
+        ends after the warm-up. At the end of an epoch the model is evaluated, outside of the window."""
         per_epoch = self.batches.steps_per_epoch
         if self._advancing is None:
             self._advancing = self.run()
@@ -174,7 +175,7 @@ class Training:
         """
         steps = zip(*self.world.gather(self._counted), strict=True)
         works = [work_of(ranks, self.train.batch_size, self.plan.model_processes) for ranks in steps]
-        return max(works, key=lambda work: work.left_out, default=None)
+        return max(works, key=lambda work: work.missing, default=None)
 
     def restart_measuring(
         self, warmup_steps: int, detectors: Sequence[Detector] = (), energy: Energy | None = None

@@ -10,9 +10,9 @@ import torch
 from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.detectors import Refusal, of_clock, of_memory, of_ranks, of_steps
+from pipeline.measurement.detectors import Rejection, of_clock, of_memory, of_ranks, of_steps
 from pipeline.measurement.windows import Memory, percentile_ms
-from pipeline.results import Setup, Window
+from pipeline.results import RunConditions, Window
 from pipeline.training.loop import Training
 
 
@@ -34,12 +34,12 @@ def device_name_of(world: World, environment: dict[str, Any]) -> str:
     return str(environment["hardware"]["cpu"]["model"])
 
 
-def setup_of(training: Training, device_name: str) -> Setup:
+def conditions_of(training: Training, device_name: str) -> RunConditions:
     """Describe how the training's variant runs on this machine."""
     plan, world = training.plan, training.world
-    return Setup(
+    return RunConditions(
         applied=plan.applied.model_dump(mode="json"),
-        left_out=plan.skipped,
+        skipped=plan.skipped,
         decided=plan.decided,
         batch_size=training.train.batch_size,
         learning_rate=training.train.learning_rate,
@@ -56,35 +56,35 @@ def setup_of(training: Training, device_name: str) -> Setup:
 def window_of(
     training: Training,
     *,
-    asked_steps: int,
+    requested_steps: int,
     max_input_wait: float | None,
-    seen: Sequence[Refusal] = (),
+    seen: Sequence[Rejection] = (),
     memory: Memory | None = None,
 ) -> Window:
     """Combine what all ranks measured in the training's windows so far into one record, the same on every rank.
 
-    Refused figures are None. The reasons to refuse are: fewer measured steps than ``asked_steps``, a share of waiting
-    for input above ``max_input_wait``, samples left out of a counted step, the refusals ``seen`` on this rank, and
-    those of the training's detectors. ``memory``: where it was measured in other windows than the speed.
+    Rejected figures are None. The reasons for a rejection: fewer measured steps than ``requested_steps``, a share of
+    waiting for input above ``max_input_wait``, samples missing in a counted step, the rejections ``seen`` on this rank,
+    and those of the training's detectors. ``memory``: where it was measured in other windows than the speed.
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
-    mine = [*seen, *(refusal for detector in training.detectors for refusal in detector.refusals())]
+    mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]
     mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident") + of_memory(memory)
     ranks = world.gather((clock.state(), memory.state(), mine))
-    clocks, memories, refusals = zip(*ranks, strict=True)
+    clocks, memories, rejections = zip(*ranks, strict=True)
     steps = [len(each["step_seconds"]) for each in clocks]
-    refused = of_steps(steps, asked=asked_steps, warmup=training.train.warmup_steps) + of_ranks(refusals)
-    if (work := training.work()) and work.left_out:
-        refused.append(Refusal(f"{work}: its speed is that of other work", voids_memory=True))
+    rejected = of_steps(steps, asked=requested_steps, warmup=training.train.warmup_steps) + of_ranks(rejections)
+    if (work := training.work()) and work.missing:
+        rejected.append(Rejection(f"{work}: its speed is that of other work", voids_memory=True))
     slowest = max(clocks, key=lambda each: each["measured_seconds"])
     peaks = tuple(each["peak_bytes"] for each in memories)
     held = [each["driver_bytes"] for each in memories]
-    unknown = None in peaks or any(refusal.voids_memory for refusal in refused)
+    unknown = None in peaks or any(rejection.voids_memory for rejection in rejected)
     seconds = slowest["measured_seconds"]
     counted = sum if memory.reserved_bytes is None else max  # the processes of a CPU share its memory
 
     def trusted(value: float | None) -> float | None:
-        return None if refused else value
+        return None if rejected else value
 
     return Window(
         measured_steps=min(steps),
@@ -102,5 +102,5 @@ def window_of(
         ),
         driver_memory_bytes=None if None in held else max(held),
         allocator_retries=None if memory.retries is None else sum(each["retries"] for each in memories),
-        refusals=tuple(refusal.reason for refusal in refused),
+        rejections=tuple(rejection.reason for rejection in rejected),
     )

@@ -160,6 +160,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
             "all training labels are 0, a single class",
         ),
         ({"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros((9, 2), int)}, "integers are labels; expected one"),
+        ({"inputs": np.arange(18).reshape(9, 2) + (1 << 24), "targets": np.ones(9)}, r"exact up to 2\^24 only"),
         ({"inputs": np.ones((9, 2))}, "channel 0 of the training inputs is the same everywhere"),
         ({"inputs": np.zeros((0, 2))}, "the train split is empty"),
         ({"inputs": np.array(["a", "b"])}, "expected numbers in C order"),

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from pipeline import results
-from pipeline.params import CATALOGUE, Config, Machine, Variant, asked, load, parse
+from pipeline.params import CATALOGUE, Config, Machine, Variant, load, parse, requested
 from pipeline.results import Result
 from pipeline.step import TrainingStep
 from pipeline.tools import variant_sets
@@ -42,7 +42,7 @@ def _unnamed() -> dict[str, dict[str, Any]]:
     """Of each technique for GPUs that no ready-made variant names, the variant that it declares."""
     able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True, gpu_float8=True)
     variants = (Variant(**values) for variants in SETS.values() for values in variants.values())
-    named = {each.name for variant in variants for each in asked(variant)}
+    named = {each.name for variant in variants for each in requested(variant)}
     return {
         each.name: alone(each)
         for each in CATALOGUE

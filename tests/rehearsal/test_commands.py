@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from pipeline import environment, results
-from pipeline.benchmark.arm import PRELOAD, Measured, _measure_in_turns
+from pipeline.benchmark.arm import PRELOAD, Measured, _rank_of_arm
 from pipeline.distributed import forked
 from pipeline.measurement import energy
 from pipeline.params import Config
@@ -59,7 +59,7 @@ def check(measured: Measured | None) -> Measured:
 def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str) -> None:
     config = configure(**{variant: SETS[name][variant]})
     made = plan(config, variant, environment.machine())
-    arm = _measure_in_turns(config, made, PREPARED, environment.read(), STEPS, True)
+    arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True)
     next(arm)
     arm.send(STEPS)
     measured = check(arm.send(None))
@@ -79,7 +79,7 @@ def test_an_arms_energy_is_the_power_of_its_gpu_over_its_windows(monkeypatch: py
     bench = config.bench.model_copy(update={"energy": True, "max_foreign_load": 1.0, "max_input_wait": 1.0})
     config = config.model_copy(update={"bench": bench})
     made = plan(config, "baseline", environment.machine())
-    arm = _measure_in_turns(config, made, PREPARED, environment.read(), STEPS, True)
+    arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True)
     next(arm)
     arm.send(STEPS)
     window = check(arm.send(None)).window
@@ -95,7 +95,7 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
     config = configure(**{variant: SETS[name][variant]})
     made = plan(config, variant, environment.machine())
     arguments = (config, made, PREPARED.resolve(), environment.read(), STEPS, True)
-    with forked(_measure_in_turns, arguments, 2, preload=PRELOAD) as ask:
+    with forked(_rank_of_arm, arguments, 2, preload=PRELOAD) as ask:
         ask(None)
         ask(STEPS)
         measured = check(ask(None)[0])
@@ -157,5 +157,5 @@ def test_a_gpu_that_throttles_is_refused(gpus: Gpus) -> None:
         gpus.throttling = bits
         train(config, "baseline", environment.machine())
         (run,) = result_of(config, "baseline").runs
-        assert any("GPU throttled (software thermal slowdown)" in reason for reason in run.refusals) is refused
+        assert any("GPU throttled (software thermal slowdown)" in reason for reason in run.rejections) is refused
         assert run.samples_per_second is None or not refused

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import environment
 from pipeline.errors import ConfigError
-from pipeline.params import asked, entry, parse
+from pipeline.params import entry, parse, requested
 from pipeline.plans import plan
 from pipeline.results import Result
 from tests.as_if_cuda import NAME, as_if_cuda
@@ -60,12 +60,12 @@ def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
     if config is None:  # because nothing of it can run, or is left, on one GPU
         alone = parse({"compare": {"baseline": variant}, "variants": {variant: values}})
         with suppress(ConfigError):
-            assert not asked(plan(alone, variant, machine).applied)
+            assert not requested(plan(alone, variant, machine).applied)
         return
     steps = train(config, variant, machine)
     result = result_of(config, variant)
     assert (result.device, result.backend, len(steps)) == (NAME, None, STEPS)
-    techniques = asked(config.variants[variant])
+    techniques = requested(config.variants[variant])
     if all(each.changes != "statistics" for each in techniques):
         assert result.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.01)
     waiting = [each.name for each in techniques if each.name in WAITS]

@@ -91,7 +91,7 @@ def test_two_ranks_send_what_they_must_and_wait_for_nothing(name: str, variant: 
     result, ranks = run(tmp_path, name, variant, 2)
     assert (result.device, result.backend, result.world_size) == (NAME, "nccl", 2)
     applied = Variant.model_validate(result.applied)
-    waiting = [each for each in WAITS if entry(each).asked_by(applied)]
+    waiting = [each for each in WAITS if entry(each).requested_by(applied)]
     for steps in ranks:
         assert len(steps) == 16
         for step in steps[SETTLED:]:

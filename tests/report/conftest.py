@@ -45,13 +45,13 @@ def mixed() -> Made:
         for name in ("baseline", *throughput)
     ]
     refused = {"untrusted": dict.fromkeys(range(2, 10), REASON)}
-    return made(measured, throughput=throughput, memory={"trades": 1.5}, refused=refused)
+    return made(measured, throughput=throughput, memory={"trades": 1.5}, rejected=refused)
 
 
 @pytest.fixture(scope="session")
 def noisy() -> Made:
     """A machine on which nothing can be trusted."""
-    return made(make_results(), noise=0.5, refused={})
+    return made(make_results(), noise=0.5, rejected={})
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +74,6 @@ def hostile() -> Made:
     baseline = make_result("baseline")
     config = {**baseline.config, "train": {**baseline.config["train"], "model": HOSTILE}}
     applied: dict[str, Any] = {"extra": {HOSTILE: {}}}
-    other = make_result("other", config=config, applied=applied, left_out={HOSTILE: HOSTILE}, device=HOSTILE)
+    other = make_result("other", config=config, applied=applied, skipped={HOSTILE: HOSTILE}, device=HOSTILE)
     measured = [baseline.model_copy(update={"config": config, "device": HOSTILE}), other]
-    return made(measured, refused={"other": dict.fromkeys(range(8), HOSTILE)}, commit=HOSTILE)
+    return made(measured, rejected={"other": dict.fromkeys(range(8), HOSTILE)}, commit=HOSTILE)

@@ -40,8 +40,8 @@ def every_verdict() -> Made:
     }
     disturbed = (
         make_run(0, test_correct=8990, samples_per_second=16_000.0),
-        make_run(1, test_correct=9035, samples_per_second=None, refusals=("the GPU throttled",)),
-        make_run(2, test_correct=8995, refusals=("the GPU throttled", "something recompiled."), resumes=1,
+        make_run(1, test_correct=9035, samples_per_second=None, rejections=("the GPU throttled",)),
+        make_run(2, test_correct=8995, rejections=("the GPU throttled", "something recompiled."), resumes=1,
                  samples_per_second=None),
     )  # fmt: skip
     weak = {
@@ -63,12 +63,14 @@ def every_verdict() -> Made:
         "ddp": {4: REASON, 6: REASON.replace("31", "48"), 7: "the allocator retried"},
         "untrusted": dict.fromkeys(range(2, 10), REASON),
     }
-    bench = make_bench(measured, throughput=throughput, refused=refused, ablate=True)
+    bench = make_bench(measured, throughput=throughput, rejected=refused, ablate=True)
     arms = tuple(arm.model_copy(update={"samples": tuple(map(_on_gpu, arm.samples))}) for arm in bench.arms)
     ledgers = bench.ledgers | {"ddp": make_ledgers(predicted=None, why_not_predicted="DDP is not predicted.")}
     del ledgers["untrusted"]
     flops = {each.variant: make_flops(each.applied, 1e12) for each in measured} | {"costs": make_flops({})}
-    found = made(measured, throughput=throughput, refused=refused, ablate=True, arms=arms, ledgers=ledgers, flops=flops)
+    found = made(
+        measured, throughput=throughput, rejected=refused, ablate=True, arms=arms, ledgers=ledgers, flops=flops
+    )
     relied_on = {"variants": {"baseline": {}, "ddp": {"compiler": "g++ 14"}}, "forms": {"int8": {"torchao": None}}}
     environment = {"environment": ENVIRONMENT | {"relied_on": relied_on}}
     return found._replace(comparison=found.comparison.model_copy(update=environment))
@@ -77,7 +79,7 @@ def every_verdict() -> Made:
 def _on_gpu(window: Window) -> Window:
     peak = window.peak_memory_bytes or 0
     held = {"peak_reserved_bytes": peak + 2**25, "driver_memory_bytes": peak + 2**28, "allocator_retries": 0}
-    return window.model_copy(update=held | ({"allocator_retries": 1} if "retried" in str(window.refusals) else {}))
+    return window.model_copy(update=held | ({"allocator_retries": 1} if "retried" in str(window.rejections) else {}))
 
 
 def stopped() -> Made:
@@ -91,14 +93,14 @@ def stopped() -> Made:
         )
         result = make_result(name, [run], dataset=dataset, applied={} if name == "baseline" else {"parallelism": name})
         measured.append(result.model_copy(update={"config": result.config | {"train": result.config["train"] | train}}))
-    return made(measured, rounds=4, noise=0.5, refused={}, interrupted=True, commit=f"{'0123456789' * 4}+")
+    return made(measured, rounds=4, noise=0.5, rejected={}, interrupted=True, commit=f"{'0123456789' * 4}+")
 
 
 def alone() -> Made:
     """A baseline with nothing beside it, of which little is known."""
     runs = [make_run(seed, samples_per_second=None, peak_memory_bytes=None) for seed in range(3)]
     every = {"baseline": dict.fromkeys(range(12), REASON)}
-    return made([make_result("baseline", runs)], refused=every, ledgers={}, flops={}, commit=None)
+    return made([make_result("baseline", runs)], rejected=every, ledgers={}, flops={}, commit=None)
 
 
 def over_sessions() -> Made:
@@ -110,7 +112,7 @@ def over_sessions() -> Made:
             start_utc=f"2026-11-{day}T08:00:00+00:00", boot_id=f"{day}-boot", uptime_seconds=60.0, load_average=0.5,
             steal_fraction=0.012,
         )  # fmt: skip
-        return make_bench(measured, throughput={"ddp": ddp, "memory": 0.8}, refused={}, session=start, **changes)
+        return make_bench(measured, throughput={"ddp": ddp, "memory": 0.8}, rejected={}, session=start, **changes)
 
     before = {"baseline": "k", "ddp": "before", "memory": "k"}
     sessions = [session(20, 1.5), session(17, 1.02, keys=before), session(18, 1.3), session(19, 1.4, noise=0.5)]

@@ -19,7 +19,7 @@ def test_metrics_are_the_verdict_and_flat_numbers(usual: Made) -> None:
         ddp.throughput.low,
         ddp.throughput.high,
     )
-    assert (values["throughput_pairs"], values["refused_samples"]) == (11, 1)
+    assert (values["throughput_pairs"], values["rejected_samples"]) == (11, 1)
     assert values["accuracy_difference_mean_fraction"] == pytest.approx(0.001 / 3)
     assert values["training_samples_per_second"] == 32_000.0
     assert values["time_to_target_seconds"] == ddp.time_to_target.train_seconds

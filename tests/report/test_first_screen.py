@@ -29,17 +29,17 @@ def test_the_advice_names_what_pays_and_what_is_worth_its_price(usual: Made) -> 
 def test_it_says_if_nothing_is_faster_and_what_is_open() -> None:
     names = ("baseline", "small", "open")
     measured = [make_result(name, [make_run(seed, test_correct=9000) for seed in range(3)]) for name in names]
-    both = made(measured, throughput={"small": 0.8, "open": 1.04}, memory={"small": 0.5}, refused={})
+    both = made(measured, throughput={"small": 0.8, "open": 1.04}, memory={"small": 0.5}, rejected={})
     assert advised(both).endswith(" times the speed; `open` is not decided yet.")
-    alone = made(measured[:2], throughput={"small": 0.8}, memory={"small": 0.5}, refused={})
+    alone = made(measured[:2], throughput={"small": 0.8}, memory={"small": 0.5}, rejected={})
     assert advised(alone).endswith(" times the speed; nothing here is faster.")
-    slow = made(measured[:2], throughput={"small": 0.8}, refused={})
+    slow = made(measured[:2], throughput={"small": 0.8}, rejected={})
     assert advised(slow) == "Keep `baseline`: nothing here is better."
     noisy = made(
         measured,
         throughput={"small": 0.8, "open": 1.5},
         memory={"small": 0.5},
-        refused={"open": dict.fromkeys(range(2, 10), "noise")},
+        rejected={"open": dict.fromkeys(range(2, 10), "noise")},
     )
     assert advised(noisy).endswith(" times the speed; `open` is not to be trusted.")
 
@@ -53,7 +53,7 @@ def test_what_is_decided_of_the_untrusted_is_said() -> None:
     runs = [make_run(seed, test_correct=9000) for seed in range(3)]
     measured = [make_result(name, runs) for name in ("baseline", "m")]
     both = {arm: dict.fromkeys(range(2, 10), REASON) for arm in ("baseline", "m")}
-    found = made(measured, memory={"m": 0.5}, refused=both)
+    found = made(measured, memory={"m": 0.5}, rejected=both)
     assert re.fullmatch(r"Decided all the same: `m` takes 0\.\d+ to 0\.5\d* times the memory\.", advised(found))
     assert "- **m** is **untrusted** (memory and accuracy decided): " in markdown(found.comparison)
     assert "memory and accuracy decided" in Page(html(*found)).heard

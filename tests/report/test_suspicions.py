@@ -26,7 +26,7 @@ def test_a_bench_that_contradicts_the_trainings_is(
         make_result(name, [make_run(seed, samples_per_second=speed) for seed, speed in enumerate(speeds)])
         for name, speeds in (("baseline", (20_000.0,) * len(trained)), ("tried", trained))
     ]
-    bench = make_bench(measured, throughput={"tried": benched}, refused={})
+    bench = make_bench(measured, throughput={"tried": benched}, rejected={})
     notes = sentences.notes(make_comparison(measured, bench))
     said = [(name, text) for name, text in notes if "contradict each other" in text]
     assert [name for name, _ in said] == ["tried"] * told

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.malloc import keep_freed_memory
+from pipeline.processes.malloc import keep_freed_memory
 from pipeline.techniques import allocators
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from tests.nets import ALONE, GPU, make_plan

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.errors import ConfigError
-from pipeline.params import Config, Machine, Train, Variant, asked
+from pipeline.params import Config, Machine, Train, Variant, requested
 from pipeline.plans import plan
 from pipeline.profiling import ledger
 from pipeline.techniques.attention import Attention
@@ -131,7 +131,7 @@ def test_a_prediction_for_a_gpu_counts_what_math_keeps(digits: Dataset, attentio
 )
 def test_a_report_names_the_kernel(attention: str, label: list[str]) -> None:
     variant = Variant.model_validate({"attention": attention})
-    assert [each.label(variant) for each in asked(variant)] == label
+    assert [each.label(variant) for each in requested(variant)] == label
 
 
 @pytest.mark.gpu("the kernels of its own")

@@ -202,11 +202,11 @@ def test_compiling_is_the_first_step_s_and_after_the_warm_up_it_is_refused(digit
     training.advance(TRAIN.warmup_steps + 10)
     assert training.clock.first_step_seconds is not None
     assert training.clock.first_step_seconds > 10 * max(training.clock.step_seconds)
-    assert detector.refusals() == []
+    assert detector.rejections() == []
     model.doubles = True
     training.advance(5)
-    [refusal] = detector.refusals()
-    assert "torch.compile compiled for" in refusal.reason
+    [rejection] = detector.rejections()
+    assert "torch.compile compiled for" in rejection.reason
 
 
 @builds

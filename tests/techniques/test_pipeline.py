@@ -379,7 +379,7 @@ def test_the_measured_ledger_shows_what_the_rank_holds(digits: Dataset) -> None:
         assert found.communication_bytes == 0
 
 
-# Plans and refusals
+# Plans and rejections
 
 
 def test_gradient_accumulation_is_the_schedule_s() -> None:

@@ -48,7 +48,7 @@ def baseline() -> Result:
 def test_a_job_of_each_ready_made_variant_trains_what_the_baseline_trains(name: str) -> None:
     plain_result, result = baseline(), train(name)
     assert (result.backend, result.world_size) == ("gloo", 4 if name.endswith("replicas") else 2)
-    assert result.left_out == {}
+    assert result.skipped == {}
     assert result.applied["parallelism"] == name.partition("-")[0]
     assert result.parameter_count == plain_result.parameter_count
     (run,), (plain,) = result.runs, plain_result.runs

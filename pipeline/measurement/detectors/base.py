@@ -1,4 +1,4 @@
-"""The base class of detectors, and the refusals that they return."""
+"""The base class of detectors, and the rejections that they return."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MAX_THROTTLED_FRACTION = 0.05
 """Largest share of the measured windows that may be throttled: of a CPU's time, or of the looks at a GPU."""
 
 
-class Refusal(NamedTuple):
-    """Why numbers of the measured windows are not to be trusted. Every refusal voids the speeds and step times."""
+class Rejection(NamedTuple):
+    """Why numbers of the measured windows are not to be trusted. Every rejection voids the speeds and step times."""
 
     reason: str
     """What happened, to what extent, and what to do."""
@@ -30,7 +30,7 @@ class Detector(ABC):
         """The window ends. Measured windows add up; other windows are ignored."""
 
     @abstractmethod
-    def refusals(self) -> list[Refusal]:
+    def rejections(self) -> list[Rejection]:
         """Return why the measured windows so far are not to be trusted; empty if no disturbance was seen."""
 
     def state(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.measurement.detectors.base import Detector, Refusal
+from pipeline.measurement.detectors.base import Detector, Rejection
 
 
 class Recompilation(Detector):
@@ -23,11 +23,11 @@ class Recompilation(Detector):
             now = _compile_seconds()
             self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() starts at zero
 
-    def refusals(self) -> list[Refusal]:
+    def rejections(self) -> list[Rejection]:
         if not self.seconds:
             return []
         return [
-            Refusal(
+            Rejection(
                 f"torch.compile compiled for {self.seconds:.2f} s after the warm-up; raise train.warmup_steps, or find "
                 "what changes from step to step with TORCH_LOGS=recompiles"
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.measurement.detectors import processes
-from pipeline.measurement.detectors.base import MAX_THROTTLED_FRACTION, Detector, Refusal
+from pipeline.measurement.detectors.base import MAX_THROTTLED_FRACTION, Detector, Rejection
 
 CPUS = Path("/sys/devices/system/cpu")
 
@@ -102,13 +102,13 @@ class ForeignLoad(Detector):
         stolen = self.stolen_seconds * own / (own + foreign) if own > 0 else 0.0
         return min(foreign, harm) + stolen
 
-    def refusals(self) -> list[Refusal]:
+    def rejections(self) -> list[Rejection]:
         due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
         if not due or (share := self.taken_seconds / due) <= self._limit:
             return []
         accepting = min(1.0, math.floor(10 * share + 2) / 10)  # with room, as the next round has another load
         return [
-            Refusal(
+            Rejection(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
                 f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop what else runs on this machine and "
                 f"measure again, or accept such load: bench.max_foreign_load: {accepting:.1f}"
@@ -153,11 +153,11 @@ class CpuThrottling(Detector):
             longest = max(now - before for now, before in zip(self._read(), self._before, strict=True))
             self.throttled_seconds += longest / 1e3
 
-    def refusals(self) -> list[Refusal]:
+    def rejections(self) -> list[Rejection]:
         if self.throttled_seconds <= MAX_THROTTLED_FRACTION * self.window_seconds:
             return []
         return [
-            Refusal(
+            Rejection(
                 f"the CPU got too hot and was throttled for {self.throttled_seconds:.2f} of {self.window_seconds:.2f} "
                 "s; cool it better or limit its clock, and measure again"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.measurement.detectors.base import Refusal
+from pipeline.measurement.detectors.base import Rejection
 from pipeline.measurement.windows import Clock, Memory
 
 MAX_ASIDE_FRACTION = 0.05
@@ -13,19 +13,19 @@ MAX_IDLE_FRACTION = 0.01
 """Allowed in addition, as a share of the seconds between the turns: gloo's threads take up to 0.3% when idle."""
 
 
-def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Refusal]:
-    """Return refusals for the step times of one rank. With ``max_input_wait`` None, any wait for input is allowed.
+def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Rejection]:
+    """Return rejections for the step times of one rank. With ``max_input_wait`` None, any wait for input is allowed.
 
     ``resident``: the data set is on the device, so the input is made there.
     """
     found = []
     disagreement = clock.disagreement()
     if disagreement:
-        found.append(Refusal(disagreement))
+        found.append(Rejection(disagreement))
     if max_input_wait is not None and clock.input_seconds > max_input_wait * clock.measured_seconds:
         remedy = "" if resident else "set train.placement to 'resident', "
         found.append(
-            Refusal(
+            Rejection(
                 f"the steps waited for input {clock.input_seconds / clock.measured_seconds:.0%} of the time (at most "
                 f"{max_input_wait:.0%} is allowed): this measures the input, not the technique; {remedy}lighten "
                 "train.augment, or raise bench.max_input_wait"
@@ -34,12 +34,12 @@ def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> l
     return found
 
 
-def of_memory(memory: Memory) -> list[Refusal]:
-    """Return a refusal of the rank's speeds and peak memory if its allocator had to retry; empty otherwise."""
+def of_memory(memory: Memory) -> list[Rejection]:
+    """Return a rejection of the rank's speeds and peak memory if its allocator had to retry; empty otherwise."""
     if not memory.retries:
         return []
     return [
-        Refusal(
+        Rejection(
             f"the allocator ran out of memory and flushed its cache {memory.retries} time(s); lower train.batch_size "
             "or apply a technique that saves memory",
             voids_memory=True,
@@ -47,14 +47,14 @@ def of_memory(memory: Memory) -> list[Refusal]:
     ]
 
 
-def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[Refusal]:
-    """Return a refusal if an arm used too much CPU time between its turns, while other arms were measured.
+def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[Rejection]:
+    """Return a rejection if an arm used too much CPU time between its turns, while other arms were measured.
 
     ``aside_seconds``: that CPU time; ``waited_seconds``: the total time between the arm's turns."""
     if aside_seconds <= MAX_ASIDE_FRACTION * clock.measured_seconds + MAX_IDLE_FRACTION * waited_seconds:
         return []
     return [
-        Refusal(
+        Rejection(
             f"it used {aside_seconds:.2f} s of CPU time between its turns, beside {clock.measured_seconds:.2f} s of "
             f"measured ones (at most {MAX_ASIDE_FRACTION:.0%} of these and {MAX_IDLE_FRACTION:.0%} of the "
             f"{waited_seconds:.2f} s between is allowed): what is done there is in no figure of its own and in the "
@@ -63,32 +63,32 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
     ]
 
 
-def of_steps(measured: Sequence[int], *, asked: int, warmup: int) -> list[Refusal]:
-    """Return refusals if ranks measured too few steps, or different numbers of steps.
+def of_steps(measured: Sequence[int], *, asked: int, warmup: int) -> list[Rejection]:
+    """Return rejections if ranks measured too few steps, or different numbers of steps.
 
     ``measured``: steps in the measured windows of each rank; ``asked``: the fewest that each rank should measure."""
     fewest = min(measured)
     if not fewest:
         return [
-            Refusal(
+            Rejection(
                 f"no step was measured: the run ended within the {warmup} steps of its warm-up; raise train.epochs or "
                 "lower train.warmup_steps"
             )
         ]
     found = []
     if len(set(measured)) > 1:
-        found.append(Refusal(f"the ranks measured different numbers of steps: {sorted(set(measured))}"))
+        found.append(Rejection(f"the ranks measured different numbers of steps: {sorted(set(measured))}"))
     if fewest < asked:
-        found.append(Refusal(f"{fewest} of {asked} steps were measured: the run ended early; raise train.epochs"))
+        found.append(Rejection(f"{fewest} of {asked} steps were measured: the run ended early; raise train.epochs"))
     return found
 
 
-def of_ranks(ranks: Sequence[Sequence[Refusal]]) -> list[Refusal]:
-    """Return the refusals of all ranks in one list; with several ranks, each reason names its rank."""
+def of_ranks(ranks: Sequence[Sequence[Rejection]]) -> list[Rejection]:
+    """Return the rejections of all ranks in one list; with several ranks, each reason names its rank."""
     if len(ranks) == 1:
         return list(ranks[0])
     return [
-        refusal._replace(reason=f"rank {rank}: {refusal.reason}")
-        for rank, refusals in enumerate(ranks)
-        for refusal in refusals
+        rejection._replace(reason=f"rank {rank}: {rejection.reason}")
+        for rank, rejections in enumerate(ranks)
+        for rejection in rejections
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.measurement.detectors import processes
-from pipeline.measurement.detectors.base import MAX_THROTTLED_FRACTION, Detector, Refusal
+from pipeline.measurement.detectors.base import MAX_THROTTLED_FRACTION, Detector, Rejection
 from pipeline.measurement.nvml import handle_of
 
 GPU_SAMPLE_SECONDS = 0.1
@@ -95,11 +95,11 @@ class GpuThrottling(Detector):
             for reason in seen:
                 self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
-    def refusals(self) -> list[Refusal]:
+    def rejections(self) -> list[Rejection]:
         if self.slow_looks <= MAX_THROTTLED_FRACTION * self.looks:
             return []
         return [
-            Refusal(
+            Rejection(
                 f"{self._name} throttled ({', '.join(sorted(self.reasons))}) in {self.slow_looks} of {self.looks} "
                 f"looks at it (at most {MAX_THROTTLED_FRACTION:.0%} are allowed); see to its cooling and power supply, "
                 "and measure again"
@@ -149,11 +149,11 @@ class SharedGpu(Detector):
             self._see()
             self.others = max(self.others, self._seen)
 
-    def refusals(self) -> list[Refusal]:
+    def rejections(self) -> list[Rejection]:
         if not self.others:
             return []
         return [
-            Refusal(
+            Rejection(
                 f"{self.others} other process(es) held {self._name}; end them (nvidia-smi lists them) and measure again"
             )
         ]

@@ -64,15 +64,15 @@ def entry(name: str) -> Entry:
     return _BY_NAME.get(name) or _from_outside(name)
 
 
-def asked(variant: Variant) -> tuple[Entry, ...]:
+def requested(variant: Variant) -> tuple[Entry, ...]:
     """Return the variant's techniques, in the catalogue's order. Raises ConfigError if an extra is not installed."""
-    own = (each for each in CATALOGUE if each.asked_by(variant))
+    own = (each for each in CATALOGUE if each.requested_by(variant))
     return (*own, *(_from_outside(name) for name in variant.extra))
 
 
 def in_order(variant: Variant) -> list[Entry]:
     """Return the variant's techniques in the order in which they apply: by layer, then in the catalogue's order."""
-    return sorted(asked(variant), key=lambda each: get_args(Layer).index(each.layer))
+    return sorted(requested(variant), key=lambda each: get_args(Layer).index(each.layer))
 
 
 def acting(variant: Variant) -> list[Entry]:
@@ -102,7 +102,7 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
 'gradient_accumulation=4': ('gradient_accumulation',)}
     """
     order = list(Variant.model_fields)
-    applied = sorted((each for each in CATALOGUE if each.asked_by(variant)), key=lambda each: order.index(each.key))
+    applied = sorted((each for each in CATALOGUE if each.requested_by(variant)), key=lambda each: order.index(each.key))
     options = {"parallelism": tuple(each.key for each in applied if each.needs)}
     found = {each.label(variant): (*keys(each), *options.get(each.key, ())) for each in applied}
     return found | ({"+".join(variant.extra): ("extra",)} if variant.extra else {})  # extras count as one
@@ -133,7 +133,7 @@ def _runs_in(technique: Entry, parallelism: Entry) -> bool:
 
 def misplaced(variant: Variant) -> dict[str, str]:
     """Return key -> what is wrong, for keys that need a technique or parallelism that the variant does not have."""
-    applied, plain = asked(variant), Variant()
+    applied, plain = requested(variant), Variant()
     needed = {
         each.key: ("parallelism", list(each.needs))
         for each in applied
@@ -151,7 +151,7 @@ def misplaced(variant: Variant) -> dict[str, str]:
     }
 
 
-def unasked(variant: Variant, technique: Entry) -> dict[str, Any]:
+def unrequested(variant: Variant, technique: Entry) -> dict[str, Any]:
     """Return the keys of the technique with the values that no longer ask for it."""
     if technique.name in variant.extra:
         return {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
@@ -162,13 +162,13 @@ def unasked(variant: Variant, technique: Entry) -> dict[str, Any]:
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
     """Return the variant without these techniques. The rest may be unable to run alone."""
     for technique in techniques:
-        variant = variant.model_copy(update=unasked(variant, technique))
+        variant = variant.model_copy(update=unrequested(variant, technique))
     return variant
 
 
 def contradiction(variant: Variant) -> str | None:
     """Return why the variant's techniques cannot run together; None if they can."""
-    together = asked(variant)
+    together = requested(variant)
     for one in together:
         for other in together:
             if other.name in one.excludes:
@@ -211,9 +211,10 @@ def _from_outside(name: str) -> Entry:
     for name_of, value, allowed in (("changes", found.changes, Changes), ("layer", found.layer, Layer)):
         if value not in get_args(allowed):
             raise ConfigError(f"{where}: found {name_of} {value!r}; expected one of {', '.join(get_args(allowed))}.")
-    if found.hooks:
+    if found.implementation:
         raise ConfigError(
-            f"{where}: found hooks {found.hooks!r}; its class is named by the group {outside.TECHNIQUES}."
+            f"{where}: found implementation {found.implementation!r}; its class is named by the group "
+            f"{outside.TECHNIQUES}."
         )
     if found.key != "extra":
         raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")

@@ -53,12 +53,12 @@ class Entry:
     costs: str
     source: str
     changes: Changes
-    hooks: str = ""
+    implementation: str = ""
     """Module under ``pipeline/techniques``, and class: a job imports what it applies, as some import much of torch.
     Empty: the technique is part of the one it ``needs``, or of the plan, or a ``placement``, or another package's,
     whose entry point names the class."""
     layer: Layer = "step"
-    asked: Callable[[Variant], bool] | None = None
+    requested_if: Callable[[Variant], bool] | None = None
     """Whether a variant applies the technique. None: if the variant has ``setting``, or the name under ``extra``."""
     details: tuple[str, ...] = ()
     """Further keys of a variant, which only configure the technique."""
@@ -114,10 +114,10 @@ class Entry:
         """The key of a variant that asks for the technique."""
         return "extra" if self.setting.startswith("extra:") else self.setting.partition(":")[0]
 
-    def asked_by(self, variant: Variant) -> bool:
+    def requested_by(self, variant: Variant) -> bool:
         """Return whether the variant applies the technique."""
-        if self.asked:
-            return self.asked(variant)
+        if self.requested_if:
+            return self.requested_if(variant)
         if self.key == "extra":
             return self.name in variant.extra
         return self.setting == f"{self.key}: {str(self.value(variant)).lower()}"
@@ -126,7 +126,7 @@ class Entry:
         """Return the variant's value of ``key``."""
         return getattr(variant, self.key)
 
-    def refusal(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
+    def rejection(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
         """Return why the variant's setting cannot run on the machine; None if it can."""
         of_value = self.why_not_value.get(self.value(variant)) if self.why_not_value else None
         here = self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
@@ -135,13 +135,13 @@ class Entry:
     def label(self, variant: Variant) -> str:
         """Return the name, with the variant's value where the name does not imply it.
 
-        >>> from pipeline.params import Variant, asked
+        >>> from pipeline.params import Variant, requested
         >>> variant = Variant(precision="bf16", gradient_accumulation=4)
-        >>> [each.label(variant) for each in asked(variant)]
+        >>> [each.label(variant) for each in requested(variant)]
         ['bf16', 'gradient_accumulation=4']
         """
         value = self.value(variant)
-        told = isinstance(value, bool) or value == "default" or (isinstance(value, str) and self.asked is None)
+        told = isinstance(value, bool) or value == "default" or (isinstance(value, str) and self.requested_if is None)
         return self.name if told else f"{self.name}={value:g}" if isinstance(value, float) else f"{self.name}={value}"
 
 

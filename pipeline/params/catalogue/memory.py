@@ -85,7 +85,7 @@ MEMORY: tuple[Entry, ...] = (
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
         layer="blocks",
-        hooks="activation_checkpointing.ActivationCheckpointing",
+        implementation="activation_checkpointing.ActivationCheckpointing",
         recomputes=True,
     ),
     Entry(
@@ -100,7 +100,7 @@ MEMORY: tuple[Entry, ...] = (
         source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
         changes="nothing",
         layer="blocks",
-        hooks="activation_checkpointing.SelectiveCheckpointing",
+        implementation="activation_checkpointing.SelectiveCheckpointing",
         recomputes=True,
         excludes={"activation_offload": "what it keeps passes by the hooks that would offload it"},
     ),
@@ -115,9 +115,9 @@ MEMORY: tuple[Entry, ...] = (
         source="Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020",
         changes="nothing",
         layer="blocks",
-        hooks="checkpointing_budget.CheckpointingBudget",
+        implementation="checkpointing_budget.CheckpointingBudget",
         recomputes=True,
-        asked=lambda variant: isinstance(variant.activation_checkpointing, float),
+        requested_if=lambda variant: isinstance(variant.activation_checkpointing, float),
     ),
     Entry(
         name="activation_offload",
@@ -129,7 +129,7 @@ MEMORY: tuple[Entry, ...] = (
         source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
         changes="nothing",
         layer="forward",
-        hooks="activation_offload.ActivationOffload",
+        implementation="activation_offload.ActivationOffload",
         needs_measuring=True,
         why_not=_why_no_offload,
     ),
@@ -143,9 +143,9 @@ MEMORY: tuple[Entry, ...] = (
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
         layer="forward",
-        hooks="gradient_accumulation.GradientAccumulation",
+        implementation="gradient_accumulation.GradientAccumulation",
         done_by=("pipeline",),
-        asked=lambda variant: variant.gradient_accumulation not in (1, "auto"),
+        requested_if=lambda variant: variant.gradient_accumulation not in (1, "auto"),
     ),
     Entry(
         name="auto_micro_batch",
@@ -158,7 +158,7 @@ MEMORY: tuple[Entry, ...] = (
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
         layer="forward",
-        hooks="gradient_accumulation.AutoMicroBatch",
+        implementation="gradient_accumulation.AutoMicroBatch",
         excludes=dict.fromkeys(
             ("fsdp", "tensor", "pipeline"),
             "a process that runs out of memory would leave the others waiting in the midst of their forward pass",
@@ -183,8 +183,8 @@ MEMORY: tuple[Entry, ...] = (
         "ICLR 2025",
         changes="rounding",
         layer="model",
-        hooks="chunked_loss.ChunkedLoss",
-        asked=lambda variant: variant.loss_chunks > 1,
+        implementation="chunked_loss.ChunkedLoss",
+        requested_if=lambda variant: variant.loss_chunks > 1,
         excludes={
             "fp16": "the gradients of the logits are there before the scaler has scaled the loss, and would vanish",
             "pipeline": "stages are cut by the time of the model's layers, of which the last would be a part of the "
@@ -201,7 +201,7 @@ MEMORY: tuple[Entry, ...] = (
         costs="an update a parameter instead of one for all; nothing can look at all gradients before the update",
         source="Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, ACL 2024",
         changes="nothing",
-        hooks="optimizer_in_backward.OptimizerInBackward",
+        implementation="optimizer_in_backward.OptimizerInBackward",
         excludes={
             **dict.fromkeys(
                 ("gradient_accumulation", "auto_micro_batch"),
@@ -225,7 +225,7 @@ MEMORY: tuple[Entry, ...] = (
         source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
         changes="statistics",
         layer="model",
-        hooks="low_bit_optimizer.LowBitOptimizer",
+        implementation="low_bit_optimizer.LowBitOptimizer",
         needs_measuring=True,
         why_not=_why_no_8bit,
         relies_on=("bitsandbytes",),
@@ -247,7 +247,7 @@ MEMORY: tuple[Entry, ...] = (
         source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
         changes="statistics",
         layer="model",
-        hooks="optimizer_choices.FactoredOptimizer",
+        implementation="optimizer_choices.FactoredOptimizer",
         needs_measuring=True,
         why_not_with=needs_adamw,
         excludes={
@@ -265,7 +265,7 @@ MEMORY: tuple[Entry, ...] = (
         "move. A parameter that some steps do not use has its momentum and weight decay in these too",
         source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
         changes="nothing",
-        hooks="optimizer_choices.ZeroedGradients",
+        implementation="optimizer_choices.ZeroedGradients",
     ),
     Entry(
         name="expandable_segments",
@@ -277,7 +277,7 @@ MEMORY: tuple[Entry, ...] = (
         source="PyTorch documentation: CUDA semantics, Optimizing memory usage with PYTORCH_ALLOC_CONF",
         changes="nothing",
         layer="model",
-        hooks="allocators.ExpandableSegments",
+        implementation="allocators.ExpandableSegments",
         why_not=needs_gpu,
     ),
     Entry(
@@ -289,7 +289,7 @@ MEMORY: tuple[Entry, ...] = (
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
         changes="nothing",
-        hooks="allocators.ReleaseCache",
+        implementation="allocators.ReleaseCache",
         why_not=_why_no_release,
     ),
 )

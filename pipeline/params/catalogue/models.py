@@ -53,7 +53,7 @@ MODELS: tuple[Entry, ...] = (
         source="not a technique; a comparison of models",
         changes="statistics",
         layer="model",
-        asked=lambda variant: variant.model is not None,
+        requested_if=lambda variant: variant.model is not None,
         details=("model_options",),
     ),
     Entry(
@@ -69,8 +69,8 @@ MODELS: tuple[Entry, ...] = (
         source="Hinton et al., Distilling the Knowledge in a Neural Network, 2015",
         changes="statistics",
         layer="forward",
-        hooks="distillation.Distillation",
-        asked=lambda variant: variant.distillation is not None,
+        implementation="distillation.Distillation",
+        requested_if=lambda variant: variant.distillation is not None,
         excludes={
             "pipeline": "no stage has both the inputs, which the teacher takes, and the outputs",
             "chunked_loss": "the outputs are never whole, and the distance compares them with the teacher's, which are",

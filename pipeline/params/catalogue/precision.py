@@ -49,7 +49,7 @@ PRECISION: tuple[Entry, ...] = (
         source="NVIDIA A100 Tensor Core GPU Architecture, 2020",
         changes="rounding",
         roundoff=2.0**-11,
-        hooks="tf32.TF32",
+        implementation="tf32.TF32",
         why_not=_why_no_tf32,
     ),
     Entry(
@@ -64,7 +64,7 @@ PRECISION: tuple[Entry, ...] = (
         changes="rounding",
         roundoff=2.0**-8,
         layer="forward",
-        hooks="precision.BFloat16",
+        implementation="precision.BFloat16",
         emulated=without_native_bf16,
     ),
     Entry(
@@ -78,7 +78,7 @@ PRECISION: tuple[Entry, ...] = (
         changes="rounding",
         roundoff=2.0**-11,
         layer="forward",
-        hooks="precision.Float16",
+        implementation="precision.Float16",
         why_not=needs_gpu,
     ),
     Entry(
@@ -96,7 +96,7 @@ PRECISION: tuple[Entry, ...] = (
         roundoff=2.0**-3,
         needs_measuring=True,
         layer="model",
-        hooks="precision.Float8",
+        implementation="precision.Float8",
         why_not=_why_no_torchao,
         emulated=_without_float8,
         relies_on=("torchao",),

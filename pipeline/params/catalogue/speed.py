@@ -104,8 +104,8 @@ SPEED: tuple[Entry, ...] = (
         "2021; PyTorch documentation: torch.nn.attention.sdpa_kernel",
         changes="rounding",
         layer="model",
-        hooks="attention.Attention",
-        asked=lambda variant: variant.attention != "auto",
+        implementation="attention.Attention",
+        requested_if=lambda variant: variant.attention != "auto",
         why_not_value={"efficient": needs_gpu, "cudnn": needs_gpu},
         why_not_beside=_needs_16_bits,
     ),
@@ -121,7 +121,7 @@ SPEED: tuple[Entry, ...] = (
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         layer="model",
-        hooks="channels_last.ChannelsLast",
+        implementation="channels_last.ChannelsLast",
     ),
     Entry(
         name="compile",
@@ -146,9 +146,9 @@ SPEED: tuple[Entry, ...] = (
         source="Ansel et al., PyTorch 2, ASPLOS 2024",
         changes="rounding",
         layer="compiler",
-        hooks="compile.Compile",
+        implementation="compile.Compile",
         needs_measuring=True,
-        asked=lambda variant: variant.compile != "none",
+        requested_if=lambda variant: variant.compile != "none",
         excludes={
             "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
             "pipeline": "a stage runs its own part of the model, not the compiled whole",
@@ -170,7 +170,7 @@ SPEED: tuple[Entry, ...] = (
         costs="memory that nothing else gets; what Python decides in a step is decided once, when it is recorded",
         source="PyTorch documentation: CUDA semantics, CUDA Graphs",
         changes="rounding",
-        hooks="cuda_graph.CudaGraph",
+        implementation="cuda_graph.CudaGraph",
         needs_measuring=True,
         excludes={
             **dict.fromkeys(
@@ -204,7 +204,7 @@ SPEED: tuple[Entry, ...] = (
         source="PyTorch documentation: torch.backends.cudnn",
         changes="rounding",
         repeats=False,
-        hooks="cudnn_benchmark.CudnnBenchmark",
+        implementation="cudnn_benchmark.CudnnBenchmark",
         why_not=needs_gpu,
     ),
     Entry(
@@ -217,7 +217,7 @@ SPEED: tuple[Entry, ...] = (
         source="PyTorch documentation: torch.optim, How to adjust performance",
         changes="rounding",
         layer="model",
-        hooks="optimizer_choices.ForeachOptimizer",
+        implementation="optimizer_choices.ForeachOptimizer",
     ),
     Entry(
         name="for_loop_optimizer",
@@ -229,6 +229,6 @@ SPEED: tuple[Entry, ...] = (
         source="PyTorch documentation: torch.optim, How to adjust performance",
         changes="rounding",
         layer="model",
-        hooks="optimizer_choices.ForLoopOptimizer",
+        implementation="optimizer_choices.ForLoopOptimizer",
     ),
 )

@@ -84,7 +84,7 @@ def show(
             ]
             if largest and largest + plan.processes * plan.micro_batches > len(dataset.train):
                 notes.append(f"{name}: the largest batch is the whole training set.")
-        notes += [f"{name}: {technique} is left out: {reason}." for technique, reason in plan.skipped.items()]
+        notes += [f"{name}: {technique} is skipped: {reason}." for technique, reason in plan.skipped.items()]
 
     if len(reasons) == len(table) - 1:
         raise PredictionError("\n".join(dict.fromkeys(reasons)))

@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from pipeline import environment, files, results
 from pipeline.distributed import launch
-from pipeline.measurement.malloc import keep_freed_memory
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
+from pipeline.processes.malloc import keep_freed_memory
 from pipeline.profiling.quiet import quiet
 from pipeline.profiling.steps import trace
 from pipeline.profiling.steps.findings import Facts, findings
@@ -31,7 +31,7 @@ from pipeline.profiling.steps.tables import markdown
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
-from pipeline.training.measured import dataset_of, device_name_of, setup_of
+from pipeline.training.measured import conditions_of, dataset_of, device_name_of
 
 __all__ = ["Profile", "annotated", "run", "window"]
 
@@ -144,7 +144,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
             ranks = tuple(world.gather(StepTimes.of(found.times())))
             snapshot = _memory_snapshot(training, Path(scratch, "memory.pickle"))
-            setup = setup_of(training, device_name_of(world, fingerprint))
+            setup = conditions_of(training, device_name_of(world, fingerprint))
         if world.is_main:
             facts = Facts(ranks, plan.device == "cuda", setup.placement, setup.applied)
             made = Profile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.params import Seed
 from pipeline.profiling.steps.trace import PARTS, Times
-from pipeline.results import Record, Setup, VariantDocument
+from pipeline.results import Record, RunConditions, VariantDocument
 
 _MS = 1e-6
 """Nanoseconds to milliseconds."""
@@ -65,7 +65,7 @@ class Finding(Record):
     text: str
 
 
-class Profile(Setup, VariantDocument):
+class Profile(RunConditions, VariantDocument):
     """``profile.json``."""
 
     seed: Seed

@@ -70,7 +70,7 @@ def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float 
                 y = 50 - 40 * max(-1.0, min(1.0, math.log(value / median) / furthest))
                 dots.append(Dot(x, round(y, 2), False, about + shown(value)))
             else:
-                why = "; ".join(arm.samples[index].refusals) or UNKNOWN
+                why = "; ".join(arm.samples[index].rejections) or UNKNOWN
                 dots.append(Dot(x, 50, True, f"{about}rejected, {why}"))
         drawn.append(Strip(arm.name, shown(median), tuple(dots)))
     counts = "; ".join(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pipeline import environment, params, plans
 from pipeline.environment.gpus import instances
 from pipeline.errors import ConfigError
+from pipeline.files import PREPARED
 
 if TYPE_CHECKING:
     from pipeline.data.prepared import Dataset
@@ -253,7 +254,6 @@ def _data(config: params.Config) -> tuple[Dataset, int] | None:
     return (dataset, len(dataset.train)) if dataset.name.split()[0] == config.fetch.dataset else None
 
 
-PREPARED = Path("data/prepared")
 PROBES = {"parts": _parts, "driver": _driver, "torch": _torch, "git": _git, "dvc": _dvc, "store": _store}
 
 

@@ -207,16 +207,16 @@ class Verifier:
 
     def count(self, plan: Plan) -> int:
         """The number of claims of the plan's variant, if all can be tried."""
-        changes = {each.changes for each in params.asked(plan.applied)}
-        idle = sum(each.without_effect is not None for each in params.asked(plan.applied))
+        changes = {each.changes for each in params.requested(plan.applied)}
+        idle = sum(each.without_effect is not None for each in params.requested(plan.applied))
         return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 3
 
     def claims(self, plan: Plan) -> Iterator[Claim]:
         """The claims of the plan's variant. A claim that cannot be tried here says so."""
         name = plan.name
         for technique, reason in plan.skipped.items():
-            yield Claim(name, f"{technique} is left out", note=reason, undecided=UNTRIED)
-        entries = params.asked(plan.applied)
+            yield Claim(name, f"{technique} is skipped", note=reason, undecided=UNTRIED)
+        entries = params.requested(plan.applied)
         try:
             (first,), (again,) = (self._observe(plan, [Task("run")], repeat) for repeat in (0, 1))
         except WorkerError as error:
@@ -309,7 +309,7 @@ class Verifier:
             (ours,) = self._observe(plan, [task])
         except WorkerError as error:
             return [_failed(plan.name, names[0], error)]
-        if ours.left_out:
+        if ours.overflowed:
             note = "a step was left out: its scaled gradients overflowed"
             return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
         note = "; ".join(filter(None, [note, ours.not_finite]))
@@ -377,8 +377,8 @@ class Verifier:
                 work = self._observe(reduced, [Task("run")])[0].work or work
             except WorkerError as error:
                 return Claim(plan.name, claim, note=f"without the compiler: {error}", undecided=UNTRIED)
-        note = str(work) if work.left_out else ""
-        return Claim(plan.name, claim, work.left_out, 0, not work.left_out, "samples", note)
+        note = str(work) if work.missing else ""
+        return Claim(plan.name, claim, work.missing, 0, not work.missing, "samples", note)
 
     def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> _Expected:
         """The plan of the same variant without ``techniques``."""

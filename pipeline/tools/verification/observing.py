@@ -92,7 +92,7 @@ class Observed:
     """Loss of each step of a run."""
     not_finite: str = ""
     """Why the training ended early, with no usable state."""
-    left_out: bool = False
+    overflowed: bool = False
     """True if a step was skipped because its scaled gradients overflowed."""
     unsteady: str = ""
     """Why the same seed may give other weights, if ``train.deterministic`` is not available; else empty."""
@@ -163,9 +163,9 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
             except NonFiniteLoss as error:
                 not_finite = str(error)
         after = _copied(training)
-        left_out = any(now < then for then, now in zip(scales, _loss_scales(training), strict=True))
+        overflowed = any(now < then for then, now in zip(scales, _loss_scales(training), strict=True))
         unsteady = training.plan.decided.get(DETERMINISTIC, "")
-        seen = Observed(file, losses, not_finite, left_out, unsteady, work=training.work())
+        seen = Observed(file, losses, not_finite, overflowed, unsteady, work=training.work())
         if training.world.is_main:
             torch.save(after, file)
             moved = {

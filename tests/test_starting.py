@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import interpreter
+from pipeline import processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +25,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def test_a_process_knows_its_age_whatever_the_time_of_day() -> None:
     before = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-c", "from pipeline.interpreter import age_seconds; input(); print(age_seconds())"],
+        [sys.executable, "-c", "from pipeline.processes import age_seconds; input(); print(age_seconds())"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     started = time.monotonic()
@@ -38,7 +38,7 @@ def test_a_process_knows_its_age_whatever_the_time_of_day() -> None:
 def test_nobody_looks_for_garbage_during_imports_nor_at_what_they_brought() -> None:
     code = """
 import gc
-from pipeline.interpreter import importing
+from pipeline.processes import importing
 before = gc.get_threshold()
 with importing():
     print(gc.get_threshold()[0])
@@ -56,7 +56,7 @@ def test_garbage_of_earlier_work_is_still_found_where_nothing_new_was_imported()
             self.own = self
 
     work = weakref.ref(Work())
-    with interpreter.importing():
+    with processes.importing():
         import gc
     gc.collect()
     assert work() is None
@@ -65,7 +65,7 @@ def test_garbage_of_earlier_work_is_still_found_where_nothing_new_was_imported()
 def test_who_switched_the_collector_off_finds_it_off() -> None:
     code = """
 import gc
-from pipeline.interpreter import importing
+from pipeline.processes import importing
 with importing():
     gc.disable()  # as a user's module can
 print(gc.isenabled())
@@ -75,7 +75,7 @@ print(gc.isenabled())
 
 def test_collecting_goes_on_after_an_import_that_failed() -> None:
     before = gc.get_threshold()
-    with pytest.raises(ModuleNotFoundError), interpreter.importing():
+    with pytest.raises(ModuleNotFoundError), processes.importing():
         import nowhere_to_be_found  # type: ignore[import-not-found]  # noqa: F401
     assert gc.get_threshold() == before
 
@@ -91,5 +91,5 @@ def test_threads_spin_shortly_unless_the_user_says_what_they_do(
         monkeypatch.delenv(name)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    interpreter.let_threads_sleep()
+    processes.let_threads_sleep()
     assert os.environ.get("GOMP_SPINCOUNT") == spin

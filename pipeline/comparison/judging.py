@@ -1,0 +1,71 @@
+"""How one variant is judged: its samples and the baseline's, session by session -> ratios, decisions, verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.comparison import advice, figures, planning, verdicts
+from pipeline.comparison.comparison_file import AccuracyDifference
+from pipeline.comparison.sessions import PooledSession, arm_of, combined
+from pipeline.comparison.verdicts import ENERGY, MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
+from pipeline.params import Margins
+from pipeline.results import Result
+
+
+class Judgement(NamedTuple):
+    """A variant's verdict, and the ratios, accuracy and reasons behind it."""
+
+    throughput: Ratio
+    memory: Ratio
+    energy: Ratio | None
+    """None if energy was not asked for."""
+    accuracy: Accuracy
+    accuracy_difference: AccuracyDifference
+    verdict: Verdict
+    reasons: tuple[str, ...]
+
+
+def judge(
+    result: Result, baseline: Result, pooled: Sequence[PooledSession], own: PooledSession, margins: Margins
+) -> Judgement:
+    """Turn the samples of each quantity into an interval over sessions and a decision at a margin; the decisions give
+    the verdict. ``own``: the session of ``pooled`` that has the bench's own rounds."""
+
+    def in_session(session: PooledSession, quantity: Quantity, margin: float) -> Ratio | None:
+        rounds = session.rounds_of(result.variant)
+        if rounds is None:
+            return None
+        arm, reference = (arm_of(rounds, "variant", each.variant) for each in (result, baseline))
+        noise = session.noise(quantity, result.variant)
+        doubt = verdicts.doubt_of(noise, quantity, arm, reference)
+        return verdicts.ratio(arm, reference, quantity, margin, noise, doubt=doubt)
+
+    def over_sessions(quantity: Quantity, margin: float) -> Ratio:
+        found = {each.start_utc: ratio for each in pooled if (ratio := in_session(each, quantity, margin))}
+        return combined(list(found.items()), found[own.start_utc], quantity)
+
+    throughput, memory = over_sessions(THROUGHPUT, margins.throughput), over_sessions(MEMORY, margins.memory)
+    difference = figures.accuracy_difference(result, baseline)
+    accuracy = verdicts.accuracy(
+        [each.difference_fraction for each in difference.seeds],
+        margins.accuracy,
+        baseline.summary.test_accuracy_mean_fraction,
+        1 / baseline.dataset.test_count,
+        identical=_weights(result) == _weights(baseline),
+    )
+    known = {"throughput": throughput.decision, "accuracy": accuracy.decision}
+    arms = [arm_of(own.compared, "variant", each.variant) for each in (result, baseline)]
+    known |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.decision}
+    reasons = advice.reasons(throughput, memory, accuracy, own.compared, stopped=arms[0].settled)
+    energy = over_sessions(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.compared.arms) else None
+    if energy and margins.energy and not verdicts.unmeasurable(arms, ENERGY):
+        known["energy"] = energy.decision
+    if energy and (margins.energy or energy.decision == "untrusted"):
+        reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.compared), stopped=arms[0].settled))
+    verdict = verdicts.verdict(list(known.values()))
+    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(known), *reasons))
+
+
+def _weights(result: Result) -> dict[int, str]:
+    return {run.seed: run.model_sha256 for run in result.runs}
