@@ -12,7 +12,7 @@ from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does, for both arms of every pair
 
-from benchmarks import beyond_memory, data_path, ledgers, machines, stages, turns
+from benchmarks import beyond_memory, data_path, ledgers, machines, own_job, stages, turns
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.ratio_of("plain"),
@@ -28,8 +28,8 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "turns": turns.noise,
     "default_job": stages.default_job,
 }
-BY_NAME = {"beyond_memory": beyond_memory.training}
-"""Those that need root, or much disk."""
+BY_NAME = {"beyond_memory": beyond_memory.training, "own_job": own_job.decided}
+"""Those that need root, or ten minutes."""
 
 
 def main() -> None:

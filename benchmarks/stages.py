@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from benchmarks.pairs import ROOT, Checkout, ratio
 from benchmarks.peers.job import Job
@@ -45,6 +47,16 @@ def fashion_mnist(folder: Path) -> tuple[Path, Path]:
         packed = folder / "prepared"
         packing.prepare(config, raw, packed)
     return raw / "fashion_mnist", packed
+
+
+def write_images(data: prepared.Dataset, folder: Path, counts: Mapping[str, int]) -> None:
+    """Write the first ``counts`` images of each split, with a border to 32x32, as RGB: SPLIT/CLASS/INDEX.png."""
+    for split, count in counts.items():
+        part: prepared.Split = getattr(data, split)
+        for index in range(count):
+            path = folder / split / str(int(part.targets[index])) / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.pad(part.inputs[index, 0].numpy(), 2)).convert("RGB").save(path)
 
 
 class Textbook:

@@ -37,7 +37,7 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)
     assert reason(undecided, cost) == said("10 rounds", "raise bench.max_minutes")
-    rejected = undecided.model_copy(update={"refused": 6})  # half of the rounds are
+    rejected = undecided.model_copy(update={"rejected": 6})  # half of the rounds are
     assert reason(rejected) == said("21 minutes of rounds", "set bench.max_minutes: 21")
 
 

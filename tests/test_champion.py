@@ -28,7 +28,7 @@ MEASURED = [make_result(name) for name in NAMES]
 
 def session(day: int, **changes: Any) -> Bench:
     start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T12:00:00+00:00"})
-    usual: dict[str, Any] = {"session": start, "keys": dict.fromkeys(NAMES, "k"), "refused": {}, "noise": 0.002}
+    usual: dict[str, Any] = {"session": start, "keys": dict.fromkeys(NAMES, "k"), "rejected": {}, "noise": 0.002}
     return make_bench(MEASURED, **usual | changes)
 
 

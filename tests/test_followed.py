@@ -132,7 +132,7 @@ from pipeline.params import Entry
 from pipeline.techniques import Technique
 
 entry = Entry(name="own", setting="extra: {own: {}}", searched_for=(), does="", pays="", costs="", source="",
-              changes="nothing", asked=lambda variant: "own" in variant.extra)
+              changes="nothing", requested_if=lambda variant: "own" in variant.extra)
 
 
 class Own(Technique):

@@ -237,7 +237,7 @@ def test_a_loss_that_must_be_seen_and_may_be_there_is_no_pass(noise: float, marg
         ({"throughput": 0.8}, 0.01, True),
         ({"throughput": 0.95}, 0.03, False),  # 0.909 is not excluded as surely as a look has to
         ({"rounds": 8}, 0.01, False),  # too few for any interval of 99.5%
-        ({"name": "head ddp", "refused": range(10)}, 0.01, False),  # a later round may be trusted
+        ({"name": "head ddp", "rejected": range(10)}, 0.01, False),  # a later round may be trusted
     ],
 )
 def test_a_look_ends_the_gate_where_more_rounds_would_change_nothing(

@@ -129,7 +129,7 @@ from pipeline.techniques import Technique
 def entry(name, changes="nothing", setting=None):
     return Entry(name=name, setting=setting or f"extra: {{{name}: {{}}}}", searched_for=(),
                  does="", pays="", costs="", source="",
-                 changes=changes, asked=lambda variant: name in variant.extra)
+                 changes=changes, requested_if=lambda variant: name in variant.extra)
 
 one = entry("one")
 unclear = entry("one", changes="roundings")
@@ -155,7 +155,11 @@ class One(Technique):
         ({"catalogue": {"one": "broken_package:ddp"}}, "one", "not its Entry"),
         ({"catalogue": {"one": "broken_package:unclear"}}, "one", "found changes 'roundings'; expected"),
         ({"catalogue": {"one": "broken_package:nowhere"}}, "one", "found layer 'nowhere'; expected one of model,"),
-        ({"catalogue": {"one": "broken_package:hooked"}}, "one", "found hooks 'broken_package.One'; its class"),
+        (
+            {"catalogue": {"one": "broken_package:hooked"}},
+            "one",
+            "found implementation 'broken_package.One'; its class",
+        ),
         ({"catalogue": {"one": "broken_package:elsewhere"}}, "one", "found setting 'one: true'; expected"),
         ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', which is the name of a built-in one"),
         ({"techniques": {"one": "broken_package:One"}}, "one", "brings 'one', but no entry point"),

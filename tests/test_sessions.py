@@ -219,7 +219,7 @@ def test_a_session_ends_an_hour_after_its_last_bench_or_with_the_boot(
 
 def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
     """Also those of benches that are too short for a ratio of their own, and each variant's own rounds alone."""
-    short, shorter = bench_at("08:00", 1.5, rounds=5, rejected={}), bench_at("08:30", 1.6, rounds=4, refused={})
+    short, shorter = bench_at("08:00", 1.5, rounds=5, rejected={}), bench_at("08:30", 1.6, rounds=4, rejected={})
     shorter = shorter.model_copy(update={"keys": KEYS | {"memory": "before"}})
     alone, both = over(short), over_all(short, shorter)
     assert throughput(alone["ddp"]).decision == "untrusted"

@@ -106,7 +106,7 @@ from pipeline.techniques import Technique
 def entry(name, changes):
     return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(),
                  does="", pays="", costs="", source="",
-                 changes=changes, asked=lambda variant: name in variant.extra)
+                 changes=changes, requested_if=lambda variant: name in variant.extra)
 
 drops = entry("drops_gradient", "rounding")
 doubles = entry("doubles_gradients", "rounding")

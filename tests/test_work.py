@@ -46,7 +46,7 @@ from pipeline.techniques import Technique
 
 def entry(name):
     return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(), does="", pays="", costs="", source="",
-                 changes="statistics", asked=lambda variant: name in variant.extra)
+                 changes="statistics", requested_if=lambda variant: name in variant.extra)
 
 
 half, later, fewer, padded, whole, twice, busy = map(

@@ -30,15 +30,12 @@ from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does, for all arms
 
-import numpy as np
-from PIL import Image
-
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.peers import table
 from benchmarks.peers.job import Job
 from benchmarks.peers.table import ACCURACY, BAREST, CONTROL, EPOCH, OURS, SECONDS, STEP
-from benchmarks.stages import fashion_mnist
+from benchmarks.stages import fashion_mnist, write_images
 from pipeline import environment, files
 from pipeline.data import packing, prepared, sources
 from pipeline.params import parse
@@ -83,7 +80,7 @@ def laid_out(job: Job, folder: Path) -> tuple[Job, Path, float]:
     if job.data == "ready":
         sections, theirs = {"fetch": {"dataset": "synthetic", "synthetic": SYNTHETIC}}, packed
     elif job.data == "image_folder":
-        _write_images(prepared.read(fashion_mnist(folder)[1]), theirs)
+        write_images(prepared.read(fashion_mnist(folder)[1]), theirs, IMAGES)
         sections = {
             "fetch": {"dataset": "image_folder", "image_folder": str(theirs)},
             "prepare": {"image_size": [32, 32]},
@@ -106,15 +103,6 @@ def pack(sections: dict[str, Any], raw: Path, packed: Path) -> float:
         sources.fetch(config.fetch, raw)
     packing.prepare(config, raw, packed)
     return time.perf_counter() - started
-
-
-def _write_images(data: prepared.Dataset, folder: Path) -> None:
-    for split, number in IMAGES.items():
-        part: prepared.Split = getattr(data, split)
-        for index in range(number):
-            path = folder / split / str(int(part.targets[index])) / f"{index}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.pad(part.inputs[index, 0].numpy(), 2)).convert("RGB").save(path)
 
 
 def one_round(job: Job, packed: Path, folder: Path, names: Iterable[str] = ()) -> dict[str, dict[str, float]]:

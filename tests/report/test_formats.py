@@ -11,7 +11,7 @@ from tests.report.conftest import plain
 
 def ratio(**changes: Any) -> Ratio:
     values: dict[str, Any] = {
-        "estimate": 1.42, "low": 1.38, "high": 1.47, "pairs": 12, "refused": 0, "margin": 0.03, "decision": "better",
+        "estimate": 1.42, "low": 1.38, "high": 1.47, "pairs": 12, "rejected": 0, "margin": 0.03, "decision": "better",
         "more_pairs": None, "why_untrusted": None,
     }  # fmt: skip
     return Ratio(**values | changes)

@@ -1,0 +1,75 @@
+"""A person's own job: how long a bench takes until every variant of a larger net is decided, and which are.
+
+    python -m benchmarks own_job
+
+torchvision's ResNet-18 with the stem for small images, 600 images of 16x16, seven variants, one of them compiled; all
+settings of the bench as they are by default. A variant is decided if its throughput and its peak memory are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import Checkout
+from benchmarks.stages import fashion_mnist, write_images
+from pipeline import params, results
+from pipeline.comparison import verdicts
+from pipeline.comparison.planning import cost_of
+from pipeline.data import packing, prepared, sources
+
+MOST_SECONDS = 600.0
+JOB: dict[str, Any] = {
+    "fetch": {"dataset": "image_folder"},
+    "prepare": {"image_size": [16, 16]},
+    "train": {"model": "resnet18", "seeds": [0], "epochs": 1, "batch_size": 64},
+    "variants": {
+        "baseline": {},
+        "ddp": {"parallelism": "ddp"},
+        "memory": {"precision": "bf16", "activation_checkpointing": True, "gradient_accumulation": 2},
+        "bf16": {"precision": "bf16"},
+        "accumulation": {"gradient_accumulation": 4},
+        "channels_last": {"channels_last": True},
+        "compiled": {"compile": "default"},
+    },
+}
+IMAGES = {"train": 600, "test": 200}
+
+
+def decided() -> dict[str, Any]:
+    """The seconds of the whole stage over ``MOST_SECONDS``; each variant's ratios, decisions and raw samples."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_images(prepared.read(fashion_mnist(folder)[1]), folder / "images", IMAGES)
+        job = JOB | {"fetch": JOB["fetch"] | {"image_folder": str(folder / "images")}}
+        checkout = Checkout(folder / "checkout", **job)
+        config = params.load(checkout.path / params.PARAMS_FILE)
+        sources.fetch(config.fetch, folder / "raw")
+        packing.prepare(config, folder / "raw", folder / "packed")
+        checkout.use(folder / "packed")
+        seconds = checkout.stage("bench")
+        bench = results.read_bench(checkout.path / results.BENCH_FILE)
+    baseline, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
+    assert baseline is not None
+    assert control is not None
+    margins, found = config.compare.margins, dict[str, dict[str, Any]]()
+    for quantity, margin in ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory)):
+        noise = verdicts.noise_between(baseline, control, quantity, config.compare.max_spread, cost_of(bench))
+        for arm in bench.arms:
+            if arm.role == "variant" and arm is not baseline:
+                doubt = verdicts.doubt_of(noise, quantity, arm, baseline)
+                ratio = verdicts.ratio(arm, baseline, quantity, margin, noise, doubt=doubt)
+                found.setdefault(arm.variant, {})[quantity.field] = ratio.model_dump(mode="json", exclude_none=True)
+    return {
+        "target_ratio": 1.0,
+        "lower_is_better": True,
+        "median_ratio": seconds / MOST_SECONDS,
+        "seconds": seconds,
+        "rounds": bench.rounds,
+        "steps": bench.steps,
+        "variants": found,
+        "samples": {
+            arm.name: [[each.samples_per_second, each.peak_memory_bytes] for each in arm.samples] for arm in bench.arms
+        },
+    }
