@@ -158,7 +158,7 @@ def training_of(
 
 
 def assembly_of(plan: Plan, world: World, dataset: Dataset, placement: Placement = "resident") -> Assembly:
-    return Assembly(plan, world, task_of(dataset, plan.train), placement, of_plan(plan))
+    return Assembly(plan, world, task_of(dataset, plan.train, world.device), placement, of_plan(plan))
 
 
 def setup_of(model: nn.Module, zeros: torch.Tensor | None = None) -> Setup:

@@ -22,7 +22,7 @@ from pipeline import environment, files, results
 from pipeline.benchmark import ablation_arms, rounds, settling, stage
 from pipeline.benchmark.arm import _allowed_wait
 from pipeline.benchmark.calibration import CALIBRATION_STEPS, FEWEST_STEPS, Calibration, steps_of
-from pipeline.benchmark.outlook import outlook
+from pipeline.benchmark.outlook import deviation_of, outlook
 from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, turns_on
 from pipeline.benchmark.server import ArmSpec, BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
@@ -31,7 +31,7 @@ from pipeline.params import Bench, Machine, Variant, parse
 from pipeline.plans import plans
 from pipeline.results import Window, read_bench
 from tests.conftest import ROOT
-from tests.factories import JOB, make_bench, make_window
+from tests.factories import JOB, make_arm, make_bench, make_result, make_window
 from tests.nets import make_plan
 from tests.workspaces import enter
 
@@ -444,9 +444,32 @@ def test_what_is_about_to_be_measured_is_said(
     monkeypatch.setattr("pipeline.benchmark.outlook.time.time", lambda: 12 * 3600.0)
     seconds, max_rounds, fewest = limits
     told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
-    assert told == f"5 arms of 23 steps, a round takes about 40 s: {said} UTC"
+    assert told.startswith(
+        f"5 arms of 23 steps, a round takes about 40 s: {said} UTC; how well ratios will be known is "
+    )
     monkeypatch.undo()
     time.tzset()
+
+
+def test_how_well_ratios_will_be_known_follows_from_the_last_bench() -> None:
+    speeds = {"variant": [100.0] * 3, "aa_control": [96.0, 100.0, 104.166667]}
+    rejected = make_window(rejections=("it throttled",))
+    pair = [
+        make_arm("baseline", role).model_copy(
+            update={"samples": (*(make_window(samples_per_second=each) for each in speeds[role]), rejected)}
+        )
+        for role in ("variant", "aa_control")
+    ]
+    bench = make_bench([make_result("baseline")], arms=tuple(pair))
+    deviation = deviation_of(bench)
+    assert deviation == pytest.approx(0.0408, abs=1e-4)
+    told = outlook(3, 23, 40.0, seconds=600.0, max_rounds=None, fewest=6, before=3, deviation=deviation)
+    # 1.96 * 1.2533 * 0.0408 / sqrt(3 + 15) * sqrt(2)
+    assert told.endswith("; a throughput's ratio will be known to about 3.3%, if rounds vary as in the last bench")
+    few = bench.model_copy(
+        update={"arms": tuple(each.model_copy(update={"samples": each.samples[:2]}) for each in pair)}
+    )
+    assert deviation_of(few) is None
 
 
 def test_what_is_decided_ends_before_its_time_but_not_before_the_fewest_rounds() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 
 from pipeline.benchmark.rounds import FEWEST_ROUNDS
 from pipeline.errors import count
+from pipeline.results import Bench
 
 
 def outlook(
@@ -17,9 +20,13 @@ def outlook(
     max_rounds: int | None,
     fewest: int,
     before: int = 0,
+    deviation: float | None = None,
 ) -> str:
-    """Say in words what ``measure`` is about to do, and when it will end. ``round_seconds``: estimate for one round;
-    ``before``: the rounds that there are already."""
+    """Say in words what ``measure`` is about to do, when it will end, and how well ratios will be known then.
+
+    ``round_seconds``: estimate for one round. ``before``: the rounds that there are already. ``deviation``: of an
+    earlier bench (``deviation_of``); None: there is none.
+    """
     fitting = max(1, int(seconds / round_seconds))
     rounds = max(fitting, fewest - before)
     if max_rounds is not None:
@@ -31,4 +38,20 @@ def outlook(
     elif rounds > fitting:
         remark = f" (the fewest that can decide anything; {seconds / 60:g} minutes give {fitting})"
     cost = f"{arms} arms of {steps} steps, a round takes about {round_seconds:.0f} s"
-    return f"{cost}: {count(rounds, 'round')}{remark}, until about {ends}"
+    known = "how well ratios will be known is not foreseen, as there is no earlier bench of this baseline"
+    if deviation is not None:
+        # The error of a median of normal values is sqrt(pi / 2) times that of the mean; the A/A doubt is as large.
+        error = 1.96 * math.sqrt(math.pi / 2) * deviation / math.sqrt(before + rounds) * math.sqrt(2)
+        known = f"a throughput's ratio will be known to about {error:.1%}, if rounds vary as in the last bench"
+    return f"{cost}: {count(rounds, 'round')}{remark}, until about {ends}; {known}"
+
+
+def deviation_of(bench: Bench) -> float | None:
+    """Return the standard deviation, over rounds, of the logarithm of the baseline's speed over its control's; None
+    for fewer than three rounds with both."""
+    control, baseline = (bench.arm(role, bench.baseline) for role in ("aa_control", "variant"))
+    if not (control and baseline):
+        return None
+    speeds = zip(*([each.samples_per_second for each in arm.samples] for arm in (control, baseline)), strict=False)
+    logs = [math.log(one / other) for one, other in speeds if one and other]
+    return statistics.stdev(logs) if len(logs) > 2 else None

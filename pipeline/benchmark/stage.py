@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pipeline import environment, files
 from pipeline.benchmark import ablation_arms, machine_state
 from pipeline.benchmark.calibration import Calibration, calibrate, steps_of
-from pipeline.benchmark.outlook import outlook
+from pipeline.benchmark.outlook import deviation_of, outlook
 from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
@@ -128,7 +128,10 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             bench = bench_of(replace(rounds, interrupted=True))
             files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
 
-        print(f"bench: {outlook(len(arms), steps, round_seconds, before=before, **limits)}", flush=True)
+        known = [each for each in read_sessions(KEPT_BENCHES) if each.keys.get(baseline) == keys[baseline]]
+        deviation = deviation_of(known[-1]) if known else None
+        said = outlook(len(arms), steps, round_seconds, before=before, deviation=deviation, **limits)
+        print(f"bench: {said}", flush=True)
         rounds = measure(
             arms,
             **limits,
