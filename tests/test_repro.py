@@ -86,6 +86,13 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     assert trained(again) == []
     assert children(checkout) == {comparison: RUNS}
 
+    # One more session: the comparison takes it in, and nothing is trained or measured anew.
+    checkout.run("python", "-m", "pipeline", "bench", "--again")
+    [session] = (checkout.path / "sessions").glob("*.json")
+    would_run = re.findall(r"^Running stage '(\S+)'", checkout.run("dvc", "repro", "--dry"), re.MULTILINE)
+    assert would_run == ["environment", "compare", "publish"]
+    session.unlink()
+
     # Another version of what one variant relies on: it alone would be trained.
     fingerprint = checkout.path / "environment.json"
     found = json.loads(fingerprint.read_text())
