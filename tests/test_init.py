@@ -299,7 +299,7 @@ def test_one_of_the_splits_is_no_image_folder_and_its_parent_is_named(repository
         (["--images", "nowhere"], "--images: found 'nowhere'; expected a folder with images as train/CLASS/*"),
         (["--arrays", "nowhere.npz"], "--arrays: found 'nowhere.npz'; expected a file of type .npz"),
         (["--arrays", "mine:samples"], "--arrays: found 'mine:samples'; expected a file or folder."),
-        (["--text", "nowhere"], "--text: found 0 file(s) in nowhere; expected two or more"),
+        (["--text", "nowhere"], "--text: found 0 files in nowhere; expected two or more"),
         (["--model", "nets:net"], "error: --model: found 'nets:net', but there is no module 'nets'"),
         (["--model", "resnet81"], "error: --model: found 'resnet81'; did you mean"),
     ],

@@ -1,10 +1,9 @@
 """From a data set's name to batches on the device.
 
-``sources`` fetches and verifies raw files, ``datasets`` decodes them (``arrays`` and ``text`` what is no image, and
-``synthetic`` makes up samples), ``packing`` writes what was decoded as arrays, and ``prepared`` reads the arrays.
+``sources`` fetches and verifies raw files. ``datasets`` decodes them; ``arrays`` and ``text`` decode what is not an
+image, and ``synthetic`` generates samples. ``packing`` writes the decoded arrays, and ``prepared`` reads them.
 ``batches`` shuffles, shards and augments them, and lets the task make batches; ``loader`` does the same with PyTorch's
-DataLoader. Fetching, preparing and training share files rather than
-code, so that a change in one re-runs no stage that does not need it.
+DataLoader. Fetching, preparing and training share files, not code, so a change re-runs only the stages that it affects.
 """
 
 from __future__ import annotations

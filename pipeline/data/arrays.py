@@ -1,9 +1,9 @@
-"""The user's own arrays: ``inputs`` and, unless these say it all, ``targets``.
+"""The user's own arrays: ``inputs`` and, unless the inputs contain them, ``targets``.
 
 They lie in .npy files of a folder, in one .npz or .safetensors file or in a Parquet table, or a function yields them.
-Their types say what they are. Integer targets, one a sample, are labels; other targets are numbers to predict. Integer
-inputs [N, L] without targets are tokens. uint8 inputs stay bytes, all others become float32. ``test_inputs`` and
-``test_targets`` are for testing; without them, a share of the samples is held out.
+Their types say what they are. Integer targets, one per sample, are labels; other targets are numbers to predict.
+Integer inputs [N, L] without targets are tokens. uint8 inputs stay bytes, all others become float32. ``test_inputs``
+and ``test_targets`` are for testing; without them, a share of the samples is held out.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ Rows = npt.NDArray[Any]
 CHUNK_BYTES = 16 << 20
 LIMIT_CLASSES = 1 << 16
 LIMIT_VOCABULARY = 1 << 31
-"""Of int32, the largest type in which tokens are prepared."""
+"""The range of int32, the largest type in which tokens are prepared."""
 LIMIT_HEADER_BYTES = 1 << 20
-"""Of a .safetensors file: room for the few arrays that have a place here, and a description."""
+"""Largest header of a .safetensors file: more than enough for four arrays and a description."""
 LIMIT_ROW_BYTES = 64 << 20
-"""A chunk holds at least one row. A header of a few bytes can claim any size, and a packed file can bear it out."""
+"""Largest row, because a chunk holds at least one. A small file can declare a row of any size, even with the values if
+it is compressed."""
 NAMES = ("inputs", "targets", "test_inputs", "test_targets")
 KEY = "fetch.arrays"
 FILES = (".npz", ".safetensors", ".parquet")
-"""Types of a file that holds all arrays."""
+"""Suffixes of a file that holds all arrays."""
 SAVED = ("state.json", "dataset_dict.json")
-"""A folder has one of these if ``save_to_disk`` of the library ``datasets`` wrote it: a data set, or one a split."""
+"""A folder that the library ``datasets`` wrote with ``save_to_disk`` has the first file; with splits, the second."""
 CHUNK_ROWS = 1000
-"""Of such a data set."""
+"""Rows per chunk of such a data set."""
 
 
 def root(fetch: Fetch, directory: Path) -> Path:
@@ -70,17 +71,17 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
     found = [name for name in names if (top / name).is_file()]
     if names[0] not in found:
         raise DataError(
-            f"fetch.arrays: found {fetch.arrays!r}; expected a file of type {', '.join(FILES)}, or a folder with "
-            "inputs.npy, and targets.npy, test_inputs.npy and test_targets.npy as far as there are any, a folder "
-            "that datasets saved, or module:function of your own."
+            f"fetch.arrays: found {fetch.arrays!r}; expected a file of type {', '.join(FILES)}, a folder with "
+            "inputs.npy (and targets.npy, test_inputs.npy and test_targets.npy, where they exist), a folder that the "
+            "library datasets saved, or module:function of your own."
         )
     return found
 
 
 def export(fetch: Fetch, directory: Path) -> None:
-    """Write what ``fetch.arrays`` yields, a function or a saved data set, as .npy files into ``directory``.
+    """Write the arrays of ``fetch.arrays``, a function or a saved data set, as .npy files into ``directory``.
 
-    A function is called with ``split``, "train" and then "test", and yields dicts of ``inputs`` [n, ...] and, if there
+    A function is called with ``split``, "train" and then "test". It yields dicts of ``inputs`` [n, ...] and, if there
     are any, ``targets`` [n, ...]: the split's next n samples. One chunk is in memory at a time. Raises DataError.
     """
     name = str(fetch.arrays)
@@ -106,7 +107,7 @@ def _called(fetch: Fetch, name: str, split: str) -> Any:
 
 
 def _saved(folder: Path, split: str) -> Iterator[Any]:
-    """Yield chunks of the saved data set's ``split``; one without splits is for training. Raises DataError."""
+    """Yield chunks of the saved data set's ``split``; without splits, all is the train split. Raises DataError."""
     try:
         from datasets import load_from_disk
     except ImportError:
@@ -130,7 +131,7 @@ def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
         try:
             arrays[key] = np.asarray(values)
         except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that need a gradient
-            raise DataError(f"{KEY}: {name} yielded {key} that make no array ({first_line(error)}).") from None
+            raise DataError(f"{KEY}: {name} yielded {key} that cannot become an array ({first_line(error)}).") from None
         if arrays[key].dtype.kind not in "iuf" or not arrays[key].ndim:
             raise DataError(f"{KEY}: {name} yielded {key} of {arrays[key].dtype}; expected numbers [n, ...].")
     return arrays
@@ -143,7 +144,7 @@ def decode(config: Config, directory: Path) -> Decoded:
     if "inputs" not in found or len(test) not in (0, len(train)):
         raise DataError(
             f"fetch.arrays: {config.fetch.arrays} has {', '.join(found) or 'none of the arrays'}; expected inputs, and "
-            "test_targets beside test_inputs exactly if there are targets."
+            "in a test split the same arrays as in the training split."
         )
     for arrays in (train, test):
         if len({array.shape[0] for array in arrays}) > 1:
@@ -155,13 +156,11 @@ def decode(config: Config, directory: Path) -> Decoded:
     if len(train) == 1 and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
         vocabulary = _checked(train, test, 0, LIMIT_VOCABULARY, "tokens in the vocabulary")
         if inputs.shape[1] < 2:
-            raise DataError(
-                f"{inputs}: windows of {inputs.shape[1]} token(s) predict nothing; expected [N, length + 1]."
-            )
+            raise DataError(f"{inputs}: a row needs two tokens or more; expected windows [N, length + 1].")
         types[0] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
     if len(train) == 2 and train[1].dtype.kind in "iu":
         if len(train[1].shape) > 1:
-            raise DataError(f"{train[1]}: integers are labels; expected one a sample, or floats.")
+            raise DataError(f"{train[1]}: integers are labels; expected one per sample, or floats.")
         classes = _checked(train, test, 1, LIMIT_CLASSES, "classes")
         labels = _labels(train[1], classes)
         types[1] = np.dtype(np.int64)
@@ -182,7 +181,7 @@ def decode(config: Config, directory: Path) -> Decoded:
 def _checked(train: list[_Array], test: list[_Array], index: int, limit: int, of: str) -> int:
     """One more than the largest number in the array ``index`` of ``train``. Raises DataError for numbers out of range.
 
-    They are checked in the file's own type: in the prepared one, a number out of range would become another number.
+    They are checked in the file's own type, because a conversion would wrap a number that is out of range.
     """
     count = 0
     for arrays in filter(None, (train, test)):
@@ -218,9 +217,9 @@ class _Array(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     offset: int = 0
-    """Of the first value, in bytes."""
+    """Offset of the first value, in bytes."""
     columns: tuple[str, ...] = ()
-    """Of a table, each a number a row, or one of them many."""
+    """Columns of a table: several with one number per row, or one with a number or a list of numbers per row."""
 
     def __str__(self) -> str:
         return f"{self.path.parent / self.member} {self.dtype} {list(self.shape)}"
@@ -267,7 +266,7 @@ class _Array(NamedTuple):
 
 
 def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
-    """The arrays by name, their headers read. Raises DataError for a changed file and for values of no fixed size."""
+    """The arrays by name, from their headers. Raises DataError for a changed file and for values of no fixed size."""
     found: dict[str, _Array] = {}
     for name, expected in listed(listing):
         path = folder / name
@@ -284,7 +283,7 @@ def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
                     )
                 if array.row_bytes > LIMIT_ROW_BYTES:
                     raise DataError(
-                        f"{array}: a row has {array.row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}. Samples are rows."
+                        f"{array}: a row (a sample) has {array.row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}."
                     )
                 if not array.columns and array.offset + array.shape[0] * array.row_bytes > _size(array):
                     raise DataError(f"{array}: is cut short; write it again and {AGAIN}")
@@ -292,7 +291,7 @@ def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
 
 
 def headers(fetch: Fetch) -> dict[str, _Array]:
-    """Name -> array, of the files of ``fetch.arrays``, as their headers describe it. Raises DataError."""
+    """Return the arrays of ``fetch.arrays`` by name, as the files' headers describe them. Raises DataError."""
     folder, found = root(fetch, Path()), list[_Array]()
     for name in files(fetch, Path()):
         with _naming(folder / name):
@@ -301,13 +300,13 @@ def headers(fetch: Fetch) -> dict[str, _Array]:
 
 
 def _check_name(name: str, path: Path) -> None:
-    """Raise DataError for an array that is none of ``NAMES``: left out in silence, it would be missed late."""
+    """Raise DataError for an array that is not one of ``NAMES``. Otherwise nobody would notice a misspelled name."""
     if Path(name).stem not in NAMES:
-        raise DataError(f"{path} has an array {name!r}; expected {', '.join(NAMES)}: rename it, or take it out.")
+        raise DataError(f"{path} has an array {name!r}; expected {', '.join(NAMES)}: rename it, or remove it.")
 
 
 def _size(array: _Array) -> int:
-    """Bytes of the file, or of the member of an .npz when it is unpacked."""
+    """Bytes of the file, or of the unpacked member of an .npz file."""
     if array.path.suffix != ".npz":
         return array.path.stat().st_size
     with zipfile.ZipFile(array.path) as opened:
@@ -315,7 +314,7 @@ def _size(array: _Array) -> int:
 
 
 def _in_numpy(path: Path) -> Iterator[_Array]:
-    """The .npy file, or those of an .npz."""
+    """Yield the array of a .npy file, or the arrays of an .npz file."""
     for member in zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]:
         with _stream(path, member) as file:
             first = np.lib.format.read_magic(file) == (1, 0)
@@ -325,10 +324,10 @@ def _in_numpy(path: Path) -> Iterator[_Array]:
 
 
 def _in_safetensors(path: Path) -> Iterator[_Array]:
-    """The tensors.
+    """Yield the tensors.
 
-    The format, as https://github.com/huggingface/safetensors has it: the header's length, 8 bytes, little endian; the
-    header, JSON; the values, each tensor's between the two ``data_offsets`` from the header's end.
+    Format, from https://github.com/huggingface/safetensors: the header's length in 8 bytes, little endian; the header
+    in JSON; the values. A tensor's two ``data_offsets`` are the start and end of its values after the header.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -345,11 +344,11 @@ def _in_safetensors(path: Path) -> Iterator[_Array]:
 
 
 def _in_table(path: Path) -> Iterator[_Array]:
-    """``targets``; and as ``inputs`` the column of this name or, together, all others.
+    """Yield ``targets`` and ``inputs``: the column named inputs or, without it, all other columns together.
 
-    A column holds numbers, or, alone, lists of numbers that all have the type's length.
+    A column holds numbers. A single column may instead hold lists of numbers, all of the length that its type declares.
     """
-    from pyarrow.parquet import ParquetFile  # a quarter of a second that other data sets do not need
+    from pyarrow.parquet import ParquetFile  # imported here: it takes a quarter of a second
 
     with ParquetFile(path) as table:
         schema, count = table.schema_arrow, table.metadata.num_rows
@@ -371,7 +370,7 @@ def _in_table(path: Path) -> Iterator[_Array]:
 
 
 def _is_list(kind: Any) -> bool:
-    """Whether an Arrow type is of lists that all have one length."""
+    """Whether an Arrow type is a list of a fixed length."""
     from pyarrow.types import is_fixed_size_list
 
     return bool(is_fixed_size_list(kind))
@@ -436,7 +435,7 @@ def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
         low, high = int(rows.min()), int(rows.max())
         if max(-low, high) > 1 << 24:
             raise DataError(
-                f"{name}: integers from {low:,} to {high:,} are to become float32, which is exact up to 2^24 only; "
-                "write them as floats, smaller ones if the difference matters."
+                f"{name}: integers from {low:,} to {high:,} are to become float32, which is exact only up to 2^24; "
+                "write them as floats, and scale them down if small differences matter."
             )
     return rows.astype(dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.data.augmentation import Draws, crop, cutout_, draw_epoch, flip
 from pipeline.data.prepared import Dataset, Split, check_batch
 from pipeline.data.reader import Reader
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, count
 from pipeline.params import Augment
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, Tensor]
 Placement = Literal["resident", "streamed", "dataloader"]
-"""The arrays before a step: on the device; in the memory map, read by a thread; in the memory map, read by workers."""
+"""Where the arrays are: on the device; in the memory map, read by a thread; in the memory map, read by workers."""
 
 RESIDENT_FRACTION = 0.25
 """Placement auto: resident if the training arrays take at most this share of the device's free memory."""
 
 
 class Batching(Protocol):
-    """What a task says of its batches; ``pipeline.tasks.Task``."""
+    """What a task, ``pipeline.tasks.Task``, provides for its batches."""
 
     @property
     def dataset(self) -> Dataset: ...
@@ -44,7 +44,7 @@ class Batching(Protocol):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The arrays of which batches are made, those of the inputs first."""
+        """Names of the arrays from which batches are made, those of the inputs first."""
 
     def batch(self, rows: Sequence[Tensor]) -> Batch:
         """Inputs and targets from the same rows of each of ``arrays``, all on the task's device."""
@@ -83,8 +83,8 @@ class TrainBatches:
         check_batch(batch_size, dataset.name, len(dataset.train))
         if batch_size % (world_size * micro_batches):
             raise ConfigError(
-                f"train.batch_size: found {batch_size}, which {world_size} process(es) x {micro_batches} "
-                f"micro-batch(es) do not divide; allowed: a multiple of {world_size * micro_batches}."
+                f"train.batch_size: found {batch_size}, which is not divisible by {count(world_size, 'process')} x "
+                f"{count(micro_batches, 'micro-batch')}; allowed: a multiple of {world_size * micro_batches}."
             )
         arrays = [dataset.train.arrays[name] for name in task.arrays]
         self._sides = arrays[0].shape[2:] if arrays[0].ndim == 4 else None
@@ -105,7 +105,7 @@ class TrainBatches:
         self._task = task
         # On the CPU, resident arrays are the memory map: pages stay in memory once touched, shared by all processes.
         self._arrays = [array.to(device) for array in arrays] if self.placement == "resident" else arrays
-        task.batch([array[:1].to(device) for array in arrays])  # now, or its constants are copied in a step
+        task.batch([array[:1].to(device) for array in arrays])  # copies the task's constants to the device
         self._loader: WorkerBatches | None = None
         if self.placement == "dataloader":
             from pipeline.data.loader import WorkerBatches  # imported here: it imports torchvision

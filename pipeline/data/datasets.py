@@ -1,4 +1,4 @@
-"""Decode each raw format, once, into arrays with one row a sample, such as images [N, C, H, W] and labels [N].
+"""Decode each raw format, once, into arrays with one row per sample, such as images [N, C, H, W] and labels [N].
 
 Rows are yielded in chunks, so that a data set of any size is decoded in bounded memory.
 """
@@ -106,7 +106,7 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
     expected = offset + int(np.prod(shape, dtype=object))
     if len(content) != expected:
-        raise DataError(f"{path}: its IDX header promises {expected:,} bytes, it has {len(content):,}.")
+        raise DataError(f"{path}: its IDX header declares {expected:,} bytes, but it has {len(content):,}.")
     return np.frombuffer(content, dtype=np.uint8, offset=offset).reshape(shape)
 
 
@@ -257,7 +257,7 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
 def _decode_images(
     what: str, root: Path, images: list[_Image], size: tuple[int, int], config: Config
 ) -> Iterator[Labelled]:
-    """Decode in worker processes, yield in order; only a few chunks per process are in memory at any time."""
+    """Decode in worker processes and yield in order. Only a few chunks per process are in memory at any time."""
     length = max(1, min(CHUNK_IMAGES, CHUNK_BYTES // (3 * size[0] * size[1])))
     chunks = [images[start : start + length] for start in range(0, len(images), length)]
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

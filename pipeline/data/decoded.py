@@ -1,4 +1,4 @@
-"""What every decoder returns; and what several of them need: ``fetch``'s listing, the choice of test samples."""
+"""What every decoder returns, and what several of them need: ``fetch``'s listing and the choice of test samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.data import DataError
 
 AGAIN = "run `dvc repro --force fetch`."
 Chunk = tuple[npt.NDArray[Any], ...]
-"""Inputs [n, ...] and, unless the inputs say it all, targets [n, ...]."""
+"""Inputs [n, ...] and, unless the inputs contain them, targets [n, ...]."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Decoded:
     """Iterate over it once, before ``test``."""
     test: Iterable[Chunk]
     classes: tuple[str, ...] = ()
-    """The targets are labels that number these names; empty: they are no labels."""
+    """Names of the classes in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None = None
-    """The inputs are tokens below this number; None: they are no tokens."""
+    """The tokens are below this number; None if the inputs are not tokens."""
     version: str = ""
-    """Of the raw data, where the name of the data set does not tell."""
+    """Version of the raw data, if the data set's name does not fix it."""
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
-    """Path and SHA-256 of each file in the listing that ``fetch`` wrote, sorted by the paths' hashes, which mixes them.
+    """Path and SHA-256 of each file in the listing that ``fetch`` wrote, shuffled: sorted by the paths' hashes.
 
-    Raises DataError if the listing cannot be read, or a path is not ``allowed``, a regular expression.
+    Raises DataError if the listing cannot be read, or a path does not match the regular expression ``allowed``.
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -51,11 +51,11 @@ def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
 def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt.NDArray[np.bool_]:
     """Return which samples go into the test split, [N] bool: ``fraction`` of each class, at least one, never all.
 
-    Samples are chosen by the SHA-256 of their key, of which 8 bytes a sample are kept. The split is the same on all
-    machines and in all versions, whatever the samples' order, and an added sample hardly changes it. A class of one
-    sample stays in training. ``labels``: [N] integers from 0.
+    Samples are chosen by the first 8 bytes of their key's SHA-256. So the split is the same on all machines, in all
+    versions and for any order of the samples, and an added sample hardly changes it. A class of one sample stays in
+    training. ``labels``: [N] integers from 0.
     """
-    numbers = np.asarray(labels, np.intp)  # also where there are none
+    numbers = np.asarray(labels, np.intp)  # an empty list would become floats
     digests = np.fromiter((int.from_bytes(hashed(key)[:8]) for key in keys), np.uint64, len(numbers))
     order = np.lexsort((digests, numbers))
     chosen = np.zeros(len(numbers), dtype=np.bool_)

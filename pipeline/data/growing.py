@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 
 class GrowingArray:
-    """An array [N, ...] whose rows all have the type and shape of the first ones. It is right once it is closed."""
+    """An array [N, ...] whose rows all have the type and shape of the first ones. The file is complete once closed."""
 
     def __init__(self, path: Path) -> None:
         self.dtype: np.dtype[Any] | None = None
         self.shape: tuple[int, ...] = ()
-        """Of one row."""
+        """Shape of one row."""
         self.count = 0
         self._file = path.open("wb")
 
     def append(self, rows: npt.NDArray[Any]) -> None:
-        """Add ``rows`` [n, ...]. Raises ValueError for another type or shape than the first ones had."""
+        """Add ``rows`` [n, ...]. Raises ValueError if their type or shape differs from the first rows'."""
         if self.dtype is None:
             self.dtype, self.shape = rows.dtype, rows.shape[1:]
             self._write_header()

@@ -76,7 +76,7 @@ class WorkerBatches:
         """End the workers. A later epoch starts new ones."""
         self._brake.release()
         if self._reading is not None and self._workers:
-            self._reading._shutdown_workers()  # what its destructor does, at a moment that we choose
+            self._reading._shutdown_workers()  # its destructor would do this at an unknown time
         self._epochs += 1
         self._loader = self._reading = None
 

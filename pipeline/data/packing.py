@@ -35,9 +35,8 @@ ARRAYS = ("inputs", "targets")
 def prepare(config: Config, raw: Path, out: Path) -> None:
     """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
 
-    Memory holds a few chunks of rows and, for the choice of test samples and the count of repeated ones, at most 32
-    bytes a row. Raises DataError if the raw files cannot be decoded, a split is empty, or its values cannot be learned
-    from.
+    Memory holds a few chunks of rows, and at most 32 bytes per row to choose test samples and count repeated ones.
+    Raises DataError if the raw files cannot be decoded, a split is empty, or nothing can be learned from its values.
     """
     decoded = decode(config, raw)
     work = out.with_name(f"{out.name}.partial")
@@ -74,13 +73,13 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     rows = ", ".join(f"{name} {each.dtype} {list(each.shape)}" for name, each in arrays.items())
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
-        f"samples of {rows}; {description.test_in_train_count:,} test inputs are training inputs too, "
-        f"{description.test_repeated_count:,} repeat another",
+        f"samples of {rows}; {description.test_in_train_count:,} test inputs are also training inputs, "
+        f"{description.test_repeated_count:,} repeat another test input",
         file=sys.stderr,
     )
     try:
         check_batch(config.train.batch_size, description.name, description.train_count)
-    except ConfigError as error:  # the data are right, and may have taken hours; training would refuse it
+    except ConfigError as error:  # keep the data, which may have taken hours; training raises this error
         print(f"warning: {error}", file=sys.stderr)
 
 
@@ -92,14 +91,14 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
     channels = rows.reshape(len(rows), 1) if rows.ndim == 1 else rows
     mean, std = pixel_statistics(channels) if rows.dtype == np.uint8 else _moments(channels)
     if 0.0 in std:
-        raise DataError(f"channel {std.index(0.0)} of the training {name} is the same everywhere; no data in it.")
+        raise DataError(f"channel {std.index(0.0)} of the training {name} is constant; it holds no information.")
     return Statistics(mean=mean, std=std)
 
 
 def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and population standard deviation per channel of floats [N, C, ...], in two passes in float64.
 
-    Rounded to float32, in which they are used: the order of a sum's terms, which differs by CPU, then hardly shows.
+    Rounded to float32, in which they are used. That hides most of what differs between CPUs, which sum in their order.
     """
     axes = (0, *range(2, rows.ndim))
     shape = (1, -1, *[1] * (rows.ndim - 2))
@@ -137,7 +136,7 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
 
 
 def _write_split(directory: Path, split: str, chunks: Iterable[Chunk]) -> tuple[dict[str, Form], Digests]:
-    """Write one file an array. Returns the arrays' forms, and the inputs' digests, sorted: 8 bytes of each SHA-256."""
+    """Write one file per array. Returns the arrays' forms and the inputs' sorted digests, 8 bytes of each SHA-256."""
     files: dict[str, GrowingArray] = {}
     digests = array("Q")
     with ExitStack() as opened:

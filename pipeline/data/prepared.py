@@ -3,7 +3,7 @@
 ::
 
     data/prepared/train_inputs.npy    integers or floats [N, ...], C-contiguous: what a model learns from
-    data/prepared/train_targets.npy   [N, ...]: what it learns to say, int64 labels say; absent where inputs say it all
+    data/prepared/train_targets.npy   [N, ...]: what it learns to predict, such as int64 labels; absent for tokens
     data/prepared/test_inputs.npy, test_targets.npy
     data/prepared/dataset.json        name, classes, counts, types and shapes, statistics, checksums
 """
@@ -35,7 +35,7 @@ rows are taken in random order, and what it reads beyond them is dropped before 
 
 @dataclass(frozen=True)
 class Split:
-    """Named tensors with one row a sample, memory-mapped: pages are read on first access, and processes share them."""
+    """Named tensors with one row per sample, memory-mapped: pages are read on first access and shared by processes."""
 
     arrays: Mapping[str, Tensor]
 
@@ -57,7 +57,7 @@ class Split:
 class Statistics(BaseModel):
     """Mean and population standard deviation of an array's training rows, along the first dimension of a row.
 
-    uint8 is scaled to 0..1. An array with one number a row has one mean.
+    uint8 is scaled to 0..1. An array with one number per row has one mean.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,21 +72,21 @@ class Dataset:
     sha256: str
     """SHA-256 over everything: arrays, classes, statistics."""
     classes: tuple[str, ...]
-    """Names of the classes, in the order of the targets' numbers; empty if targets are no labels."""
+    """Names of the classes, in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None
-    """Number of different tokens, which are the integers from 0 on; None if inputs are no tokens."""
+    """Number of different tokens, which are the integers from 0 on; None if the inputs are not tokens."""
     statistics: Mapping[str, Statistics]
     """Statistics of each array, by its name, except for labels and tokens."""
     train: Split
     test: Split
     test_in_train_count: int | None = None
-    """Number of test inputs that equal a training input, byte by byte. None, here and below: not counted."""
+    """Number of test inputs that equal a training input byte by byte; None if not counted."""
     test_repeated_count: int | None = None
-    """Number of test inputs that repeat an earlier test input."""
+    """Number of test inputs that repeat an earlier test input; None if not counted."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sample's inputs."""
+        """Shape of one sample's inputs."""
         return tuple(self.train.inputs.shape[1:])
 
 
@@ -96,7 +96,7 @@ class Form(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: str
-    """numpy's name."""
+    """numpy's name of the type."""
     shape: tuple[int, ...]
 
 
@@ -106,7 +106,7 @@ class Description(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[2] = 2
-    """1: images and labels only."""
+    """Version 1 held images and labels only."""
     name: str
     classes: tuple[str, ...]
     vocabulary: int | None
@@ -116,13 +116,13 @@ class Description(BaseModel):
     train_class_counts: tuple[int, ...]
     test_class_counts: tuple[int, ...]
     test_in_train_count: int | None = None
-    """As in ``Dataset``, and so is ``test_repeated_count``."""
+    """As in ``Dataset``, like ``test_repeated_count``."""
     test_repeated_count: int | None = None
     statistics: dict[str, Statistics]
     files: dict[str, str]
     """File name -> SHA-256."""
     sha256: str = ""
-    """Over all fields above except the two counts of repeated test inputs."""
+    """SHA-256 over all fields above except the two counts of repeated test inputs."""
 
     def digest(self) -> str:
         counted = {"sha256", "test_in_train_count", "test_repeated_count"}
@@ -197,7 +197,7 @@ def _describe(directory: Path) -> Description:
     except FileNotFoundError:
         raise DataError(f"{path} is missing: run `dvc repro prepare` first.") from None
     except (OSError, ValidationError) as error:
-        raise DataError(f"{path} is not a description this version can read; {_AGAIN} ({error})") from None
+        raise DataError(f"{path} is not a description that this version can read; {_AGAIN} ({error})") from None
 
 
 def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:

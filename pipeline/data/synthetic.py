@@ -21,15 +21,14 @@ CHUNK_BYTES = 16 << 20
 STREAMS = ("textures", "train", "test", "train targets", "test targets")
 Split = Literal["train", "test"]
 _WORK_BYTES = {"labels": 1, "floats": 8, "tokens": 8}
-"""Of each input value while it is made."""
+"""Bytes of memory per input value while it is generated."""
 
 
 def chunks(asked: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
     """The first ``count`` samples of a split, in chunks: inputs [n, *shape] and, unless they are tokens, targets.
 
-    Targets are labels [n], whose classes take turns, or floats [n, classes] from 0 to 1. Tokens are below ``classes``;
-    each is one or two more than the one before, round and round. A sample depends on what is ``asked``, split and
-    index, not on ``count``.
+    Targets are labels [n], the classes in turn, or floats [n, classes] from 0 to 1. Each token is one or two more than
+    the token before, modulo ``classes``. A sample depends on ``asked``, ``split`` and its index, not on ``count``.
     """
     tile = (asked.shape[0], *(min(TILE, size) for size in asked.shape[1:]))
     tiles = _bytes(asked.seed, "textures", 0, asked.classes, tile)

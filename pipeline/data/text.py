@@ -1,4 +1,4 @@
-"""Text as tokens, file after file, cut into windows of one length: the bytes of UTF-8, or what a tokenizer makes."""
+"""Text as tokens, the bytes of UTF-8 or those of a tokenizer, file after file, cut into windows of one length."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from pipeline.data import LISTING, DataError
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
-from pipeline.errors import first_line
+from pipeline.errors import count, first_line
 from pipeline.params import Config, Fetch
 
 Tokens = npt.NDArray[Any]
 
 END = 256
-"""The token after each file, where the tokens below it are bytes."""
+"""The token after each file if the other tokens are bytes."""
 KEY = "prepare.tokenizer"
 BLOCK_BYTES = 1 << 20
 
 FOLDERS = ("text_folder", "python_source")
 """The data sets that are folders of text."""
 _UNREAD = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-"""Folders whose files are no library's source, or broken on purpose."""
+"""Folders without the source of a library, or with files that are broken on purpose."""
 
 
 def root(fetch: Fetch) -> Path:
-    """The folder of ``fetch.dataset``: the user's, or the standard library of the Python that runs."""
+    """The folder of ``fetch.dataset``: the user's, or the standard library of the running Python."""
     if fetch.dataset == "python_source":
         return Path(sysconfig.get_path("stdlib"))
     return Path(fetch.text_folder or "").expanduser()
@@ -52,7 +52,7 @@ def files(fetch: Fetch) -> list[str]:
                 raise DataError(f"fetch.{fetch.dataset}: {path} is empty; remove it.")
     if len(found) < 2:
         raise DataError(
-            f"fetch.{fetch.dataset}: found {len(found)} file(s) in {top}; expected two or more, one for testing."
+            f"fetch.{fetch.dataset}: found {count(len(found), 'file')} in {top}; expected two or more, one for testing."
         )
     return found
 
@@ -78,9 +78,9 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> Iterator[Chunk]:
-    """Cut tokens into windows [n, length + 1], at most ``limit``; what is left at the end is dropped.
+    """Cut tokens into windows [n, length + 1], at most ``limit``; a shorter rest is dropped.
 
-    Neighbours share a token: the last that one window predicts is the first from which the next one does.
+    Neighbouring windows share a token: the last target of one is the first input of the next.
     """
     left, count = np.empty(0, np.uint16), 0
     for block in tokens:
@@ -116,8 +116,8 @@ class _OfFile:
         try:
             content = path.read_bytes()
             self._tokenizer = Tokenizer.from_buffer(content)
-        except Exception as error:  # it raises Exception itself
-            raise DataError(f"{KEY}: {path} is no file of a tokenizer ({first_line(error)}).") from None
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{KEY}: {path} is not a tokenizer's file ({first_line(error)}).") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.end = 1 + max(self._tokenizer.get_vocab().values(), default=-1)

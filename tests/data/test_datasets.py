@@ -91,9 +91,9 @@ def test_limits_keep_the_first_samples(tmp_path: Path) -> None:
         (b"<html>", "not an IDX file of unsigned bytes (starts with 3c 68 74 6d)"),
         (b"", "not an IDX file of unsigned bytes"),
         (b"\0\0\x08\x03\0\0\0\x01", "the IDX header is cut short (8 bytes for 3 dimensions)"),
-        (idx(np.zeros((2, 3), np.uint8))[:-1], "promises 18 bytes, it has 17"),
-        (idx(np.zeros((2, 3), np.uint8)) + b"!", "promises 18 bytes, it has 19"),
-        (b"\0\0\x08\x03" + b"\xff" * 12, "promises 79,228,162,458,924,105,385,300,197,391 bytes"),
+        (idx(np.zeros((2, 3), np.uint8))[:-1], "declares 18 bytes, but it has 17"),
+        (idx(np.zeros((2, 3), np.uint8)) + b"!", "declares 18 bytes, but it has 19"),
+        (b"\0\0\x08\x03" + b"\xff" * 12, "declares 79,228,162,458,924,105,385,300,197,391 bytes"),
     ],
 )
 def test_a_malformed_idx_file_is_named_with_what_is_wrong(content: bytes, message: str, tmp_path: Path) -> None:

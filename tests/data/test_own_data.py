@@ -161,7 +161,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ),
         ({"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros((9, 2), int)}, "integers are labels; expected one"),
         ({"inputs": np.arange(18).reshape(9, 2) + (1 << 24), "targets": np.ones(9)}, r"exact up to 2\^24 only"),
-        ({"inputs": np.ones((9, 2))}, "channel 0 of the training inputs is the same everywhere"),
+        ({"inputs": np.ones((9, 2))}, "channel 0 of the training inputs is constant"),
         ({"inputs": np.zeros((0, 2))}, "the train split is empty"),
         ({"inputs": np.array(["a", "b"])}, "expected numbers in C order"),
         ({"targets": np.arange(3)}, "none of the arrays|has targets; expected inputs"),
@@ -178,14 +178,14 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
             r"test_inputs\.npy .*: found -1 to 5, but there are 65536 tokens",
         ),
         ({"inputs": np.array([[0, 2**40]] * 4)}, "found 0 to 1099511627776, but there are 2147483648 tokens"),
-        ({"inputs": np.arange(9)[:, None]}, r"windows of 1 token\(s\) predict nothing; expected \[N, length \+ 1\]"),
+        ({"inputs": np.arange(9)[:, None]}, r"a row needs two tokens or more; expected windows \[N, length \+ 1\]"),
         (
             {"inputs": ROWS, "targets": np.array([0, 1, 2] * 2 + [0, 1, 1000])},
             "labels go up to 1000, but 997 of the 1001 classes, 3 the first, have no training sample",
         ),
         ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
         ({"inputs": ROWS, "targets": np.ones(9), "weights": np.ones(9)}, "has an array 'weights.*'; expected inputs"),
-        ({"inputs": np.ones((4, 2)), "targets": np.ones(4), "test_inputs": np.ones((2, 2))}, "test_targets beside"),
+        ({"inputs": np.ones((4, 2)), "targets": np.ones(4), "test_inputs": np.ones((2, 2))}, "in a test split"),
     ],
 )
 def test_bad_arrays_are_refused_and_named(values: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Pat
     [
         ("yield [1, 2]", r"own_data:samples yielded <class 'list'>; expected a dict of inputs"),
         ("yield {'input': [1]}", "yielded the keys input; expected a dict of inputs"),
-        ("yield {'inputs': [[1], [1, 2]]}", "yielded inputs that make no array"),
+        ("yield {'inputs': [[1], [1, 2]]}", "yielded inputs that cannot become an array"),
         ("yield {'inputs': ['a']}", "yielded inputs of <U1; expected numbers"),
         ("yield {'inputs': 1.0}", r"yielded inputs of float64; expected numbers \[n, ...\]"),
         (
@@ -545,7 +545,7 @@ def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest
     assert dataset.train.inputs.dtype == torch.int32
     (tmp_path / "tokenizer.json").write_text("{}")
     for place in ("tokenizer.json", "nowhere.json"):
-        with pytest.raises(DataError, match=rf"prepare\.tokenizer: .*{place} is no file of a tokenizer"):
+        with pytest.raises(DataError, match=rf"prepare\.tokenizer: .*{place} is not a tokenizer's file"):
             packed(tmp_path, "text_folder", "texts", tokenizer=str(tmp_path / place))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match="tokenizers is not installed"):

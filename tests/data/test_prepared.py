@@ -92,7 +92,7 @@ def test_statistics_are_exact() -> None:
 def test_a_constant_channel_is_refused() -> None:
     images = np.random.default_rng(0).integers(0, 256, (4, 3, 2, 2), dtype=np.uint8)
     images[:, 2] = 7
-    with pytest.raises(DataError, match="channel 2 of the training inputs is the same everywhere"):
+    with pytest.raises(DataError, match="channel 2 of the training inputs is constant"):
         statistics("inputs", images)
 
 

@@ -185,7 +185,7 @@ def test_sources_that_failed_before_one_delivered_are_a_line(
     fetch(config(), raw)
     first, second = capsys.readouterr().err.splitlines()
     assert first == f"fetching 2 files of mnist from {closed}"
-    assert second.startswith(f"fetched from {server.url}, as before it failed: {closed}: ")
+    assert second.startswith(f"fetched from {server.url}; other sources failed: {closed}: ")
     assert second.endswith(f"; {server.url}/absent: HTTP status 404 Not Found")
 
 
@@ -266,10 +266,10 @@ def test_a_silent_server_is_given_up(server: Server, raw: Path) -> None:
 @pytest.mark.parametrize(
     ("junk", "reason"),
     [
-        (b"<html>This page has moved.</html>", "damaged or not what it should be"),
+        (b"<html>This page has moved.</html>", "damaged, or not the expected file"),
         (gzip.compress(b"other data"), "wrong content"),
         (gzip.compress(CONTENTS["images"] + b"!"), "more than the expected 300,000 bytes"),
-        (gzip.compress(CONTENTS["images"], 1)[:-2000], "damaged or not what it should be"),
+        (gzip.compress(CONTENTS["images"], 1)[:-2000], "damaged, or not the expected file"),
         (gzip.compress(bytes(3_000_000), 0), "the server announces"),
     ],
     ids=["page", "other", "longer", "cut", "huge"],
@@ -297,10 +297,10 @@ def test_a_source_with_junk_is_passed_over(
         (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n", "'file:///etc/passwd'"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://\xff\xfe/\r\n\r\n", "invalid start byte"),
         (b"HTTP/1.1 302 Found\r\nLocation: /images.gz\r\n\r\n", "Exceeded 30 redirects"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: \xb2\r\n\r\njunk", "damaged or not what it should be"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\njunk", "damaged or not what it should be"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: \xb2\r\n\r\njunk", "damaged, or not the expected file"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\njunk", "damaged, or not the expected file"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\njunk", "connection ended"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\njunk" % (b"9" * 9_000), "damaged or not what it should be"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\njunk" % (b"9" * 9_000), "damaged, or not the expected file"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "connection ended"),
         (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200, "100 headers"),
         (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000, "65536"),
@@ -354,7 +354,7 @@ def test_the_final_message_names_every_source_why_it_failed_and_what_to_do(
     with pytest.raises(DataError) as caught:
         fetch(config(mirror=str(tmp_path / "nowhere")), raw)
     message = str(caught.value)
-    assert "images, labels could not be had" in message
+    assert "images, labels could not be fetched" in message
     assert f"1. mirror {tmp_path}/nowhere: no such directory" in message
     assert f"2. {server.url}/absent: HTTP status 404 Not Found" in message
     assert re.search(rf"3\. {closed}: .*[Cc]onnection refused.* \(after 3 attempts\)", message)

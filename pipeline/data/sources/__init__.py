@@ -23,7 +23,7 @@ def fetch(config: Fetch, directory: Path) -> None:
     """Fill ``directory/<dataset>/`` with verified raw files.
 
     Interrupted transfers stay in ``<directory>.partial`` until the next run continues them; afterwards it is deleted.
-    No file of the user's (``image_folder``, ``text_folder``, ``arrays``) is copied: ``fetch`` writes a listing of
+    The user's own files (``image_folder``, ``text_folder``, ``arrays``) are not copied: ``fetch`` writes a listing of
     paths, sizes and SHA-256, and ``prepare`` refuses files that differ from it. DVC does not look into the user's
     directory, so run ``dvc repro --force fetch`` after a change of the files.
 
@@ -65,15 +65,15 @@ def _collect(config: Fetch, listing: Listing, target: Path, partials: Path) -> N
             failures.append(f"{source.label}: {error}")
         else:
             if failures:
-                say(f"fetched from {source.label}, as before it failed: {'; '.join(failures)}")
+                say(f"fetched from {source.label}; other sources failed: {'; '.join(failures)}")
         missing = store.missing(missing)
     if missing:
         reasons = "\n".join(f"  {number}. {failure}" for number, failure in enumerate(failures, 1))
         raise DataError(
-            f"{config.dataset}: {', '.join(file.name for file in missing)} could not be had. Tried in this order:\n"
+            f"{config.dataset}: {', '.join(file.name for file in missing)} could not be fetched. Tried in this order:\n"
             f"{reasons}\n"
-            "What to do: check the network (a proxy is taken from HTTPS_PROXY) and run again, finished parts are kept; "
-            "or put the files, plain or gzipped, into a directory and name it in params.yaml as fetch.mirror."
+            "What to do: check the network (HTTPS_PROXY names a proxy) and run again; finished parts are kept. Or put "
+            "the files, plain or gzipped, into a directory and name it in params.yaml as fetch.mirror."
         )
     shutil.rmtree(partials, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Data sets that need no network: scikit-learn's digits, synthetic images, and files that lie here already."""
+"""Data sets that need no network: scikit-learn's digits, synthetic samples, and files already on this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def describe_synthetic(asked: Synthetic, target: Path) -> None:
 def list_images(config: Fetch, target: Path) -> None:
     """Write the listing of the user's images: SPLIT/CLASS/... path, size and SHA-256, in sorted order.
 
-    Raises DataError, see ``images_of``, and for an image that cannot be read.
+    Raises DataError as ``images_of`` does, and for an image that cannot be read.
     """
     root, paths = images_of(config)
     list_files("fetch.image_folder", root, paths, target)
@@ -56,7 +56,7 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
     """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
 
     Raises DataError for a folder without images, for an image that is larger than ``LIMIT_BYTES``, and for a class name
-    that is not one line of printable UTF-8, as reports and MLflow show it.
+    that is not one line of printable UTF-8, because reports and MLflow show it.
     """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
@@ -78,7 +78,7 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
         )
     for name in {path.split("/")[1] for path in paths}:
         if printable(name) != name or "\n" in name:
-            raise DataError(f"fetch.image_folder: class {name!r} of {root} is no line of UTF-8 text; rename it.")
+            raise DataError(f"fetch.image_folder: class {name!r} of {root} is not one line of UTF-8 text; rename it.")
     for path in paths:
         if (size := (root / path).stat().st_size) > LIMIT_BYTES:
             raise DataError(f"fetch.image_folder: {root / path} has {size:,} bytes; allowed: {LIMIT_BYTES:,}.")

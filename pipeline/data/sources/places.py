@@ -159,8 +159,8 @@ class DebianPackage:
         say(f"{self.label}: apt-get download")
         failed = _apt_get(["download", self.package], options, scratch)
         if failed:
-            say(f"{self.label}: {failed}; once more with fresh package lists of its own")
-            # An update that misses one of several repositories may still bring the right list: the download decides.
+            say(f"{self.label}: {failed}; trying again with private, fresh package lists")
+            # A failed update may still have fetched the right list: go on to the download.
             update_failed = _apt_get(["update"], options + private, scratch)
             failed = _apt_get(["download", self.package], options + private, scratch)
             if failed:
@@ -174,7 +174,7 @@ def open_plain_or_gzip(path: Path) -> gzip.GzipFile | BufferedReader:
 
 
 def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store: Store) -> None:
-    """Place ``files`` from the archive at ``path``. Raises SourceError, without opening it, if its SHA-256 is wrong."""
+    """Place ``files`` from the archive at ``path``. Raises SourceError if its SHA-256 is wrong, before opening it."""
     found = file_sha256(path)
     if found != archive.sha256:
         raise SourceError(f"{archive.name}: wrong content (SHA-256 {found}, not {archive.sha256})")

@@ -25,7 +25,7 @@ from pipeline.errors import printable
 CHUNK_BYTES = 1 << 20
 
 PAUSE_SECONDS = 1.0
-"""Before the second attempt; doubled before each further one."""
+"""Pause before the second attempt; doubled before each further one."""
 
 CONNECT_SECONDS = 5.0
 """Longest wait for a connection: a reachable server accepts sooner, and a missing network should not cost minutes."""
@@ -67,7 +67,7 @@ class Store:
     attempts: int
 
     def missing(self, files: Sequence[RawFile]) -> list[RawFile]:
-        """Return those of ``files`` that are not in ``directory`` yet; deletes a file whose content is wrong."""
+        """Return the ``files`` that are not in ``directory`` yet; deletes a file whose content is wrong."""
         absent = []
         for file in files:
             path = self.directory / file.name
@@ -95,14 +95,14 @@ class Store:
                 )
             partial.replace(self.directory / file.name)
         except (gzip.BadGzipFile, EOFError, zlib.error, tarfile.TarError) as error:
-            raise SourceError(f"{file.name}: damaged or not what it should be ({error})") from None
+            raise SourceError(f"{file.name}: damaged, or not the expected file ({error})") from None
         finally:
             partial.unlink(missing_ok=True)
 
     def download(self, url: str, limit_bytes: int, use: Callable[[Path], None]) -> None:
         """Download ``url`` and hand the finished file to ``use``, which raises SourceError if the content is wrong.
 
-        Continues an earlier, interrupted transfer. If the joined parts turn out wrong, the file on the server may have
+        Continues an earlier, interrupted transfer. If the joined parts are wrong, the file on the server may have
         changed in between, so it is downloaded once more from the start.
         """
         name = url.rsplit("/", 1)[-1]
@@ -131,7 +131,7 @@ class Store:
                 if attempt == self.attempts:
                     raise SourceError(f"{error} (after {attempt} attempt{'s' if attempt > 1 else ''})") from None
                 pause = PAUSE_SECONDS * 2 ** (attempt - 1)
-                if path.exists():  # else nothing arrived yet: no message, the next source may work
+                if path.exists():  # if nothing arrived yet, no message: the next source may work
                     say(f"{url}: {error}; attempt {attempt + 1} of {self.attempts} in {pause:g} s")
                 time.sleep(pause)
         raise AssertionError("unreachable: attempts is at least 1")
