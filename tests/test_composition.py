@@ -53,7 +53,7 @@ def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change
         ("streamed_data", "input"),
     ]
     assert any(line.startswith("skipped: bf16: ") for line in rest)
-    assert any(line.startswith("decided: auto_micro_batch: 1 micro-batch(es) of 64 samples") for line in rest)
+    assert any(line.startswith("decided: auto_micro_batch: 1 micro-batch of 64 samples") for line in rest)
 
 
 def test_the_processes_and_the_step_are_those_of_the_training(shown: Shown) -> None:

@@ -220,14 +220,14 @@ def test_on_the_device_it_stops_the_run_when_the_losses_are_read_and_says_where_
     digits: Dataset, applied: dict[str, Any]
 ) -> None:
     message, before, _ = _until_broken(ALONE, digits, 0, on_device=True, **applied)
-    assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; 3 step(s) were taken ")
+    assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; it was read after 3 steps")
     assert len(before) == 10  # in step 10 a row of history is due
 
 
 def test_all_ranks_stop_where_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:
     ranks = run_ranks(_until_broken, digits, 1, True)
-    assert [message.partition(" were taken")[0] for message, _, _ in ranks] == [
-        "variant tried, seed 0, epoch 1, step 8: the loss became nan; 3 step(s)"
+    assert [message.partition(", so")[0] for message, _, _ in ranks] == [
+        "variant tried, seed 0, epoch 1, step 8: the loss became nan; it was read after 3 steps"
     ] * 2
 
 
@@ -266,7 +266,9 @@ def _checkpointed_when_broken(joined: World, dataset: Dataset) -> str:
 
 def test_no_checkpoint_is_made_of_a_training_whose_loss_is_not_finite(digits: Dataset) -> None:
     for message in run_ranks(_checkpointed_when_broken, digits):
-        assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; 2 step(s) were taken ")
+        assert message.startswith(
+            "variant tried, seed 0, epoch 1, step 8: the loss became nan; it was read after 2 steps"
+        )
 
 
 def test_no_rank_takes_the_step_in_which_one_rank_stops_on_the_host(digits: Dataset, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ _KEPT = _operations(
 
 
 class ActivationCheckpointing(Technique):
-    """Every block of the model (see ``blocks``) keeps only its input, and runs again when its gradient is due.
+    """Every block of the model (see ``blocks``) keeps only its input, and runs again when its gradient is needed.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same
     to the last bit; a block's random draws are repeated, and only the first forward pass updates the norms'
@@ -54,7 +54,7 @@ class ActivationCheckpointing(Technique):
         if not found:
             raise ConfigError(
                 f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its parts has parts of "
-                "its own. Put layers that belong together into an nn.Sequential, or take activation_checkpointing out."
+                "its own. Put layers that belong together into an nn.Sequential, or remove activation_checkpointing."
             )
         for block in self.choice(setup, found):
             block.forward = _recomputed(block, self.contexts())  # on the instance, so names in the state dict stay
@@ -150,7 +150,7 @@ def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
         norm.momentum, norm.num_batches_tracked = 0.0, None
         if not isinstance(norm, _BatchNorm):  # InstanceNorm averages over samples, which rounds even at momentum 0
             norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
-        if isinstance(norm, nn.SyncBatchNorm):  # it insists on a count
+        if isinstance(norm, nn.SyncBatchNorm):  # it requires a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
         yield

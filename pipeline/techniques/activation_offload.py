@@ -15,12 +15,12 @@ from pipeline.techniques.base import Setup, Technique
 LEAST_BYTES = 2**16
 """The smallest tensor that is moved: the copy of a smaller tensor costs more than its memory is worth."""
 IN_FLIGHT = 4
-"""The most unfinished copies to the host. If there are more, the computation waits for the oldest; otherwise all of
-them would keep their device memory, because the host runs ahead of the device."""
+"""The most unfinished copies to the host. If there are more, the computation waits for the oldest; otherwise all copies
+would keep their device memory, because the host runs ahead of the device."""
 
 
 class ActivationOffload(Technique):
-    """Kept activations are copied to pinned memory while the forward pass goes on, and back when they are due.
+    """Kept activations are copied to pinned memory while the forward pass goes on, and back when they are needed.
 
     The copies to the host run on a separate stream, in parallel with the computation. Parameters, the images and
     tensors below ``LEAST_BYTES`` stay on the device. Values and strides are the same, and so are all results.

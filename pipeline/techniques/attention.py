@@ -1,4 +1,4 @@
-"""The kernel of attention: which of PyTorch's computes ``scaled_dot_product_attention`` in a step."""
+"""The attention kernel: which of PyTorch's kernels computes ``scaled_dot_product_attention`` in a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Attention(Technique):
 
     @classmethod
     def prepare_process(cls) -> None:
-        # Its cache of compiled graphs, across processes, does not look at the kernels that are allowed.
+        # The compiler's cache of graphs would return a graph that was compiled with another kernel allowed.
         torch._functorch.config.enable_autograd_cache = False
 
     def change_model(self, setup: Setup) -> None:

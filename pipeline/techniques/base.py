@@ -39,35 +39,35 @@ class OfTask(Protocol):
         """Build a model for the job's data, on the CPU; by default the job's own."""
 
     loss_by_row: ClassVar[bool]
-    """Whether ``loss`` is the mean over all rows of the outputs [..., d], which can then be taken in any parts; else
-    only over the samples."""
+    """Whether ``loss`` is the mean over all rows of the outputs [..., d], so that any rows can form a part. If not, it
+    is the mean over the samples."""
 
     def zeros(self, count: int) -> torch.Tensor:
-        """Zeros of the form of the model's inputs [count, ...], on the CPU."""
+        """Zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
 
     def distance(self, outputs: torch.Tensor, taught: torch.Tensor, temperature: float) -> torch.Tensor:
-        """The distance of outputs from a teacher's, a scalar: the mean over the samples."""
+        """The distance between the outputs and a teacher's, a scalar: the mean over the samples."""
 
 
 def _no_sample() -> NoReturn:
-    raise AssertionError("the model is only looked at; there is no batch to try it with")
+    raise AssertionError("the model is only inspected; there is no batch for a trial")
 
 
 @dataclass
 class Setup:
-    """What one rank's training is made of, as the techniques so far have changed it."""
+    """The parts of one rank's training, as the techniques so far have changed them."""
 
     model: nn.Module
-    """On its device; wrapped, perhaps."""
+    """The model on its device, possibly wrapped."""
     task: OfTask
     sample: Callable[[], tuple[torch.Tensor, torch.Tensor]] = _no_sample
     """Return a micro-batch like those of the training, the same on all ranks that train on the same samples. It leaves
     the training's random draws unchanged."""
     delay_steps: int = 0
-    """How long a technique waits that must not act at a training's start: the steps in which the learning rate rises; 0
-    where a steady state is measured."""
+    """Number of steps in which the learning rate rises; a technique that must not act at a training's start waits for
+    them. 0 if a steady state is measured."""
     teacher: Mapping[str, torch.Tensor] | None = None
-    """The weights of the variant's teacher; None without one, and where steps are only measured or checked."""
+    """The weights of the variant's teacher; None without one, and if steps are only measured or checked."""
     optimizer_choice: OptimizerChoice = field(init=False)
     """Makes the optimizer for the changed model's parameters."""
     step: TrainingStep = field(init=False)
@@ -108,7 +108,7 @@ class Technique:
     @classmethod
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:  # noqa: ARG003
         """Return the function that says why a number of processes cannot hold the model together. Called when the
-        variant is planned, with the model on the CPU, as the techniques before this one left it."""
+        variant is planned, with the model on the CPU, after the changes of the techniques before this one."""
         return lambda processes: None  # noqa: ARG005
 
     @classmethod
@@ -117,7 +117,7 @@ class Technique:
         Modules imported here do not count as memory of the training."""
 
     def change_model(self, setup: Setup) -> None:
-        """Change ``setup.model`` in place, or put a wrapped one there."""
+        """Change ``setup.model`` in place, or replace it by a wrapped model."""
 
     def change_optimizer(self, setup: Setup) -> None:
         """Change ``setup.optimizer_choice``."""

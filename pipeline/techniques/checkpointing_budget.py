@@ -126,7 +126,7 @@ def measured(
             if storage not in standing:
                 kept.sizes[storage] = tensor.untyped_storage().nbytes()
                 place.add(storage)
-                alive.append(tensor.detach())  # or another storage could get its address, which is the key
+                alive.append(tensor.detach())  # otherwise another storage could get its address, which is the key
             return tensor.detach()
 
         def begins(index: int) -> Callable[..., None]:
@@ -161,7 +161,7 @@ def measured(
 
 
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. To be called in fake mode."""
+    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. Call it in fake mode."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""Loss in chunks: the outputs of the model's last layer are made, and used up, a chunk at a time."""
+"""Loss in chunks: the outputs of the model's last layer are computed, used and freed one chunk at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class ChunkedLoss(Technique):
     """The model's last linear layer, its head, and the loss run on one chunk of rows after the other.
 
-    A row is a token where the loss is a language model's own, else a sample: every loss is promised to be a mean over
-    samples. While the model trains, its head returns what it gets, and the step's criterion applies it. A chunk's
-    logits and their gradient are freed before the next chunk's are made; of all chunks remain the gradients of the
-    head's input and parameters. So no product is computed twice.
+    A row is a token if the loss is a language model's own. Otherwise it is a sample, because every loss is a mean over
+    samples. While the model trains, its head returns its input, and the step's criterion applies the head. A chunk's
+    logits and their gradient are freed before the next chunk's are computed; only the gradients of the head's input and
+    parameters remain. So no product is computed twice.
 
     Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024; Wijmans et al., "Cut Your
     Losses in Large-Vocabulary Language Models", ICLR 2025.
@@ -35,8 +35,8 @@ class ChunkedLoss(Technique):
         found = head(setup)
         if found is None:
             raise ConfigError(
-                f"{self._where}, but what {type(setup.model).__name__} returns is not what an nn.Linear of it has "
-                "computed; allowed: 1, or a model that returns the outputs of its last linear layer unchanged."
+                f"{self._where}, but {type(setup.model).__name__} does not return the outputs of an nn.Linear; "
+                "allowed: 1, or a model that returns the outputs of its last linear layer unchanged."
             )
         self._head = found
         found.__class__ = _Head  # changes the module in place, so the names in the state dict stay the same
@@ -68,14 +68,14 @@ class ChunkedLoss(Technique):
 
 
 class _Head(nn.Linear):
-    """A linear layer that passes its input on while it trains."""
+    """A linear layer that returns its input while it trains."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input if self.training else super().forward(input)
 
 
 def head(setup: Setup) -> nn.Linear | None:
-    """Return the linear layer whose output is the model's, found by a trial; None if there is none."""
+    """Return the linear layer whose output is the model's, according to a trial; None if there is none."""
     seen: list[tuple[nn.Linear, Tensor]] = []
     linears = [each for each in setup.model.modules() if type(each) is nn.Linear]
     hooks = [each.register_forward_hook(lambda layer, _, output: seen.append((layer, output))) for each in linears]

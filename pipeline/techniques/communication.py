@@ -21,7 +21,7 @@ from pipeline.step import MicroBatches
 from pipeline.techniques.base import Setup, Stored, Technique
 
 RANK = 2
-"""The rank of PowerSGD's factors, as the paper has it for image classifiers."""
+"""The rank of PowerSGD's factors, as in the paper's image classifiers."""
 DENSE_STEPS = 2
 """The fewest steps before PowerSGD begins: torch requires them, because DDP rebuilds its buckets after the first."""
 NEVER_ZERO = 1e-8
@@ -63,9 +63,9 @@ class BF16Compression(_Hook):
 class PowerSGD(_Hook):
     """torch's PowerSGD with factors of rank ``RANK``, error feedback and a warm start, after the dense first steps.
 
-    From step to step, PowerSGD keeps what the last factors missed (the error) and one of the factors (Q). torch keeps
-    both by bucket, but a resumed training's first step has other buckets than its later steps. So a checkpoint holds
-    both by parameter, and a resumed training goes on exactly.
+    From step to step, PowerSGD keeps the error of the last factors and one of the factors (Q). torch keeps both by
+    bucket, but a resumed training's first step has other buckets than its later steps. So a checkpoint holds both by
+    parameter, and a resumed training goes on exactly.
     """
 
     name = "powersgd"
@@ -91,12 +91,12 @@ class PowerSGD(_Hook):
         if scalars:
             raise ConfigError(
                 f"variants.{self.plan.name}.communication_hook: found 'powersgd', but {scalars[0]} has no dimension, "
-                "which torch's PowerSGD cannot take for a matrix; allowed: another hook, or parameters of shape [1]."
+                "so torch's PowerSGD cannot view it as a matrix; allowed: another hook, or parameters of shape [1]."
             )
         if not self._matrices(range(len(self._parameters))):
             raise ConfigError(
-                f"variants.{self.plan.name}.communication_hook: found 'powersgd', but the model has no matrix of which "
-                f"factors of rank {RANK} would leave less than half; allowed: another hook."
+                f"variants.{self.plan.name}.communication_hook: found 'powersgd', but factors of rank {RANK} would "
+                "shrink no matrix of the model to less than half; allowed: another hook."
             )
         self.torch_state.start_powerSGD_iter = max(DENSE_STEPS, setup.delay_steps)
         setup.kept_bytes.append(self._memory_bytes)
@@ -171,7 +171,7 @@ class PowerSGD(_Hook):
         return rows, columns, min(rows, columns, RANK)
 
     def _matrices(self, places: Sequence[int]) -> list[int]:
-        """Return those of ``places`` whose parameters are compressed, in torch's order of the factors: by shape."""
+        """Return the ``places`` whose parameters are compressed, in torch's order of the factors: by shape."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for place in places:
             rows, columns, rank = self._shape(place)
@@ -191,7 +191,7 @@ def _gpus_unseen() -> Iterator[None]:
 
 
 class PostLocalSGD(_Hook):
-    """After the first steps, which are plain DDP, each rank steps by its own gradients.
+    """After the first steps, which are plain DDP, each rank updates its weights with its own gradients.
 
     The weights are averaged every ``LOCAL_STEPS`` steps, in place: torch's own averager would give the parameters new
     memory and lose their memory format. In between, the average of the ranks' models is evaluated and saved; each

@@ -30,7 +30,7 @@ class Compile(Technique):
 
     The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
     be one graph (``fullgraph=True``): where PyTorch would split the model or leave it uncompiled, the run fails with
-    the reason, so that nothing but the requested setup is measured. Evaluation uses the bare, uncompiled model.
+    the reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
 
     On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without them. There it tunes
     only the kernels of batched matrix products, such as attention's: its other kernels need constant weights.
@@ -85,6 +85,6 @@ class Compile(Technique):
             reason = " ".join(str(error).split("\n\n")[0].split())
             raise PipelineError(
                 f"variants.{self.plan.name}.compile: found {self.plan.applied.compile!r}, but the model does not "
-                f"compile as one graph: {reason}. Take compile out, or change what stops it; "
-                "TORCH_LOGS=graph_breaks tells more."
+                f"compile as one graph: {reason}. Remove compile, or change this part of the model; "
+                "TORCH_LOGS=graph_breaks shows more."
             ) from error

@@ -83,8 +83,8 @@ class CudaGraph(Technique):
         except RuntimeError as error:
             raise PipelineError(
                 f"variants.{self.plan.name}.cuda_graph: found true, but a step cannot be recorded: "
-                f"{first_line(error)}. Take cuda_graph out, or change what in the model waits for the "
-                "device (a value that Python looks at, say)."
+                f"{first_line(error)}. Remove cuda_graph, or change the part of the model that waits for the "
+                "device, for example to read a value in Python."
             ) from error
         finally:
             self._set_capturable(capturable)

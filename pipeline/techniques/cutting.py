@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipeline.distributed import World
+from pipeline.errors import count
 from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
 
 RUNS = 5
@@ -75,7 +76,7 @@ def best_cut(
     device = world.device
     units, joins = parts(model, images, autocast)
     if len(units) < stages:
-        raise NotAChain(f"{type(model).__name__} can be cut into {len(units)} part(s) at most")
+        raise NotAChain(f"{type(model).__name__} can be cut into {count(len(units), 'part')} at most")
     seconds: list[list[float]] = [[] for _ in units]
     for _ in range(RUNS + 1):
         with _unchanged(model, device):
@@ -108,7 +109,7 @@ def parts(
     with _unchanged(model, device), torch.no_grad(), autocast():
         computed, joins = _written_in_place(units, images.clone())
     if not torch.allclose(computed, expected, rtol=1e-3, atol=1e-4):
-        raise NotAChain(f"torch.fx recorded something else than {type(model).__name__} computes")
+        raise NotAChain(f"torch.fx's recording of {type(model).__name__} computes something else")
     return joined(units, joins), joins
 
 
@@ -118,7 +119,7 @@ def described(cut: Cut, micro_batches: int) -> str:
     counts = [end - begin for begin, end in pairwise((0, *cut.ends))]
     times = " + ".join(f"{1e3 * cost:.2f}" for cost in costs)
     return (
-        f"{stages} stages of {' + '.join(map(str, counts))} units, {times} ms a micro-batch; the slowest takes "
+        f"{stages} stages of {' + '.join(map(str, counts))} units, {times} ms per micro-batch; the slowest takes "
         f"{max(costs) * stages / sum(costs):.2f} of an even share, and {bubble_fraction(stages, micro_batches):.0%} "
         "of a step is the pipeline's bubble"
     )
@@ -151,6 +152,6 @@ def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tupl
         if index and passing._version != version:
             found.append(index)
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            raise NotAChain("between two of its parts passes something else than a tensor of floating-point numbers")
+            raise NotAChain("one of its parts passes on something other than a tensor of floating-point numbers")
         passing = output
     return passing, tuple(found)

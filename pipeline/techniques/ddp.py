@@ -100,7 +100,7 @@ class DDP(Replicated):
                 raise
             raise ConfigError(
                 f"variants.{self.plan.name}.parallelism: found {self.plan.applied.parallelism!r}, which waits for "
-                "the gradients of all parameters, but the step before has not used some of the model's. Set "
-                "static_graph: true if every step uses the same ones, or parallelism: fsdp, or take them out of "
-                "the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
+                "the gradients of all parameters, but the last step did not use some of them. Set static_graph: true "
+                "if every step uses the same ones, set parallelism: fsdp, or remove the unused ones from the model; "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
             ) from error

@@ -110,7 +110,7 @@ class FSDP(Technique):
         where = f"variants.{self.plan.name}.parallelism: found 'fsdp', but {type(model).__name__}"
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
-                raise ConfigError(f"{where} has a parameter, {name!r}, that is a single number; allowed: [1] too.")
+                raise ConfigError(f"{where} has a parameter, {name!r}, without dimensions; allowed: shape [1].")
         inside = {part for unit in units for part in unit.modules()}
         own = {each for part in model.modules() if part not in inside for each in part.parameters(recurse=False)}
         groups = [own, *(set(unit.parameters()) for unit in units)]

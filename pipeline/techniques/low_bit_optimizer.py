@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW, whose state takes one byte a value instead of float32's four."""
+"""bitsandbytes' AdamW, whose state takes one byte per value instead of float32's four."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LowBitOptimizer(Technique):
     """bitsandbytes' AdamW: both moments in 8 bits, each block of 256 values with a scale of its own.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. Tensors of fewer than 4096
-    values keep their moments in float32: they would save little and matter more.
+    values keep their moments in float32: their state is small, and their accuracy matters more.
     """
 
     name = "low_bit_optimizer"

@@ -32,7 +32,7 @@ class OptimizerInBackward(Technique):
         setup.step.update = self._nothing
 
     def _nothing(self) -> None:
-        """The parameters are updated already; the step, which calls this, holds the technique, as no hook does."""
+        """Do nothing: the parameters are updated already. The step's reference to this method keeps ``self`` alive."""
 
     def _update(self, number: int, parameter: torch.Tensor) -> None:
         """Update ``parameter``, of the optimizer's group ``number``, and free its gradient."""

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from pipeline.distributed import World
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import ConfigError, PipelineError, count
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Setup, Stored, Technique
@@ -27,7 +27,7 @@ _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "
 
 
 _ALLOWED = (
-    "allowed: fewer processes, another parallelism, or a model that is a chain of so many modules, such as an "
+    "allowed: fewer processes, another parallelism, or a model that is a chain of enough modules, such as an "
     "nn.Sequential or a ResNet"
 )
 
@@ -73,7 +73,7 @@ class Pipeline(Technique):
             most, why_not = len(parts(model, setup.zeros())[0]), ""
         except NotAChain as reason:
             most, why_not = 1, str(reason)
-        why_not = why_not or f"{type(model).__name__} can be cut into {most} part(s) at most"
+        why_not = why_not or f"{type(model).__name__} can be cut into {count(most, 'part')} at most"
         return lambda stages: f"{why_not}; {_ALLOWED}" if stages > most else None
 
     def change_model(self, setup: Setup) -> None:
@@ -171,7 +171,7 @@ class Pipeline(Technique):
         return Stored(read, self._again(load))
 
     def _again(self, load: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-        """Wrap ``load`` to remember each call, which ``restore`` repeats if the checkpoint's model is cut otherwise."""
+        """Wrap ``load`` to remember each call, which ``restore`` repeats if the checkpoint's cut differs."""
 
         def remembered(announced: dict[str, Any]) -> object:
             self._loads.append(partial(load, self.world.sent(announced)))
@@ -190,7 +190,7 @@ class Pipeline(Technique):
             return
         if tuple(state["joins"]) != self._cut.joins or len(self._optimizer.param_groups) != 1:
             raise PipelineError(
-                f"variants.{self.plan.name}: the checkpoint's pipeline is cut otherwise; remove the checkpoint."
+                f"variants.{self.plan.name}: the checkpoint's pipeline is cut differently; remove the checkpoint."
             )
         self._split(self._cut._replace(costs=tuple(state["costs"]), ends=ends))
         self._optimizer.state.clear()

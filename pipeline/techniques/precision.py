@@ -61,11 +61,11 @@ class Float16(BFloat16):
 
 
 class Float8(BFloat16):
-    """torchao's float8 training: linear layers multiply factors that are rounded to 8 bits, each tensor by a scale of
-    its own.
+    """torchao's float8 training: linear layers multiply factors that are rounded to 8 bits, each tensor with its own
+    scale.
 
     The layer that gives the model's outputs stays as it is, as torchao's documentation advises, and so do layers that
-    its kernels do not take. A device without such kernels multiplies the rounded factors in float32.
+    its kernels do not support. A device without such kernels multiplies the rounded factors in float32.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
 

@@ -27,7 +27,7 @@ from pipeline.techniques.base import Setup, Stored
 
 @contextmanager
 def without_random_warning() -> Iterator[None]:
-    """Hide DTensor's warning that it draws random numbers inconsistently on CPUs. Nothing here draws any by DTensor."""
+    """Hide DTensor's warning that it draws random numbers inconsistently on CPUs. Nothing here does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators")
         yield
@@ -55,15 +55,15 @@ class Layout:
 
 
 Layouts = Mapping[nn.Parameter, Layout]
-"""Layouts of the parameters that are parts but plain tensors; a DTensor knows its own layout."""
+"""Layouts of the parameters whose parts are plain tensors; a DTensor knows its own layout."""
 
 
 def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> None:
     """Make a checkpoint read each rank's parts of ``model`` and its optimizer's state, and load them from whole tensors
     that are sent one by one.
 
-    State of the optimizer that is split like its parameter, momentum say, is a DTensor or has the shape of the rank's
-    part. Other state, the count of steps say, is the same on every rank.
+    Optimizer state that is split like its parameter, such as momentum, is a DTensor or has the shape of the rank's
+    part. Other state, such as the count of steps, is the same on every rank.
     """
 
     parameters, optimizer = dict(model.named_parameters()), setup.step.optimizer
@@ -76,7 +76,7 @@ def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> 
         return held
 
     def loaded(name: str, held: Any, saved: Any) -> Any:
-        """Copy this rank's part of ``saved`` into the memory of ``held`` and return this; if no tensor, ``saved``."""
+        """Copy this rank's part of the tensor ``saved`` into ``held`` and return ``held``; else return ``saved``."""
         if not isinstance(saved, torch.Tensor):
             return saved
         value, own = world.sent(saved), part(name, held)

@@ -62,7 +62,7 @@ class Tensor(Replicated):
                     vars(module)["inplace"] = False  # a layer returns a view, which autograd forbids to change
                 if isinstance(module, nn.Dropout):
                     vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
-            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # a copy, no view
+            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # a copy, not a view
         self.wrapped = (
             None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
         )
@@ -97,8 +97,8 @@ def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
     if widths:
         return (
             f"{type(model).__name__} has {', '.join(map(str, widths))} values between its linear layers, or heads, "
-            f"which {ranks} processes cannot share evenly; allowed: a number of processes (a replica) that divides one "
-            "of them"
+            f"which {ranks} processes cannot share evenly; allowed: a number of processes (per replica) that divides "
+            "one of them"
         )
     return (
         f"{type(model).__name__} has no two linear layers with nothing but element-wise functions between them; "

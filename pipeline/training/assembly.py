@@ -20,7 +20,7 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import code, cores
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, count
 from pipeline.measurement.detectors import Detector
 from pipeline.measurement.windows import Memory
 from pipeline.models import loss_and_metric
@@ -36,7 +36,7 @@ from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deter
 from pipeline.training.loop import Training
 
 DETERMINISTIC = "deterministic"
-"""The key of ``Plan.decided`` for why ``train.deterministic`` is not possible."""
+"""The key in ``Plan.decided`` for the reason why ``train.deterministic`` is not possible."""
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
@@ -94,12 +94,12 @@ class Assembly:
     plan: Plan
     world: World
     task: Task
-    """On the world's device."""
+    """The job's task, on the world's device."""
     placement: Placement
     techniques: Sequence[type[Technique]]
-    """Those that the plan applies, in order."""
+    """The techniques that the plan applies, in order."""
     check_imports: Callable[[], None] = lambda: None
-    """See ``code.unfollowed``."""
+    """The check that ``code.unfollowed`` returns."""
 
     @contextmanager
     def training(
@@ -156,19 +156,19 @@ class Assembly:
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
             return plan
-        samples, count, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
+        samples, parts, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
 
         def too_large(why_not_fewer: str = "") -> OutOfMemory:
             return OutOfMemory(
                 f"variants.{plan.name}.gradient_accumulation: found 'auto', but even {samples // failed} micro-batches "
-                f"of {failed} sample(s) do not fit into a process's memory{why_not_fewer}; take a smaller model, or a "
-                "technique that saves memory, such as activation_checkpointing."
+                f"of {count(failed, 'sample')} do not fit into a process's memory{why_not_fewer}; take a smaller "
+                "model, or a technique that saves memory, such as activation_checkpointing."
             )
 
         while True:
             reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
-            decision = f"{count} micro-batch(es) of {samples // count} samples a process{reason}"
-            tried = plan.divided(count, decided=plan.decided | {technique: decision})
+            decision = f"{count(parts, 'micro-batch')} of {count(samples // parts, 'sample')} per process{reason}"
+            tried = plan.divided(parts, decided=plan.decided | {technique: decision})
             try:
                 with replace(self, plan=tried).training(plan.train.seeds[0]) as training:
                     fits, tried = training.fits(), training.plan
@@ -181,11 +181,11 @@ class Assembly:
             if fits:
                 break
             if plan.applied.compile != "none":
-                torch.compiler.reset()  # or it would compile for any batch size from the second try on
+                torch.compiler.reset()  # otherwise it would compile for any batch size from the second try on
             failed = tried.micro_batch_size
             if failed == 1:
                 raise too_large()
-            count = next(more for more in range(count + 1, samples + 1) if samples % more == 0)
+            parts = next(more for more in range(parts + 1, samples + 1) if samples % more == 0)
         if self.world.is_main:
             print(f"{plan.name}: {technique}: {decision}", flush=True)
         return tried

@@ -75,8 +75,8 @@ def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
     """Load the checkpoint at ``path`` or, if it cannot be used, the one ``before``; return its state, on the CPU, and
     its file. None if neither can be used.
 
-    ``identity`` stands for all that the run depends on. A checkpoint of another job is not used, nor is a damaged one,
-    of which a line is printed.
+    ``identity`` stands for all that the run depends on. A checkpoint with another identity is not used. A damaged one
+    is not used either, and a line is printed.
     """
     for file in (path, before(path)):
         try:

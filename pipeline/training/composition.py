@@ -54,8 +54,8 @@ def compose(
     """Compose the training of ``model``, a single-device module with initial weights that are the same on every rank;
     it is moved to the rank's device. All ranks call it together.
 
-    ``losses``: in place of those for the device. ``steady``: a steady state is measured, so techniques wait for no
-    warm-up of the learning rate. ``teacher``: the weights of the variant's teacher.
+    ``losses`` replace those for the device. ``steady``: a steady state is measured, so techniques do not wait for the
+    learning rate's warm-up. ``teacher``: the weights of the variant's teacher.
     """
     train, model = plan.train, model.to(world.device)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())

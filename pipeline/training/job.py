@@ -22,7 +22,7 @@ from tqdm import tqdm
 from pipeline import environment, results
 from pipeline.distributed import Interruption, World, interruption, launch
 from pipeline.environment import stages
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, count
 from pipeline.measurement.detectors import detectors
 from pipeline.measurement.sampling import SystemSampler
 from pipeline.params import Config, Machine, catalogue
@@ -139,7 +139,7 @@ class Job:
             replace(self.assembly, plan=plan).training(seed, active_detectors, teacher=taught_by) as training,
             results.adding_to_history(self.history_file) if self.world.is_main else nullcontext() as add_to_history,
         ):
-            del taught_by  # its memory
+            del taught_by  # frees its memory
             self.plan = training.plan
             self.conditions = conditions_of(training, self.device_name)
             resumes, earlier = 0, list(self.history)
@@ -162,8 +162,8 @@ class Job:
                     between_windows = training.steps == 1 or (row and row.test_accuracy is not None)
                     if between_windows and (work := training.work()) and work.missing:
                         raise WorkLeftOut(
-                            f"variants.{self.plan.name}: {work}, so its numbers would be of other work than the "
-                            "others'. Take out the technique that leaves them out, or mend it."
+                            f"variants.{self.plan.name}: {work}, so its numbers would be for less work than the other "
+                            "variants'. Remove or repair the technique that leaves samples out."
                         )
                     if row:
                         self.history.append(row)
@@ -245,7 +245,7 @@ class Job:
         )
 
     def _save(self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None) -> None:
-        self.assembly.check_imports()  # or the next start would go on from what this one refuses in the end
+        self.assembly.check_imports()  # first: a run that this check refuses must not be resumed
         state = self.world.wholes_on_main(training.state())
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
@@ -320,7 +320,7 @@ def _alone(variant: str) -> Iterator[None]:
 def _followed(variant: str) -> Iterator[None]:
     """Mirror the job's files live, in a process of its own that cannot slow or stop the training."""
     command = [sys.executable, "-m", "pipeline", "follow", variant]
-    # In a group of its own it does not hear a Ctrl-C, and can say how the training ended.
+    # In a group of its own it does not get Ctrl-C's signal, and can record how the training ended.
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
     assert follower.stdin is not None
     last_words, patience = b"", FOLLOWER_PATIENCE_SECONDS
@@ -343,6 +343,6 @@ def _announce(plan: Plan, world: World, device_name: str) -> None:
     place = f"{world.size} processes over {world.backend}" if world.backend else "one process"
     if plan.devices_per_process > 1:
         place += f" for {plan.devices_per_process} GPUs"
-    print(f"{plan.name}: {place} on {device_name}; {plan.micro_batches} micro-batch(es) a step", flush=True)
+    print(f"{plan.name}: {place} on {device_name}; {count(plan.micro_batches, 'micro-batch')} per step", flush=True)
     for technique, reason in plan.skipped.items():
         print(f"{plan.name}: {technique} is skipped: {reason}", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import PipelineError, first_line
+from pipeline.errors import PipelineError, count, first_line
 from pipeline.measurement.detectors import Detector
 from pipeline.measurement.energy import Energy
 from pipeline.measurement.windows import Clock, Memory
@@ -79,7 +79,7 @@ class Training:
         per_epoch = self.batches.steps_per_epoch
         window_ends = {1, self.warm_after_step}
         if self.setup.replays:
-            self.counted_steps.add(self.steps + GRAPH_WARMUP_STEPS)  # it is recorded; later steps replay it
+            self.counted_steps.add(self.steps + GRAPH_WARMUP_STEPS)  # this step is recorded; later steps replay it
         while self.steps < self.total_steps:
             epoch, start = divmod(self.steps, per_epoch)
             batches = self.clock.watch(self.batches.epoch(epoch, start))
@@ -107,7 +107,7 @@ class Training:
         computed again after the update, which creates the optimizer's state. Raises TooFewSamples, on all ranks.
         """
         step = self.step
-        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to gradients; more would be alike
+        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to the gradients, like any further one
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -126,15 +126,15 @@ class Training:
             if (worst := self.world.max_(failed)) > 1:
                 raise TooFewSamples(
                     f"train.model: found {self.train.model!r}, whose BatchNorm cannot train with a micro-batch of "
-                    f"{self.plan.micro_batch_size} sample(s) a process, as variants.{self.plan.name} has it."
+                    f"{count(self.plan.micro_batch_size, 'sample')} per process, as in variants.{self.plan.name}."
                 )
             if worst:
                 return False
         return True
 
     def advance(self, steps: int) -> None:
-        """Train ``steps`` steps, fewer if the end comes first, in a window of their own, which counts as measured if it
-        ends after the warm-up. At the end of an epoch the model is evaluated, outside of the window."""
+        """Train ``steps`` steps, fewer if the end comes first, in a window of their own. The window counts as measured
+        if it ends after the warm-up. At the end of an epoch the model is evaluated, outside of the window."""
         per_epoch = self.batches.steps_per_epoch
         if self._advancing is None:
             self._advancing = self.run()
@@ -241,7 +241,7 @@ class Training:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned, with whole tensors. Only the main rank needs their values. Call it before
         ``run``, on all ranks."""
-        self.optimizer_state.load(state["optimizer"])  # first, as torch creates the state to load into by a step
+        self.optimizer_state.load(state["optimizer"])  # first: torch takes a step to create the state
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]
         self.losses.total += mine["losses"]
@@ -259,7 +259,7 @@ class Training:
     def _open(self) -> None:
         for detector in self.detectors:
             detector.open()
-        self.world.barrier()  # or all ranks' first step would include the time of one rank's detectors
+        self.world.barrier()  # otherwise every rank's first step would include the time of one rank's detectors
         self.memory.open()
         self.energy.open()
         self.clock.open()
@@ -331,14 +331,14 @@ class Training:
             if operation:
                 raise PipelineError(
                     f"train.deterministic: found true, but in {place()} {operation} has no deterministic form; "
-                    "allowed: false, or techniques that do without it."
+                    "allowed: false, or techniques that do not need it."
                 ) from None
             if not is_out_of_memory(error):
                 raise
             plan = self.plan
             more = "'auto'" if plan.applied.gradient_accumulation != "auto" else 2 * plan.micro_batches
             raise OutOfMemory(
-                f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples a process "
+                f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples per process "
                 f"({first_line(error)}). Set variants.{plan.name}.gradient_accumulation to {more}, "
                 "lower train.batch_size, or end what else takes memory there."
             ) from None

@@ -7,7 +7,7 @@ import math
 import torch
 
 from pipeline.distributed import World
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, count
 
 
 class NonFiniteLoss(PipelineError):
@@ -38,7 +38,7 @@ class HostLosses:
         self.total += value
 
     def end_step(self) -> None:
-        """Do nothing: ``add`` has already raised for a bad loss."""
+        """Do nothing: ``add`` has already raised if the loss is bad."""
 
     def read(self) -> float:
         """The sum over steps since the last ``read_and_reset``, averaged over ranks. All ranks call it together."""
@@ -79,7 +79,7 @@ class DeviceLosses:
         if not math.isfinite(total):
             ended = int(self.world.max_(self.bad_steps))
             raise NonFiniteLoss(
-                f"the loss became {total}; {ended} step(s) were taken before it was read, so no weights are kept", ended
+                f"the loss became {total}; it was read after {count(ended, 'step')}, so no weights are kept", ended
             )
         return total
 

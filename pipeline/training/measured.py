@@ -65,7 +65,7 @@ def window_of(
 
     Rejected figures are None. The reasons for a rejection: fewer measured steps than ``requested_steps``, a share of
     waiting for input above ``max_input_wait``, samples missing in a counted step, the rejections ``seen`` on this rank,
-    and those of the training's detectors. ``memory``: where it was measured in other windows than the speed.
+    and those of the training's detectors. ``memory`` is given if it was measured in other windows than the speed.
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]
@@ -75,7 +75,7 @@ def window_of(
     steps = [len(each["step_seconds"]) for each in clocks]
     rejected = of_steps(steps, asked=requested_steps, warmup=training.train.warmup_steps) + of_ranks(rejections)
     if (work := training.work()) and work.missing:
-        rejected.append(Rejection(f"{work}: its speed is that of other work", voids_memory=True))
+        rejected.append(Rejection(f"{work}: its speed is for less work", voids_memory=True))
     slowest = max(clocks, key=lambda each: each["measured_seconds"])
     peaks = tuple(each["peak_bytes"] for each in memories)
     held = [each["driver_bytes"] for each in memories]

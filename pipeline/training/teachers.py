@@ -13,8 +13,8 @@ from pipeline.training import checkpoints
 
 
 def weights(config: Config, name: str, seed: int) -> dict[str, torch.Tensor] | None:
-    """Return the weights of the teacher of ``variants.<name>`` for this seed, on the CPU: of a variant those that it
-    trained with the same seed. None if it has no teacher. Raises PipelineError if they are missing or damaged."""
+    """Return the weights of the teacher of ``variants.<name>``, on the CPU; if the teacher is a variant, those of the
+    same seed. None if there is no teacher. Raises PipelineError if they are missing or damaged."""
     settings, teacher = config.variants[name].distillation, config.teacher_of(name)
     if settings is None:
         return None

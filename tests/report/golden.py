@@ -47,7 +47,7 @@ def every_verdict() -> Made:
     weak = {
         "applied": {**ddp.applied, "scaling": "weak", "gradient_accumulation": "auto", "data_loading": "dataloader"},
         "batch_size": 512, "learning_rate": 0.2, "micro_batches": 2,
-        "decided": {"auto_micro_batch": "2 micro-batch(es) of 128 samples a process, as 256 did not fit"},
+        "decided": {"auto_micro_batch": "2 micro-batches of 128 samples per process, as 256 did not fit"},
     }  # fmt: skip
     measured = [
         baseline,

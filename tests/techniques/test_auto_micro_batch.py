@@ -102,9 +102,9 @@ def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
 
 
 def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(digits: Dataset) -> None:
-    fits = "micro-batch(es) of {} samples a process, as {} did not fit into a process's memory"
+    fits = "micro-batches of {} samples per process, as {} did not fit into a process's memory"
     cases: list[tuple[dict[str, Any], int, int, str]] = [
-        ({"most": 64}, 128, 1, "1 micro-batch(es) of 64 samples a process, which is all of its share"),
+        ({"most": 64}, 128, 1, "1 micro-batch of 64 samples per process, which is all of its share"),
         ({"most": 16}, 128, 4, f"4 {fits.format(16, 32)}"),
         ({"most": 16, "where": "backward"}, 128, 4, f"4 {fits.format(16, 32)}"),
         ({"most": 30}, 144, 3, f"3 {fits.format(24, 36)}"),
@@ -133,10 +133,10 @@ def test_the_batch_is_divided_no_further_than_batchnorm_can_train_with(digits: D
     main, other = run_ranks(_train, digits, tries)
     assert main == other
     divided, never_fitted = main
-    assert "variants.tried.gradient_accumulation: found 'auto', but even 4 micro-batches of 2 sample(s) " in divided
+    assert "variants.tried.gradient_accumulation: found 'auto', but even 4 micro-batches of 2 samples " in divided
     assert "BatchNorm" in divided
     assert "train.model: found 'tests.techniques.test_auto_micro_batch:net'" in never_fitted
-    assert "1 sample(s)" in never_fitted
+    assert "1 sample " in never_fitted
 
 
 _NO_ENGINE = "was unable to find an engine to execute this computation"
@@ -217,7 +217,7 @@ class _Hungry(torch.optim.AdamW):
 
 def test_a_rank_that_runs_out_of_memory_in_its_own_update_leaves_no_other_waiting(digits: Dataset) -> None:
     said = run_ranks(_without_memory_for_the_update, digits)
-    assert all("even 4 micro-batches of 1 sample(s) do not fit" in each for each in said)
+    assert all("even 4 micro-batches of 1 sample do not fit" in each for each in said)
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatc
         answer = server.measure("tried", server.plan("tried", config.variants["tried"].model_dump(mode="json")), 5)
     assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
     assert answer["decided"] == {
-        "auto_micro_batch": "4 micro-batch(es) of 8 samples a process, as 16 did not fit into a process's memory"
+        "auto_micro_batch": "4 micro-batches of 8 samples per process, as 16 did not fit into a process's memory"
     }
 
 

@@ -147,7 +147,7 @@ def _refused_on_rank(joined: World, dataset: Dataset) -> str:
 def test_a_model_without_such_a_layer_is_refused(digits: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"^variants\.tried\.loss_chunks: found 2, but what Sequential returns"):
         make_training(digits, model=nn.Sequential(conv_net(), nn.ReLU()), loss_chunks=2)
-    with pytest.raises(ConfigError, match=r"what Twice returns is not what an nn\.Linear"):
+    with pytest.raises(ConfigError, match=r"Twice does not return the outputs of an nn\.Linear"):
         make_training(digits, model=Twice(), loss_chunks=2)
     assert all("last linear layer is in a block" in said for said in run_ranks(_refused_on_rank, digits))
 

@@ -217,14 +217,14 @@ MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"optimizer_state": "8bit"}, conv_net(), "no parameter of 4096 values or more"),
     (POWERSGD, scaled(), "module.scale"),
     (POWERSGD, nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
-     "no matrix of which factors of rank 2 would leave less than half"),
+     "factors of rank 2 would shrink no matrix"),
     ({"parallelism": "zero1"}, MIXED, "torch.float32 and torch.float64; allowed: 'ddp'"),
     ({"parallelism": "fsdp"}, MIXED, "torch.float32 and torch.float64 in one block; allowed: 'ddp'"),
     ({"parallelism": "fsdp"}, tied(), "in several of its blocks; allowed: 'ddp' or 'zero1'"),
-    ({"parallelism": "fsdp"}, scaled(), "'scale', that is a single number; allowed: [1]"),
+    ({"parallelism": "fsdp"}, scaled(), "'scale', without dimensions; allowed: shape [1]"),
     ({"parallelism": "tensor"}, conv_net(), "no two linear layers"),
     ({"parallelism": "tensor"}, nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)), "15 values between"),
-    ({"parallelism": "pipeline"}, FLAT, "1 part(s) at most; allowed: fewer processes"),
+    ({"parallelism": "pipeline"}, FLAT, "1 part at most; allowed: fewer processes"),
     ({"parallelism": "pipeline"}, LooksAtValues(), "torch.fx cannot record LooksAtValues"),
 ]  # fmt: skip
 
