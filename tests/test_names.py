@@ -76,7 +76,7 @@ def test_what_is_there_is_accepted(name: str) -> None:
         ({"model": "package.innner.deep:net"}, r"there is no module 'package\.innner'"),
         ({"model": "plain.inner.deeep:net"}, r"there is no module 'plain\.inner\.deeep'"),
         ({"model": "package.inner.deep:nett"}, r"has no 'nett'\. Did you mean net\?"),
-        ({"model": "broken:net"}, r"broken\.py is no Python: .* in line 1"),
+        ({"model": "broken:net"}, r"broken\.py is not valid Python: .* in line 1"),
         ({"loss": "nets:focl"}, r"train\.loss: found 'nets:focl'"),
         ({"metric": "scores:top"}, r"train\.metric: found 'scores:top', but there is no module 'scores'"),
     ],

@@ -162,7 +162,7 @@ class One(Technique):
         ),
         ({"catalogue": {"one": "broken_package:elsewhere"}}, "one", "found setting 'one: true'; expected"),
         ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', which is the name of a built-in one"),
-        ({"techniques": {"one": "broken_package:One"}}, "one", "brings 'one', but no entry point"),
+        ({"techniques": {"one": "broken_package:One"}}, "one", "provides 'one', but no entry point"),
         ({"catalogue": {"one": "broken_package:one"}}, "one:", "takes no options; write one: {}"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_class_of_another_name_and_two_packages_of_one_name(tmp_path: Path, mo
             of_plan(make_plan(extra={"one": {}}))
         write_metadata(tmp_path, "other-package", "2.0", {outside.CATALOGUE: {"one": "other_package:entry"}})
         forget()
-        assert "brought by both" in complaint(extra={"one": {}})
+        assert "provide the technique 'one'" in complaint(extra={"one": {}})
     forget()
 
 

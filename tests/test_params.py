@@ -72,7 +72,7 @@ MISTAKES = [
     ("train.augment.flip", "yes", "found 'yes';", "true or false."),
     ("train.optimizer", "adam", "found 'adam';", "'sgd' or 'adamw'. Did you mean 'adamw'?"),
     ("train.seeds", [], "found [];", "1 or more entries."),
-    ("train.seeds", [0, 0], "found [0, 0];", "each seed may stand there once."),
+    ("train.seeds", [0, 0], "found [0, 0];", "allowed: each seed once."),
     ("train.seeds.1", -1, "found -1;", "from 0."),
     ("train", None, "found null;", "a mapping, such as {}"),
     ("variants", None, "found null;", "a mapping."),
@@ -151,7 +151,7 @@ def test_no_variants_at_all() -> None:
         ("- a\n- b", r"found \['a', 'b'\]; expected a mapping"),
         ("train: [", "is not YAML"),
         ("when: 2024-13-01", "is not YAML: month"),
-        ("variants:\n  ddp: {}\n  ddp: {}\n", "(?s)the key 'ddp' stands twice.*line 3, column 3"),
+        ("variants:\n  ddp: {}\n  ddp: {}\n", "(?s)the key 'ddp' occurs twice.*line 3, column 3"),
         ("\0", "is not YAML"),
     ],
 )

@@ -149,7 +149,7 @@ def test_elsewhere_than_in_a_checkout_the_project_s_sets_are_there(
         ("# Nothing yet.\n", r"variants/tried\.yaml: found None; expected variants, each under its name"),
         ("- a\n", r"found \['a'\]; expected variants"),
         ("one: {\n", r"variants/tried\.yaml is not YAML"),
-        ("one: {}\none: {channels_last: true}\n", "the key 'one' stands twice"),
+        ("one: {}\none: {channels_last: true}\n", "the key 'one' occurs twice"),
     ],
 )
 def test_a_set_that_is_none_is_named(checkout: Path, text: str, message: str) -> None:

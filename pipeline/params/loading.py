@@ -22,14 +22,14 @@ PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
 LIMIT = 1 << 18
-"""Most characters of a parameter file: more are a mistake or an attack, and take minutes to read."""
+"""Most characters of a parameter file. More are a mistake or an attack, and take minutes to read."""
 VALUES = 10_000
 """Most values in a parameter file, with every alias expanded."""
 CHARACTERS = 2000
-"""Most characters of one value: Python prints no integer of many more digits."""
+"""Most characters of one value, because Python does not print integers of many more digits."""
 
 TEACHERS = "models/"
-"""Before a variant's name: its trained weights."""
+"""Prefix of a variant's name that means its trained weights."""
 
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """module:function, as a regular expression."""
@@ -48,11 +48,10 @@ class Config(Section):
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
-    """Once read, with the students."""
+    """Includes the students once the file is read."""
     students: dict[VariantName, Variant] = Field(
         default_factory=dict,
-        description="Variants with distillation, apart from the others because dvc.yaml makes their teachers a "
-        "dependency.",
+        description="Variants with distillation. They are separate because dvc.yaml makes their teachers a dependency.",
     )
 
     def teacher_of(self, name: str) -> str | None:
@@ -92,7 +91,7 @@ def read(path: Path) -> Any:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
     if len(text) > LIMIT:
-        raise ConfigError(f"{path}: more than {LIMIT:,} characters; that is no params.yaml.")
+        raise ConfigError(f"{path}: more than {LIMIT:,} characters; this is not a params.yaml.")
     try:
         return yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-01
@@ -130,15 +129,15 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
     """Yield each variant for which dvc.yaml would not follow its teacher, or that dvc.yaml would train twice."""
     for name in values["variants"]:
         if name in config.students:
-            yield f"students.{name}: there is a variant of this name under variants too; rename one of them."
+            yield f"students.{name}: a variant under variants has the same name; rename one of them."
         elif config.variants[name].distillation:
             yield (
-                f"variants.{name}.distillation: a variant that learns from a teacher stands under students, where "
+                f"variants.{name}.distillation: a variant that learns from a teacher belongs under students, where "
                 "dvc.yaml makes its teacher a dependency; move it there."
             )
     for name, variant in config.students.items():
         if variant.distillation is None:
-            yield f"students.{name}: without distillation it is a variant like others; move it to variants."
+            yield f"students.{name}: without distillation it belongs under variants; move it there."
         elif variant.distillation.teacher.startswith(TEACHERS) and config.teacher_of(name) is None:
             yield (
                 f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}, but there is no such "
@@ -191,7 +190,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     if made_up.targets == "tokens" and (len(made_up.shape) > 1 or made_up.shape[0] < 2):
         yield f"fetch.synthetic.shape: found {made_up.shape}; tokens need [length + 1], at least [2]."
     if len(set(config.train.seeds)) < len(config.train.seeds):
-        yield f"train.seeds: found {config.train.seeds}; each seed may stand there once."
+        yield f"train.seeds: found {config.train.seeds}; allowed: each seed once."
     yield from _own_code(config.train)
     for name, variant in config.variants.items():
         yield from _model_problems(f"variants.{name}.model", variant.model)
@@ -230,8 +229,8 @@ def _own_code(train: Train) -> Iterator[str]:
         )
     if train.loss != "cross_entropy" and train.label_smoothing:
         yield (
-            f"train.label_smoothing: found {train.label_smoothing}, but train.loss is {train.loss!r}, which it does "
-            "not reach; set 0.0, and smooth in your own loss."
+            f"train.label_smoothing: found {train.label_smoothing}, but train.loss is {train.loss!r}, which "
+            "ignores it; set 0.0, and smooth in your own loss."
         )
 
 
@@ -244,8 +243,8 @@ def _model_problems(key: str, name: str | None) -> Iterator[str]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, of which YAML silently keeps the last, and limits the expanded
-    aliases, a few lines of which can stand for more than the memory holds."""
+    """A YAML loader that refuses duplicate keys, of which YAML silently keeps the last. It also limits the number of
+    values with aliases expanded, because a few lines of aliases can expand to more than the memory holds."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -260,7 +259,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(node, yaml.MappingNode):
                 inside = [each for pair in inside for each in pair]
             self._counts[node] = 1 + sum(self._counts[each] for each in inside)
-        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:  # no count: it contains itself
+        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:  # no count: contains itself
             raise yaml.composer.ComposerError(None, None, f"more than {VALUES:,} values", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and len(node.value) > CHARACTERS:
             raise yaml.composer.ComposerError(None, None, f"more than {CHARACTERS:,} characters", node.start_mark)
@@ -272,7 +271,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} stands twice in one mapping", key.start_mark
+                        None, None, f"the key {key.value!r} occurs twice in one mapping", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -291,7 +290,7 @@ _ALLOWED = {
     "less_than_equal": "a number up to {le:.12g}",
     "list_type": "a list",
     "literal_error": "{expected}",
-    "model_type": "a mapping, such as {{}}, which leaves all at its defaults",
+    "model_type": "a mapping, such as {{}} for the defaults",
     "string_pattern_mismatch": "text that matches {pattern}",
     "string_too_long": "text of up to {max_length} characters",
     "string_too_short": "text that is not empty",

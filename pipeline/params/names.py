@@ -1,7 +1,7 @@
 """Checks that the names of task, model, loss and metric exist, without importing the modules that they name.
 
-An import would load torch, which takes seconds. So source files are found and parsed as text. Names that the text does
-not show, such as those of an ``import *``, are left to the later import.
+An import would load torch, which takes seconds. So source files are parsed instead. Names that the source does not
+show, such as those of an ``import *``, are checked by the later import.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> None:
-    """Raise ConfigError, listing every one, if ``train`` names a task, model, loss or metric that does not exist, or
-    one of ``variants`` a model."""
+    """Raise ConfigError, listing every wrong name, if ``train`` names a task, model, loss or metric that does not
+    exist, or one of ``variants`` names such a model."""
     named = {f"train.{key}": getattr(train, key) for key in ("task", "model", "loss", "metric")}
     for variant, each in (variants or {}).items():
         named |= {f"variants.{variant}.model": each.model} if each.model else {}
@@ -40,7 +40,7 @@ def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> 
 
 
 def unknown_model(name: str, known: Sequence[str], key: str = "train.model") -> str | None:
-    """Return why ``name`` is no model; None if it is. ``known``: torchvision's classification models."""
+    """Return why ``name`` is not a model; None if it is. ``known``: torchvision's classification models."""
     if name in OWN_MODELS or name in known:
         return None
     close = difflib.get_close_matches(name, [*OWN_MODELS, *known], n=3, cutoff=0.5)
@@ -66,7 +66,7 @@ def torchvision_models() -> list[str]:
 
 
 def _own_problem(key: str, name: str) -> str | None:
-    """Return what is wrong with ``name``, ``module:function``, as far as its source shows; None: nothing."""
+    """Return what is wrong with ``name``, ``module:function``, as far as its source shows; None if nothing is."""
     module, _, attribute = name.partition(":")
     spec, missing = _found(module)
     if spec is None:
@@ -76,7 +76,7 @@ def _own_problem(key: str, name: str) -> str | None:
     try:
         names = set(_names(ast.parse(Path(spec.origin).read_bytes()).body))
     except SyntaxError as error:
-        return f"{key}: found {name!r}, but {spec.origin} is no Python: {error.msg} in line {error.lineno}."
+        return f"{key}: found {name!r}, but {spec.origin} is not valid Python: {error.msg} in line {error.lineno}."
     if names & {attribute, "*", "__getattr__"}:
         return None
     close = difflib.get_close_matches(attribute, names, n=3, cutoff=0.5)

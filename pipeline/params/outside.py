@@ -52,7 +52,7 @@ def _point(group: str, name: str) -> EntryPoint:
         if brought is None:
             there = ", ".join(names()) or "none"
             raise ConfigError(f"no technique {name!r} is installed; installed from other packages: {there}.")
-        raise ConfigError(f"{_package(brought)} brings {name!r}, but no entry point of the group {group}.")
+        raise ConfigError(f"{_package(brought)} provides {name!r}, but no entry point of the group {group}.")
     return point
 
 
@@ -64,7 +64,7 @@ def _points(group: str) -> dict[str, EntryPoint]:
         other = found.setdefault(point.name, point)
         if other.value != point.value:
             raise ConfigError(
-                f"the technique {point.name!r} is brought by both {_package(other)} and {_package(point)}; "
+                f"both {_package(other)} and {_package(point)} provide the technique {point.name!r}; "
                 "uninstall one of them."
             )
     return found

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**16)]
-"""Count of things that each take memory or a process: more is a mistake, better refused than tried."""
+"""Count of things that each take memory or a process; more is a mistake."""
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 """At most the largest 32-bit int of C."""
@@ -36,31 +36,31 @@ TASKS = {
 }
 """The pipeline's tasks -> the names of their loss and their score."""
 OF_OWN_TASK = ("loss", "score")
-"""The same of a task of the user's own."""
+"""The names of the loss and the score of a task of the user's own."""
 
 
 class Synthetic(Section):
-    """Samples that are made up."""
+    """Samples that are generated."""
 
     train: PositiveInt = Field(10_000, description="Training samples.")
     test: PositiveInt = Field(1_000, description="Test samples.")
     shape: Annotated[list[PositiveInt], Field(min_length=1, max_length=8)] = Field(
         [3, 32, 32],
-        description="Of a sample's inputs: [channels, height, width] of images, [features] of rows of a table, "
-        "[length + 1] of tokens.",
+        description="Shape of a sample's inputs: [channels, height, width] for images, [features] for rows of a table, "
+        "[length + 1] for tokens.",
     )
     dtype: Literal["uint8", "float32"] = Field(
-        "uint8", description="Type of the inputs; float32: from 0 to 1. Tokens are integers either way."
+        "uint8", description="Type of the inputs; float32 values are from 0 to 1. Tokens are always integers."
     )
     targets: Literal["labels", "floats", "tokens"] = Field(
-        "labels", description="labels: of classes; floats: numbers to predict; tokens: inputs that predict themselves."
+        "labels", description="labels of classes, floats to predict, or tokens, of which each predicts the next one."
     )
     classes: Annotated[int, Field(ge=2, le=2**16)] = Field(
         10,
-        description="Each is a texture, under noise. With floats: how many numbers, each the strength of a texture; "
-        "with tokens: how many different ones.",
+        description="Number of classes; each is a texture under noise. With floats, how many numbers to predict, each "
+        "the strength of a texture. With tokens, the size of the vocabulary.",
     )
-    seed: Seed = Field(0, description="Of textures and noise.")
+    seed: Seed = Field(0, description="Seed of textures and noise.")
 
 
 class Fetch(Section):
@@ -78,20 +78,20 @@ class Fetch(Section):
         "python_source",
     ] = Field(
         "fashion_mnist",
-        description="The data set. digits comes with scikit-learn, python_source with Python (its standard library, as "
-        "text), synthetic is made up: none needs a network. What a model scores on made-up images means nothing.",
+        description="The data set. Three need no network: digits comes with scikit-learn, python_source is Python's "
+        "standard library as text, and synthetic is generated. A score on synthetic images means nothing.",
     )
     mirror: str | None = Field(
         None,
-        description="A directory, or a file:// address of one, that holds the raw files; tried first.",
+        description="A directory with the raw files, or its file:// address; tried first.",
     )
     image_folder: str | None = Field(
         None,
-        description="For dataset image_folder: the directory with train/CLASS/* and, if there is one, test/CLASS/*.",
+        description="For dataset image_folder: the directory with train/CLASS/* and, for a test split, test/CLASS/*.",
     )
     arrays: str | None = Field(
         None,
-        description="For dataset arrays: a folder of inputs.npy and, as far as there are any, targets.npy, "
+        description="For dataset arrays: a folder with inputs.npy and, where they exist, targets.npy, "
         "test_inputs.npy and test_targets.npy; an .npz or .safetensors file of these; a .parquet table; a "
         "folder that save_to_disk of the library datasets wrote, with the columns inputs and targets; or "
         "module:function of your own, which is called with split and yields dicts of arrays.",
@@ -102,11 +102,11 @@ class Fetch(Section):
     text_folder: str | None = Field(None, description="For dataset text_folder: the directory of UTF-8 files.")
     synthetic: Synthetic = Synthetic()
     timeout_seconds: Duration = Field(20.0, description="Longest wait for a server's answer.")
-    attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between.")
+    attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between them.")
 
     @property
     def own_module(self) -> str:
-        """The module of the user's function that yields the arrays; empty where none does."""
+        """The module of the user's function that yields the arrays; empty without such a function."""
         return (self.arrays or "").partition(":")[0] if self.dataset == "arrays" and ":" in (self.arrays or "") else ""
 
 
@@ -117,22 +117,22 @@ class Prepare(Section):
         None, description="For image_folder: [height, width] to which every image is resized."
     )
     broken_images: Literal["fail", "skip"] = Field(
-        "fail", description="For image_folder: what an unreadable image does; either way it is named."
+        "fail", description="For image_folder: fail at an unreadable image, or skip it; both name the image."
     )
     test_fraction: ProperFraction = Field(
         0.2,
-        description="Share held out for testing where the data set has no test split: of each class, of other samples, "
-        "or of the files of text.",
+        description="Share held out for testing if the data set has no test split: of each class, of all samples "
+        "without classes, or of the text files.",
     )
-    train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for tries).")
-    test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for tries).")
+    train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for trials).")
+    test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for trials).")
     tokenizer: str | None = Field(
         None,
         description="For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. Run "
         "`dvc repro --force prepare` after a change of the file.",
     )
     window: PositiveInt = Field(128, description="For text: number of tokens that a sample predicts.")
-    workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one a CPU core.")
+    workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one per CPU core.")
 
 
 class Augment(Section):
@@ -147,16 +147,16 @@ class Train(Section):
     """The job. Every variant trains exactly this."""
 
     OF_RUNS: ClassVar = frozenset({"seeds", "history_every_steps"})
-    """Settings of how many runs are made and what is recorded of them: no training step depends on them."""
+    """Settings of the number of runs and of their records; no training step depends on them."""
     OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
-    """Settings of resuming: no number depends on them."""
+    """Settings of resuming; no number depends on them."""
 
     task: str = Field(
         "classification",
         description="classification, language_model, regression, or module:class of your own, a pipeline.tasks.Task.",
     )
     task_options: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of the task; regression takes tolerance, for its score."
+        default_factory=dict, description="Settings of the task; regression takes tolerance, which its score uses."
     )
     model: str = Field(
         "small_cnn",
@@ -166,31 +166,31 @@ class Train(Section):
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
     loss: str = Field(
         default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0],
-        description="Default: the task's, cross_entropy for classification. Or module:factory of your own: called with "
-        "classes (the task's description of outputs) and loss_options, it returns a function of outputs and targets, "
-        "the mean of the samples' losses.",
+        description="Default: the task's, cross_entropy for classification. Or module:factory of your own, which is "
+        "called with classes (the task's description of outputs) and loss_options, and returns a function of outputs "
+        "and targets, the mean of the samples' losses.",
     )
     loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
     metric: str = Field(
         default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[1],
-        description="Default: the task's, accuracy for classification. Or module:function of your own: of outputs and "
-        "targets, a score from 0 to 1 a sample. Results, margins and target_accuracy mean its mean.",
+        description="Default: the task's, accuracy for classification. Or module:function of your own, which returns a "
+        "score from 0 to 1 per sample from outputs and targets. Results, margins and target_accuracy use its mean.",
     )
     seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
-        [0, 1, 2], description="One run a seed; every variant runs the same."
+        [0, 1, 2], description="One run per seed; every variant has the same seeds."
     )
     epochs: PositiveInt = Field(2, description="Passes over the training set.")
     batch_size: PositiveInt = Field(
         256,
-        description="Global batch: samples an optimizer step, over all devices and micro-batches. With a variant's "
-        "scaling: weak, each process's share of it.",
+        description="Global batch: samples per optimizer step, over all devices and micro-batches. With a variant's "
+        "scaling: weak, the samples of each process.",
     )
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
     learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="SGD's momentum, or AdamW's beta1.")
     weight_decay: NonNegativeFloat = Field(5e-4, description="Weight decay.")
     schedule: Literal["one_cycle", "cosine", "constant"] = Field(
-        "one_cycle", description="After the warm-up: linear to zero, half a cosine to zero, or constant."
+        "one_cycle", description="The rate after the warm-up: linear to zero, half a cosine to zero, or constant."
     )
     warmup_fraction: Fraction = Field(0.2, description="Share of all steps over which the rate rises from zero.")
     label_smoothing: Fraction = Field(0.0, description="Label smoothing of cross_entropy in training.")
@@ -198,23 +198,24 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU.")
     placement: Literal["auto", "resident", "streamed"] = Field(
         "auto",
-        description="Data set on the device, or streamed from the memory map; auto: resident when it fits.",
+        description="The data set is on the device, or is streamed from the memory map; auto: resident if it fits.",
     )
     without_native: Literal["leave_out", "refuse", "run"] = Field(
         "leave_out",
-        description="A technique that this machine only emulates: left out (and reported as such), refused, or run.",
+        description="What to do with a technique that this machine only emulates: skip it and report that, refuse it, "
+        "or run it.",
     )
     deterministic: bool = Field(
         True,
-        description="PyTorch's deterministic algorithms, so that a seed repeats exactly; an operation that has none is "
-        "named by the run and its report.",
+        description="PyTorch's deterministic algorithms, so that a seed repeats exactly. The run and its report name "
+        "an operation that has none.",
     )
     warmup_steps: PositiveInt = Field(
         10, description="Steps before the measured window: compilation, autotuning and caches settle here."
     )
-    history_every_steps: PositiveInt = Field(50, description="A row of history every N steps, besides one an epoch.")
+    history_every_steps: PositiveInt = Field(50, description="A row of history every N steps, besides one per epoch.")
     checkpoint_every_steps: PositiveInt | None = Field(
-        None, description="A resume point every N steps, besides one an epoch; null: only every epoch."
+        None, description="A checkpoint every N steps, besides one per epoch; null: only one per epoch."
     )
 
 
@@ -223,32 +224,33 @@ class Bench(Section):
 
     max_minutes: Duration = Field(
         2.5,
-        description="Rounds are measured until this time is spent, and at least six, fewer than which decide nothing.",
+        description="Rounds are measured until this time is spent, but at least six: fewer decide nothing.",
     )
-    hard_limit: bool = Field(False, description="Stop at max_minutes also before the sixth round; the gate as well.")
+    hard_limit: bool = Field(False, description="Stop at max_minutes even before the sixth round; the gate too.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: Duration = Field(
         1.5,
-        description="Measured window of the baseline in a round; every variant takes as many steps as it does. Longer "
-        "where variants take long to start.",
+        description="Measured window of the baseline in a round; every variant takes as many steps as the baseline. "
+        "The window is longer if variants take long to start.",
     )
     turns: PositiveInt = Field(
         10,
-        description="On a CPU, a window's steps are taken in so many turns, between those of the other variants, so "
-        "that what the machine does for some seconds hits all alike; 1: in one go. On a GPU always 1.",
+        description="On a CPU, each variant's window is divided into this many turns, which alternate with the other "
+        "variants' turns, so that a disturbance of some seconds affects all alike. On a GPU always 1.",
     )
     ablate: list[VariantName] = Field(
-        [], description="Variants whose techniques are measured one by one: added to the baseline, and left out."
+        [], description="Variants whose techniques are measured one by one: added to the baseline, and removed."
     )
     max_input_wait: Fraction = Field(
-        0.5, description="A sample that waits longer for input measures the input, not the technique, and is refused."
+        0.5, description="A window that waits longer for input measures the input, not the technique, and is rejected."
     )
     max_foreign_load: Fraction = Field(
-        0.1, description="A sample beside which other processes took a larger share of the CPU's time is refused."
+        0.1, description="A window in which other processes took a larger share of the CPU's time is rejected."
     )
     energy: bool = Field(
         False,
-        description="Also the energy of a sample, by the counters of GPUs (windows of a second and more) or CPU.",
+        description="Also measure the energy per sample, by the counters of GPUs (windows of at least a second) or "
+        "CPU.",
         exclude_if=operator.not_,
     )
 
@@ -256,7 +258,7 @@ class Bench(Section):
 class Profile(Section):
     """Where a step's time goes, under torch's profiler."""
 
-    variants: list[VariantName] = Field([], description="Variants that the stage profile@VARIANT looks at.")
+    variants: list[VariantName] = Field([], description="Variants that the stage profile@VARIANT profiles.")
     steps: PositiveInt = Field(10, description="Steps in the profiled window, after the warm-up.")
 
 
@@ -266,25 +268,25 @@ class Infer(Section):
     variants: list[VariantName] = Field([], description="Variants whose model the stage infer@VARIANT measures.")
     forms: list[InferenceForm] = Field(
         ["eager", "compiled", "bf16", "fp16", "int8", "exported"],
-        description="Forms that are made and measured; eager, with which they are compared, always is.",
+        description="Forms that are made and measured. eager is always measured; the others are compared with it.",
     )
     batch_sizes: Annotated[list[Count], Field(min_length=1, max_length=7)] = Field(
         [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one image."
     )
-    rounds: PositiveInt = Field(8, description="In each, every form takes its turns; fewer than six bound no ratio.")
-    window_seconds: Duration = Field(0.1, description="Of one form with one batch size in a round.")
-    energy: bool = Field(False, description="Also the energy of a sample, as in bench.", exclude_if=operator.not_)
+    rounds: PositiveInt = Field(8, description="Rounds, with turns for every form; fewer than six bound no ratio.")
+    window_seconds: Duration = Field(0.1, description="Window of one form with one batch size in a round.")
+    energy: bool = Field(False, description="Also measure the energy per sample.", exclude_if=operator.not_)
 
 
 class Margins(Section):
-    """Differences up to here do not matter."""
+    """Margins: differences up to these do not matter."""
 
-    throughput: ProperFraction = Field(0.03, description="Of the ratio of samples a second.")
-    memory: ProperFraction = Field(0.03, description="Of the ratio of peak memories.")
-    accuracy: ProperFraction = Field(0.01, description="Of the test accuracy, absolute: 0.01 is one percentage point.")
+    throughput: ProperFraction = Field(0.03, description="Margin of the ratio of samples per second.")
+    memory: ProperFraction = Field(0.03, description="Margin of the ratio of peak memories.")
+    accuracy: ProperFraction = Field(0.01, description="Margin of the test accuracy: 0.01 is one percentage point.")
     energy: ProperFraction | None = Field(
         None,
-        description="Of the ratio of energies a sample (bench.energy); null: no verdict takes them in.",
+        description="Margin of the ratio of energies per sample (bench.energy); null: no verdict uses them.",
         exclude_if=operator.not_,
     )
 
@@ -296,26 +298,24 @@ class Compare(Section):
     target_accuracy: ProperFraction = Field(0.85, description="Time to this test accuracy is compared.")
     margins: Margins = Margins()
     max_spread: PositiveFloat = Field(
-        0.15, description="Relative width of the baseline's interval against itself above which nothing is believed."
+        0.15, description="If the baseline's interval against itself is wider than this ratio, there is no verdict."
     )
 
 
 class Gate(Section):
-    """How a commit is held against another."""
+    """How a commit is compared with another."""
 
     max_minutes: Duration = Field(
         10.0,
-        description="Rounds of both commits are measured until this time is spent, and at least six; twice as long "
-        "where a loss of must_see is neither shown nor excluded then.",
+        description="Rounds of both commits are measured until this time is spent, but at least six. The time doubles "
+        "if a loss of must_see is then neither shown nor excluded.",
     )
-    must_see: PositiveFloat = Field(
-        0.1, description="A loss this large, of throughput or memory, must be excluded: what allows for it is no pass."
-    )
-    accuracy: bool = Field(True, description="Also compare accuracies, which both commits must have been trained for.")
+    must_see: PositiveFloat = Field(0.1, description="A pass must exclude a loss this large, of throughput or memory.")
+    accuracy: bool = Field(True, description="Also compare accuracies; both commits must have been trained.")
 
 
 class Publish(Section):
-    """MLflow: the mirror of the files."""
+    """MLflow, which mirrors the files."""
 
     experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
     live: bool = Field(True, description="Follow training live; the final runs are published either way.")

@@ -47,8 +47,7 @@ def markdown() -> str:
         "machine can run; `python -m pipeline techniques AMP` finds them by the names that people search for. This "
         "page is written by `make docs`.",
         "",
-        "Behind a setting stands the technique's name, where the setting does not say it: *Cannot run with* lists "
-        "names.",
+        "If a technique's name differs from its setting, the name follows in brackets. *Cannot run with* lists names.",
         "",
         "What a technique changes, as the tests and `python -m pipeline verify` hold it:",
         "",

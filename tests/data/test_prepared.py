@@ -251,7 +251,7 @@ def test_a_description_that_is_missing_or_foreign_is_refused(digits: Path, tmp_p
         read(tmp_path / "nowhere")
     values = json.loads((digits / "dataset.json").read_text())
     (digits / "dataset.json").write_text(json.dumps(values | {"schema_version": 1}))
-    with pytest.raises(DataError, match=r"dataset\.json is not a description this version can read"):
+    with pytest.raises(DataError, match=r"dataset\.json is not a description that this version can read"):
         read(digits)
 
 

@@ -213,9 +213,10 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        (PARAMS | {"variants": {"baseline": {}, "taught": {}}}, "students.taught: there is a variant of this name"),
+        (PARAMS | {"variants": {"baseline": {}, "taught": {}}},
+         "students.taught: a variant under variants has the same name"),
         (PARAMS | {"variants": PARAMS["variants"] | PARAMS["students"], "students": {}},
-         "variants.taught.distillation: a variant that learns from a teacher stands under students"),
+         "variants.taught.distillation: a variant that learns from a teacher belongs under students"),
         (with_students(taught={}), "students.taught: without distillation"),
         (with_students(taught={"distillation": {"teacher": "models/baselin"}}),
          "students.taught.distillation.teacher: found 'models/baselin', but there is no such variant; allowed: "

@@ -47,7 +47,7 @@ class Variant(
     ParallelismSettings,
     ModelSettings,
 ):  # the last base's fields come first
-    """One way to train the job: the techniques it applies. No key: single device, fp32, nothing applied."""
+    """One way to train the job: the techniques it applies. Without keys: a single device, fp32, no technique."""
 
     extra: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Techniques of other installed packages: name -> its options."
@@ -94,8 +94,8 @@ def keys(technique: Entry) -> tuple[str, ...]:
 def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
     """Return what the variant applies beyond single-device fp32: a technique's label -> the keys that ask for it.
 
-    In the order of the variant's fields. The keys of a parallelism include those of techniques that need it. An extra's
-    package is not loaded, as the variant may come from a result.
+    The order is that of the variant's fields. The keys of a parallelism include those of techniques that need it. An
+    extra's package is not loaded, as the variant may come from a result.
 
     >>> techniques(Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4))
     {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
@@ -109,7 +109,7 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
 
 
 def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str, str]:
-    """Return the names of techniques that ``technique`` cannot run with -> why, whichever of the two declares it."""
+    """Return the techniques that ``technique`` cannot run with: name -> why, whichever of the two declares it."""
     apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in among}
     others = {other.name: other.excludes[technique.name] for other in among if technique.name in other.excludes}
     return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
@@ -145,8 +145,8 @@ def misplaced(variant: Variant) -> dict[str, str]:
             if key not in used and getattr(variant, key) != getattr(plain, key):
                 needed.setdefault(key, (each.key, []))[1].append(each.setting.partition(": ")[2])
     return {
-        key: f"found {getattr(variant, key)!r}; it needs {other} {' or '.join(map(repr, values))}: set that, or take "
-        f"{key} out."
+        key: f"found {getattr(variant, key)!r}; it needs {other} {' or '.join(map(repr, values))}: set that, or "
+        f"remove {key}."
         for key, (other, values) in needed.items()
     }
 
@@ -160,7 +160,7 @@ def unrequested(variant: Variant, technique: Entry) -> dict[str, Any]:
 
 
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
-    """Return the variant without these techniques. The rest may be unable to run alone."""
+    """Return the variant without these techniques. The remaining ones may be unable to run alone."""
     for technique in techniques:
         variant = variant.model_copy(update=unrequested(variant, technique))
     return variant
@@ -174,7 +174,7 @@ def contradiction(variant: Variant) -> str | None:
             if other.name in one.excludes:
                 return (
                     f"found {one.key} {one.value(variant)!r} with {other.key} {other.value(variant)!r}, which exclude "
-                    f"each other: {one.excludes[other.name]}; take one of them out."
+                    f"each other: {one.excludes[other.name]}; remove one of them."
                 )
     return None
 
@@ -219,7 +219,7 @@ def _from_outside(name: str) -> Entry:
     if found.key != "extra":
         raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
     if name in _BY_NAME:
-        raise ConfigError(f"an installed package brings a technique {name!r}, which is the name of a built-in one.")
+        raise ConfigError(f"an installed package provides a technique {name!r}, which is the name of a built-in one.")
     return found
 
 

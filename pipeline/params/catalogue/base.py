@@ -27,7 +27,7 @@ around the forward pass, around the whole step. Of two techniques that wrap the 
 """
 
 COMPILER = "compiler"
-"""In ``relies_on``: the C++ compiler that torch.compile calls."""
+"""Value in ``relies_on`` for the C++ compiler that torch.compile calls."""
 
 WhyNot = Callable[[Machine, bool], str | None]
 """The machine, and whether the job runs on its GPUs -> why the technique cannot run there; None if it can."""
@@ -54,9 +54,9 @@ class Entry:
     source: str
     changes: Changes
     implementation: str = ""
-    """Module under ``pipeline/techniques``, and class: a job imports what it applies, as some import much of torch.
-    Empty: the technique is part of the one it ``needs``, or of the plan, or a ``placement``, or another package's,
-    whose entry point names the class."""
+    """Module under ``pipeline/techniques``, and class. A job imports only what it applies, as some import much of
+    torch. Empty if the technique is part of the one it ``needs`` or of the plan, is a ``placement``, or is from another
+    package, whose entry point names the class."""
     layer: Layer = "step"
     requested_if: Callable[[Variant], bool] | None = None
     """Whether a variant applies the technique. None: if the variant has ``setting``, or the name under ``extra``."""
@@ -65,11 +65,11 @@ class Entry:
     excludes: Mapping[str, str] = field(default_factory=dict)
     """Name of another technique -> why the two cannot run together. One of the two declares it."""
     needs: tuple[str, ...] = ()
-    """Values of ``parallelism``, one of which the technique needs; empty: it needs none."""
+    """Values of ``parallelism``, one of which the technique needs; empty if it needs none."""
     why_not: WhyNot = _nothing
     """Why the machine cannot run the technique, which is then refused."""
     emulated: WhyNot = _nothing
-    """Why the machine only emulates the technique, slower than without it; train.without_native says what follows."""
+    """Why the machine only emulates the technique, slower than without it; train.without_native decides what to do."""
     why_not_with: Callable[[Train], str | None] = _nothing
     """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
@@ -78,13 +78,13 @@ class Entry:
     """The whole variant, and whether the job runs on GPUs -> why the technique cannot run with the variant's other
     settings, for conditions that ``excludes`` cannot express; None if it can."""
     done_by: tuple[str, ...] = ()
-    """Values of ``parallelism`` that do themselves what the technique does, which then changes nothing more."""
+    """Values of ``parallelism`` that already do what the technique does; with them, it changes nothing more."""
     placement: Literal["resident", "streamed", "dataloader"] | None = None
     """Where the training reads the data set from; None: as ``train.placement`` says."""
     evaluates_whole: bool = False
-    """True if evaluation cannot run the trained model, which is a stage, say, or one of several to average. Evaluation
-    then runs the single-device model, as ``Technique.for_evaluation`` changes it, with the state that a checkpoint
-    reads."""
+    """True if evaluation cannot run the trained model, for example because it is a stage, or one of several to average.
+    Evaluation then runs the single-device model, as ``Technique.for_evaluation`` changes it, with the state that a
+    checkpoint reads."""
     shared_rng: bool = False
     """Whether the processes that hold one model together must draw the same random numbers."""
     max_step_skew: int = 0
@@ -99,8 +99,8 @@ class Entry:
     repeats: bool = True
     """Whether the same seed gives the same weights again, bit for bit."""
     without_effect: Callable[[Variant], dict[str, Any]] | None = None
-    """The variant -> changes of its settings with which the technique is applied but has no effect on the weights, for
-    ``verify`` to try. None: there are none."""
+    """The variant -> changes of its settings with which the technique is applied but has no effect on the weights;
+    ``verify`` tries them. None if there are none."""
     relies_on: tuple[str, ...] = ()
     """Software besides torch on whose versions the numbers depend: distributions of the extras, and ``COMPILER``."""
     options: type[BaseModel] | None = None

@@ -28,9 +28,10 @@ DATA_LOADING: tuple[Entry, ...] = (
         name="resident_data",
         setting="data_loading: resident",
         searched_for=("data set on the GPU", "GPU data loading"),
-        does="The training images lie on the device as uint8, where whole batches are gathered, augmented, normalised",
+        does="The training images lie on the device as uint8, where whole batches are gathered, augmented and "
+        "normalised",
         pays="whenever they fit",
-        costs="a byte a pixel and channel of the training set",
+        costs="one byte of device memory per pixel and channel of the training set",
         source="Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024",
         changes="nothing",
         placement="resident",
@@ -41,7 +42,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         searched_for=("streaming", "memory map", "prefetching", "pinned memory"),
         does="A thread gathers batches from the memory map, a few ahead, and copies them to the device as uint8",
         pays="for data that do not fit on the device",
-        costs="a processor's share for the gathering; four batches of memory",
+        costs="CPU time for the thread; memory for four batches",
         source="PyTorch tutorial: pin_memory() and non_blocking",
         changes="nothing",
         placement="streamed",
@@ -50,10 +51,12 @@ DATA_LOADING: tuple[Entry, ...] = (
         name="dataloader",
         setting="data_loading: dataloader",
         searched_for=("torch.utils.data.DataLoader", "num_workers", "persistent_workers", "torchvision transforms"),
-        does="PyTorch's DataLoader: processes that read, augment and normalise sample by sample; pinned, kept for all "
-        "epochs",
-        pays="where samples must be decoded or changed one by one in Python; else it shows what the other ways save",
-        costs="Python for every sample; loader_workers processes for each that trains, whose memory no figure counts",
+        does="PyTorch's DataLoader: worker processes, kept for all epochs, read, augment and normalise one sample at a "
+        "time; batches are pinned",
+        pays="when samples must be decoded or changed one by one in Python; otherwise it shows what the other ways "
+        "save",
+        costs="Python code for every sample; loader_workers processes per training process, whose memory is not "
+        "measured",
         source="PyTorch documentation: torch.utils.data",
         changes="nothing",
         implementation="data_loading.DataLoaderData",

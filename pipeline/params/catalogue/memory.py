@@ -13,11 +13,11 @@ from pipeline.params.sections import Count, PositiveInt, ProperFraction, Section
 
 def needs_adamw(train: Train) -> str | None:
     """``why_not_with`` of techniques that replace AdamW."""
-    return None if train.optimizer == "adamw" else f"it stands in for adamw, and train.optimizer is {train.optimizer}"
+    return None if train.optimizer == "adamw" else f"it replaces adamw, and train.optimizer is {train.optimizer}"
 
 
 def _why_no_offload(_: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu else "it moves activations to the host's memory, where a run on the CPU has them already"
+    return None if on_gpu else "it moves activations to host memory, where a run on the CPU has them already"
 
 
 def _why_no_release(machine: Machine, on_gpu: bool) -> str | None:
@@ -41,28 +41,28 @@ class MemorySettings(Section):
 
     activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
         False,
-        description="Recompute activations in the backward pass instead of keeping them: of all blocks (true), all but "
-        "the outputs of matrix products and convolutions (selective), or of as many blocks as keep the activations "
-        "within this fraction of their bytes.",
+        description="Recompute activations in the backward pass instead of keeping them: of all blocks (true); all but "
+        "the outputs of matrix products and convolutions (selective); or of so many blocks that the kept activations "
+        "take at most this fraction of their bytes.",
     )
     activation_offload: bool = Field(
         False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
     )
     gradient_accumulation: PositiveInt | Literal["auto"] = Field(
         1,
-        description="Micro-batches an optimizer step; auto: as few as the devices' memory allows. With a pipeline 1 "
-        "means up to four a stage.",
+        description="Micro-batches per optimizer step; auto: as few as the devices' memory allows. With a pipeline, 1 "
+        "means up to four per stage.",
     )
     loss_chunks: Count = Field(
         1,
-        description="Parts of a micro-batch, of which the last layer and the loss take one at a time: of its tokens, "
-        "where the loss is a language model's own, else of its samples.",
+        description="Number of parts of a micro-batch, which the last layer and the loss take one at a time: parts of "
+        "its tokens if the loss is a language model's own, else of its samples.",
     )
     optimizer_in_backward: bool = Field(
-        False, description="Update each parameter as soon as its gradient is there, and free the gradient."
+        False, description="Update each parameter as soon as its gradient is complete, and free the gradient."
     )
     optimizer_state: Literal["fp32", "8bit", "factored"] = Field(
-        "fp32", description="What AdamW keeps a parameter: float32, blockwise 8 bits, or Adafactor's rows and columns."
+        "fp32", description="AdamW's state: float32, 8 bits with a scale per block, or Adafactor's rows and columns."
     )
     set_to_none: bool = Field(True, description="Free gradients between steps; false: keep them and fill in zeros.")
     expandable_segments: bool = Field(
@@ -78,10 +78,10 @@ MEMORY: tuple[Entry, ...] = (
         name="activation_checkpointing",
         setting="activation_checkpointing: true",
         searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
-        does="Blocks keep their input alone and run again in the backward pass",
+        does="Blocks keep only their input and run again in the backward pass",
         pays="when activations are most of the peak, and a larger batch or model is worth a third more arithmetic",
-        costs="a second forward pass of the blocks. What a block changes of itself in its forward pass, other than a "
-        "norm's statistics, it changes twice (spectral_norm, say)",
+        costs="a second forward pass of the blocks. A block that changes itself in its forward pass, such as "
+        "spectral_norm, does so twice; only the norms' statistics are updated once",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
         layer="blocks",
@@ -92,25 +92,25 @@ MEMORY: tuple[Entry, ...] = (
         name="selective_checkpointing",
         setting="activation_checkpointing: selective",
         searched_for=("selective activation checkpointing", "SAC", "create_selective_checkpoint_contexts"),
-        does="Blocks keep their input and the outputs of their matrix products and convolutions; what is cheap between "
-        "them runs again in the backward pass",
+        does="Blocks keep their input and the outputs of their matrix products and convolutions; the cheap operations "
+        "between them run again in the backward pass",
         pays="when activations are most of the peak and a second forward pass costs too much",
-        costs="the element-wise operations and normalisations of a forward pass once more; each operation passes "
+        costs="a second run of a forward pass's element-wise operations and normalisations; each operation passes "
         "through Python",
         source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
         changes="nothing",
         layer="blocks",
         implementation="activation_checkpointing.SelectiveCheckpointing",
         recomputes=True,
-        excludes={"activation_offload": "what it keeps passes by the hooks that would offload it"},
+        excludes={"activation_offload": "the hooks that would offload its kept activations do not see them"},
     ),
     Entry(
         name="checkpointing_budget",
         setting="activation_checkpointing: 0.5",
         searched_for=("activation memory budget", "checkpointing policy", "activation_memory_budget"),
-        does="As many blocks run again in the backward pass as are needed to keep at most this fraction of the "
-        "activations' bytes, with as few operations as possible",
-        pays="when activations are a little too large, and full checkpointing recomputes more than it must",
+        does="So many blocks run again in the backward pass that the kept activations take at most this fraction of "
+        "their bytes; the blocks are chosen for few operations",
+        pays="when activations are a little too large, and full checkpointing recomputes more than necessary",
         costs="a second forward pass of the chosen blocks",
         source="Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020",
         changes="nothing",
@@ -124,8 +124,8 @@ MEMORY: tuple[Entry, ...] = (
         setting="activation_offload: true",
         searched_for=("CPU offload", "activation offloading", "save_on_cpu", "saved_tensors_hooks"),
         does="Activations wait for the backward pass in the host's pinned memory",
-        pays="when activations do not fit, and the bus is faster than computing them again",
-        costs="every kept byte over the bus twice; as much pinned host memory",
+        pays="when activations do not fit, and copying them is faster than computing them again",
+        costs="every kept byte crosses the bus twice; as much pinned host memory",
         source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
         changes="nothing",
         layer="forward",
@@ -138,8 +138,8 @@ MEMORY: tuple[Entry, ...] = (
         setting="gradient_accumulation: 4",
         searched_for=("micro-batches", "accumulate gradients", "batch splitting", "no_sync"),
         does="A step's gradients are the sum over micro-batches, of which one is in memory at a time",
-        pays="when the batch does not fit, and with several processes as fewer reductions a sample",
-        costs="smaller kernels; BatchNorm sees micro-batches",
+        pays="when the batch does not fit; with several processes, also because there are fewer reductions per sample",
+        costs="smaller kernels; BatchNorm sees only micro-batches",
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
         layer="forward",
@@ -151,17 +151,17 @@ MEMORY: tuple[Entry, ...] = (
         name="auto_micro_batch",
         setting="gradient_accumulation: auto",
         searched_for=("automatic batch size", "auto_find_batch_size", "batch size finder", "out of memory", "OOM"),
-        does="Before the training, a trial step is divided into ever more micro-batches until every process has the "
-        "memory for it; batch, learning rate and result stay what was asked",
+        does="Before the training, a trial step is divided into more and more micro-batches until every process has "
+        "the memory for it; batch size and learning rate stay the same",
         pays="when the same job has to fit on different devices",
-        costs="a few trial steps; what gradient_accumulation costs, where it comes to that",
+        costs="a few trial steps; with more than one micro-batch, the costs of gradient_accumulation",
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
         layer="forward",
         implementation="gradient_accumulation.AutoMicroBatch",
         excludes=dict.fromkeys(
             ("fsdp", "tensor", "pipeline"),
-            "a process that runs out of memory would leave the others waiting in the midst of their forward pass",
+            "a process that runs out of memory would leave the others waiting in their forward pass",
         ),
     ),
     Entry(
@@ -175,10 +175,10 @@ MEMORY: tuple[Entry, ...] = (
             "large vocabulary",
             "logits memory",
         ),
-        does="The last linear layer and the loss take a chunk of the tokens (of the samples, where the loss is not a "
-        "language model's own) at a time, so all logits together never are",
+        does="The last linear layer and the loss take one chunk of the tokens at a time (of the samples, unless the "
+        "loss is a language model's own), so the logits are never all in memory",
         pays="for language models whose vocabulary is several times as large as their width, and for very many classes",
-        costs="smaller products, one chunk after the other; the last layer is outside of what compile fuses",
+        costs="smaller products, one chunk after the other; compile does not fuse the last layer",
         source="Hsu et al., Liger Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, "
         "ICLR 2025",
         changes="rounding",
@@ -186,10 +186,9 @@ MEMORY: tuple[Entry, ...] = (
         implementation="chunked_loss.ChunkedLoss",
         requested_if=lambda variant: variant.loss_chunks > 1,
         excludes={
-            "fp16": "the gradients of the logits are there before the scaler has scaled the loss, and would vanish",
-            "pipeline": "stages are cut by the time of the model's layers, of which the last would be a part of the "
-            "loss",
-            "parameter_precision": "what the model returns is float32 again, and its last layer's parameters are not",
+            "fp16": "the logits' gradients are computed before the scaler has scaled the loss, and would vanish",
+            "pipeline": "stages are cut by the time of the model's layers, and the last layer would run in the loss",
+            "parameter_precision": "the loss gets float32 activations, but the last layer's parameters are bfloat16",
         },
     ),
     Entry(
@@ -197,31 +196,31 @@ MEMORY: tuple[Entry, ...] = (
         setting="optimizer_in_backward: true",
         searched_for=("optimizer in backward", "fused backward", "register_post_accumulate_grad_hook", "LOMO"),
         does="Each parameter is updated as soon as its gradient is complete, and the gradient is freed",
-        pays="when parameters are most of the memory: all gradients together never are",
-        costs="an update a parameter instead of one for all; nothing can look at all gradients before the update",
+        pays="when parameters are most of the memory: the gradients are never all in memory",
+        costs="an update per parameter instead of one for all; nothing can see all gradients before the update",
         source="Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, ACL 2024",
         changes="nothing",
         implementation="optimizer_in_backward.OptimizerInBackward",
         excludes={
             **dict.fromkeys(
                 ("gradient_accumulation", "auto_micro_batch"),
-                "a gradient is complete only after the last micro-batch, and it is used up after each",
+                "a gradient is complete only after the last micro-batch, but is used and freed after each",
             ),
             **dict.fromkeys(_PARALLEL, "a gradient is complete only when all devices have added theirs"),
-            "fp16": "the scaler looks at all gradients before any update",
+            "fp16": "the scaler checks all gradients before any update",
             "foreach_optimizer": "it updates one parameter at a time",
             "for_loop_optimizer": "it updates one parameter at a time already",
-            "zeroed_gradients": "it frees gradients at once",
+            "zeroed_gradients": "it frees each gradient after its update",
         },
     ),
     Entry(
         name="low_bit_optimizer",
         setting="optimizer_state: 8bit",
         searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-memory optimizer"),
-        does="AdamW's two moments in 8 bits, with a scale for each block of 256 values",
-        pays="when optimizer state is most of the memory: 2 bytes a parameter instead of 8",
-        costs="24 of the moments' 32 bits, in tensors of 4096 values and more; on a GPU, a wait for the device after "
-        "each parameter",
+        does="AdamW keeps its two moments in 8 bits, with a scale for each block of 256 values",
+        pays="when optimizer state is most of the memory: 2 bytes per parameter instead of 8",
+        costs="moments of 8 bits instead of 32, in tensors of 4096 values or more; on a GPU, a wait for the device "
+        "after each parameter",
         source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
         changes="statistics",
         layer="model",
@@ -239,10 +238,10 @@ MEMORY: tuple[Entry, ...] = (
         name="factored_optimizer",
         setting="optimizer_state: factored",
         searched_for=("Adafactor", "factored second moment", "low-memory optimizer"),
-        does="Adafactor in place of AdamW: no first moment, and of a matrix's second moments the means of its rows and "
-        "columns alone",
-        pays="when optimizer state is most of the memory: next to nothing instead of 8 bytes a parameter",
-        costs="another optimizer: the learning rate is relative to the weights; on a GPU, two waits for the device a "
+        does="Adafactor replaces AdamW: it has no first moment, and keeps only the means over rows and over columns of "
+        "a matrix's second moments",
+        pays="when optimizer state is most of the memory: almost none instead of 8 bytes per parameter",
+        costs="another optimizer: the learning rate is relative to the weights; on a GPU, two waits for the device per "
         "parameter",
         source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
         changes="statistics",
@@ -252,7 +251,7 @@ MEMORY: tuple[Entry, ...] = (
         why_not_with=needs_adamw,
         excludes={
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
-            **dict.fromkeys(("fsdp", "tensor"), "the means of rows and columns are those of whole matrices"),
+            **dict.fromkeys(("fsdp", "tensor"), "the means of rows and columns need whole matrices"),
         },
     ),
     Entry(
@@ -260,9 +259,9 @@ MEMORY: tuple[Entry, ...] = (
         setting="set_to_none: false",
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
         does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
-        pays="where something holds on to the gradients' addresses; to see what set_to_none, the default, saves",
-        costs="the gradients' memory during the forward pass; a pass over it a step, and an addition instead of a "
-        "move. A parameter that some steps do not use has its momentum and weight decay in these too",
+        pays="when other code keeps the gradients' addresses; to see what set_to_none, the default, saves",
+        costs="the gradients' memory during the forward pass; per step, a pass over it, and an addition instead of a "
+        "move. Momentum and weight decay also change a parameter in steps that do not use it",
         source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
         changes="nothing",
         implementation="optimizer_choices.ZeroedGradients",
@@ -272,7 +271,7 @@ MEMORY: tuple[Entry, ...] = (
         setting="expandable_segments: true",
         searched_for=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "fragmentation", "reserved but unallocated"),
         does="CUDA's allocator maps more memory at the end of a segment instead of asking for another segment",
-        pays="when sizes vary and reserved memory is well above what tensors take",
+        pays="when tensor sizes vary, and reserved memory is much larger than allocated memory",
         costs="slower first allocations; tensors cannot be shared between processes by CUDA IPC in older drivers",
         source="PyTorch documentation: CUDA semantics, Optimizing memory usage with PYTORCH_ALLOC_CONF",
         changes="nothing",
@@ -284,8 +283,8 @@ MEMORY: tuple[Entry, ...] = (
         name="release_cache",
         setting="release_cache: true",
         searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
-        does="Between training and evaluation, memory that is free goes back to the system",
-        pays="when somebody else needs the memory in between; seldom for the job itself",
+        does="Between training and evaluation, free memory is given back to the system",
+        pays="when another process needs the memory in between; seldom for the job itself",
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
         changes="nothing",

@@ -14,8 +14,8 @@ class Distillation(Section):
     """A teacher, and how much a student learns from it."""
 
     teacher: Annotated[str, Field(min_length=1)] = Field(
-        description="models/VARIANT: of each seed the weights that this variant trained with the same seed; or a file "
-        "of weights, a state dict."
+        description="models/VARIANT: the weights that this variant trained with the same seed; or a file of weights, a "
+        "state dict."
     )
     temperature: PositiveFloat = Field(
         4.0, description="Divides the logits of both, so that the teacher's small probabilities count. Unused in tasks "
@@ -32,12 +32,12 @@ class Distillation(Section):
 
 
 class ModelSettings(Section):
-    """A variant's model, where it is not the job's."""
+    """A variant's model, if it differs from the job's."""
 
     model: str | None = Field(None, description="Another model than train.model, such as a student.")
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for this model.")
     distillation: Distillation | None = Field(
-        None, description="Learn from a trained teacher too. Such a variant stands under students."
+        None, description="Learn from a trained teacher too. Such a variant belongs under students."
     )
 
 
@@ -47,9 +47,9 @@ MODELS: tuple[Entry, ...] = (
         setting="model: small_cnn",
         searched_for=("student", "smaller model", "model_options", "architecture"),
         does="The variant trains this model instead of train.model",
-        pays="where a smaller or faster model is accurate enough; beside a student that learns from a teacher, to show "
+        pays="when a smaller or faster model is accurate enough; beside a student that learns from a teacher, to show "
         "what the teacher adds",
-        costs="the comparison is no longer of techniques alone: it is of models, which the report says",
+        costs="the comparison is of models too, not of techniques alone; the report says so",
         source="not a technique; a comparison of models",
         changes="statistics",
         layer="model",
@@ -60,9 +60,9 @@ MODELS: tuple[Entry, ...] = (
         name="distillation",
         setting="distillation: {teacher: models/baseline}",
         searched_for=("knowledge distillation", "teacher", "student", "soft targets", "KD", "temperature"),
-        does="A trained teacher sees each batch too, and the loss is in part the distance of the model's outputs from "
-        "the teacher's: of logits the Kullback-Leibler divergence at a temperature, of other outputs the mean squared "
-        "difference",
+        does="A trained teacher sees each batch too, and a part of the loss is the distance between the model's "
+        "outputs and the teacher's: for logits the Kullback-Leibler divergence at a temperature, for other outputs the "
+        "mean squared difference",
         pays="when a small model is to be deployed, and a larger one is trained anyway",
         costs="a forward pass of the teacher in each step, and its weights in the memory of every process; with other "
         "techniques the teacher stays whole and uncompiled, and computes in the variant's precision",
@@ -73,7 +73,7 @@ MODELS: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.distillation is not None,
         excludes={
             "pipeline": "no stage has both the inputs, which the teacher takes, and the outputs",
-            "chunked_loss": "the outputs are never whole, and the distance compares them with the teacher's, which are",
+            "chunked_loss": "the distance needs all outputs at once, and a chunked loss never has them",
             "data_parallel": "the teacher would see the whole batch on one GPU",
         },
         without_effect=lambda variant: {"distillation": variant.distillation.model_copy(update={"alpha": 0.0})},  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.sections import Count, Section
 
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-_ONE_FORWARD = "its copies of a block would all run the first GPU's, whose forward pass checkpointing replaces"
+_ONE_FORWARD = "checkpointing replaces a block's forward pass, and every GPU's copy would run the first GPU's"
 
 
 class ParallelismSettings(Section):
@@ -19,22 +19,22 @@ class ParallelismSettings(Section):
     parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
         "none",
         description="none: one device. data_parallel: nn.DataParallel, one process for all GPUs. ddp: "
-        "DistributedDataParallel, one process a device. zero1: ddp with the optimizer's state in shares. fsdp: "
-        "parameters, gradients and optimizer state in shares. pipeline: the model in stages, one a process. tensor: "
-        "pairs of linear layers in shares.",
+        "DistributedDataParallel, one process per device. zero1: ddp with sharded optimizer state. fsdp: sharded "
+        "parameters, gradients and optimizer state. pipeline: the model in stages, one per process. tensor: sharded "
+        "pairs of linear layers.",
     )
     processes: Count | Literal["auto"] = Field(
-        "auto", description="With a parallelism: how many; auto: one a GPU, two (a replica) where there is none."
+        "auto", description="Processes of a parallelism; auto: one per GPU, or two (per replica) without a GPU."
     )
     replicas: Count = Field(
         1,
-        description="With fsdp, pipeline or tensor: how many whole models the processes hold, which share the batch as "
-        "by ddp.",
+        description="With fsdp, pipeline or tensor: number of whole models that the processes hold. They share the "
+        "batch as in ddp.",
     )
     schedule: Literal["gpipe", "1f1b"] = Field(
         "1f1b",
-        description="Of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so that no "
-        "more micro-batches are in memory than there are stages.",
+        description="Schedule of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so "
+        "that no more micro-batches are in memory than there are stages.",
     )
     reshard_after_forward: bool = Field(
         True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
@@ -44,7 +44,7 @@ class ParallelismSettings(Section):
         description="With fsdp. bf16: parameters are gathered and used in bfloat16, gradients summed in float32.",
     )
     cpu_offload: bool = Field(
-        False, description="With fsdp on GPUs: shares of parameters, gradients and optimizer state in host memory."
+        False, description="With fsdp on GPUs: shards of parameters, gradients and optimizer state in host memory."
     )
     scaling: Literal["strong", "weak"] = Field(
         "strong",
@@ -59,9 +59,9 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="parallelism: data_parallel",
         searched_for=("DataParallel", "nn.DataParallel", "DP", "multi-GPU", "single process"),
         does="One process copies the model to every GPU in each forward pass, and a thread drives each",
-        pays="nowhere any more: it shows what DistributedDataParallel replaced",
-        costs="the model broadcast and the gradients gathered in each step; threads that wait for Python's lock; more "
-        "memory on the first GPU than on the others",
+        pays="never today: it shows what DistributedDataParallel replaced",
+        costs="a broadcast of the model and a gathering of the gradients per step; threads that wait for Python's "
+        "lock; more memory on the first GPU than on the others",
         source="PyTorch documentation: torch.nn.DataParallel; Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
         layer="parallelism",
@@ -83,8 +83,8 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="parallelism: ddp",
         searched_for=("DistributedDataParallel", "DDP", "data parallelism", "multi-GPU", "NCCL"),
         does="Every process holds the model and a share of each batch; gradients are averaged during the backward pass",
-        pays="with several GPUs, and a model and its optimizer state that fit on each",
-        costs="an all-reduce of all gradients a step; BatchNorm sees its own share of the batch",
+        pays="with several GPUs, if the model and its optimizer state fit on each",
+        costs="an all-reduce of all gradients per step; BatchNorm sees only its process's share of the batch",
         source="Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
         layer="parallelism",
@@ -95,10 +95,10 @@ PARALLELISM: tuple[Entry, ...] = (
         name="zero1",
         setting="parallelism: zero1",
         searched_for=("ZeRO", "ZeRO-1", "ZeroRedundancyOptimizer", "sharded optimizer state", "DeepSpeed stage 1"),
-        does="ddp, but every process keeps the optimizer state of its share of the parameters alone, updates these and "
-        "sends them to the others",
-        pays="where the optimizer's state is what does not fit (AdamW: two values a parameter)",
-        costs="a broadcast of all parameters a step, after the update, which nothing hides",
+        does="As ddp, but every process keeps the optimizer state of its share of the parameters only, updates this "
+        "share and sends it to the others",
+        pays="when the optimizer's state does not fit (AdamW: two values per parameter)",
+        costs="a broadcast of all parameters per step, after the update, without overlap",
         source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020",
         changes="rounding",
         layer="parallelism",
@@ -106,8 +106,8 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes",),
         excludes={
-            "optimizer_in_backward": "the shares of the new parameters are sent on after one update of all of them",
-            "cuda_graph": "its update sends parameters from the host's side, which no graph holds",
+            "optimizer_in_backward": "it sends the new parameters once, after an update of all of them",
+            "cuda_graph": "the host starts the broadcasts of its update, which no graph records",
         },
     ),
     Entry(
@@ -124,11 +124,11 @@ PARALLELISM: tuple[Entry, ...] = (
             "2-D parallelism",
             "device mesh",
         ),
-        does="Every process holds a share of parameters, gradients and optimizer state, gathers a block's parameters "
-        "when it runs, and scatters their gradients; `replicas: N` does so in N groups, which average as by ddp",
-        pays="where parameters, gradients and optimizer state together do not fit on one GPU; the parameters alone "
-        "must, at the start",
-        costs="about half as much communication again as ddp, in smaller pieces; BatchNorm sees its own share of the "
+        does="Every process holds a shard of parameters, gradients and optimizer state, gathers a block's parameters "
+        "when it runs, and scatters their gradients; with `replicas: N`, N groups do this and average as in ddp",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU; the parameters alone "
+        "must fit, at the start",
+        costs="1.5 times the communication of ddp, in smaller pieces; BatchNorm sees only its process's share of the "
         "batch",
         source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
         changes="rounding",
@@ -139,8 +139,8 @@ PARALLELISM: tuple[Entry, ...] = (
         details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
-            "cuda_graph": "it gathers and frees parameters from the host's side, which no graph holds",
-            "auto_micro_batch": "a step that breaks off leaves parameters half gathered",
+            "cuda_graph": "the host gathers and frees parameters, which no graph records",
+            "auto_micro_batch": "a step that fails leaves some parameters gathered",
         },
     ),
     Entry(
@@ -148,7 +148,7 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="reshard_after_forward: false",
         searched_for=("reshard_after_forward", "SHARD_GRAD_OP", "ZeRO-2"),
         does="A block's gathered parameters stay from its forward to its backward pass",
-        pays="where fsdp's communication is what a step waits for, and the whole parameters fit",
+        pays="when steps wait for fsdp's communication, and the whole parameters fit",
         costs="the memory of the whole parameters while a step runs",
         source="PyTorch documentation: torch.distributed.fsdp.fully_shard",
         changes="nothing",
@@ -158,10 +158,10 @@ PARALLELISM: tuple[Entry, ...] = (
         name="parameter_precision",
         setting="parameter_precision: bf16",
         searched_for=("MixedPrecisionPolicy", "param_dtype", "bf16 parameters", "FSDP mixed precision"),
-        does="Parameters are gathered and used in bfloat16, and gradients summed in float32; the shares that the "
-        "optimizer updates stay float32, and BatchNorm's are gathered so too",
+        does="Parameters are gathered and used in bfloat16, and gradients are summed in float32; the shards that the "
+        "optimizer updates stay float32, and BatchNorm's parameters are gathered in float32",
         pays="on GPUs from compute capability 8.0: half the bytes of every gathering, and matrix products in bfloat16",
-        costs="8 bits of mantissa in parameters, activations and their gradients",
+        costs="parameters, activations and their gradients keep 8 bits of mantissa",
         source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
         changes="rounding",
         roundoff=2.0**-8,
@@ -173,13 +173,13 @@ PARALLELISM: tuple[Entry, ...] = (
         name="cpu_offload",
         setting="cpu_offload: true",
         searched_for=("CPUOffloadPolicy", "ZeRO-Offload", "parameter offload"),
-        does="Shares of parameters, gradients and optimizer state lie in pinned host memory, where the update runs",
-        pays="as a last resort, where even the shares do not fit",
+        does="Shards of parameters, gradients and optimizer state lie in pinned host memory, where the update runs",
+        pays="as a last resort, when even the shards do not fit",
         costs="parameters and gradients cross PCIe every step, and the update runs on the CPU, which waits for them",
         source="Ren et al., ZeRO-Offload, USENIX ATC 2021",
         changes="rounding",
         needs=("fsdp",),
-        excludes={"fp16": "the loss scale lies on the GPU, and the gradients that it divides do not"},
+        excludes={"fp16": "the loss scale is on the GPU, and the gradients that it divides are on the host"},
         why_not=needs_gpu,
     ),
     Entry(
@@ -195,11 +195,11 @@ PARALLELISM: tuple[Entry, ...] = (
             "stages",
             "2-D parallelism",
         ),
-        does="The model is cut into stages of equal cost, one a process; micro-batches follow each other through them",
+        does="The model is cut into stages of equal cost, one per process; micro-batches pass through them in turn",
         pays="when parameters, gradients and optimizer state together do not fit on one GPU (the parameters alone "
         "must, at the start and for evaluation), and between hosts: only activations at the cuts are sent",
-        costs="with p stages and m micro-batches a share (p - 1) / (m + p - 1) of the time, in which stages wait; "
-        "BatchNorm sees micro-batches",
+        costs="with p stages and m micro-batches, stages wait for (p - 1) / (m + p - 1) of the time; BatchNorm sees "
+        "only micro-batches",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
         "al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021",
         changes="rounding",
@@ -209,7 +209,7 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes", "replicas", "schedule"),
         excludes={
-            "fp16": "each stage would find overflows, and follow a loss scale, of its own",
+            "fp16": "each stage would detect its own overflows and have its own loss scale",
         },
     ),
     Entry(
@@ -217,11 +217,11 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="parallelism: tensor",
         searched_for=("tensor parallelism", "TP", "Megatron", "parallelize_module", "DTensor", "model parallelism"),
         does="Pairs of linear layers are cut along the width between them, and gpt's attention by its heads: every "
-        "process computes its columns of the first and its rows of the second; `replicas: N` does so in N groups, "
-        "which share the batch as by ddp",
+        "process computes its columns of the first layer and its rows of the second; with `replicas: N`, N groups do "
+        "this and share the batch as in ddp",
         pays="for wide transformers on GPUs of one host, joined by NVLink",
-        costs="an all-reduce of activations a pair in each direction, which nothing hides; all else of the model is "
-        "held and computed by every process",
+        costs="an all-reduce of activations per pair in each direction, without overlap; every process holds and "
+        "computes the rest of the model",
         source="Shoeybi et al., Megatron-LM, 2019",
         changes="rounding",
         layer="parallelism",
@@ -231,9 +231,9 @@ PARALLELISM: tuple[Entry, ...] = (
         details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
-            "fp16": "each process would find the overflows of its own share of the gradients, and scale by those",
+            "fp16": "each process would detect the overflows of its own gradients and have its own loss scale",
             "cuda_graph": "its collectives are not known to be capturable",
-            "auto_micro_batch": "a process that ran out of memory leaves the others waiting in the middle of a pair",
+            "auto_micro_batch": "a process that ran out of memory would leave the others waiting in a pair of layers",
         },
     ),
     Entry(
@@ -246,10 +246,11 @@ PARALLELISM: tuple[Entry, ...] = (
             "batch size a GPU",
             "learning rate scaling",
         ),
-        does="Each data-parallel process takes train.batch_size samples a step, so the global batch grows with them; "
-        "the learning rate is multiplied by their number and warmed up",
-        pays="when a share of the batch would be too small for a device to be busy",
-        costs="fewer, larger steps: accuracy, beyond some batch; another job than the baseline's",
+        does="Each data-parallel process takes train.batch_size samples per step, so the global batch grows with the "
+        "number of processes; the learning rate is multiplied by this number and warmed up",
+        pays="when a share of the batch would be too small to keep a device busy",
+        costs="fewer, larger steps, and so a lower accuracy beyond some batch size; the job differs from the "
+        "baseline's",
         source="Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017",
         changes="statistics",
         needs=_SHARE_OUT_BATCHES,

@@ -20,7 +20,9 @@ def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
 def _without_float8(machine: Machine, on_gpu: bool) -> str | None:
     if on_gpu and machine.gpu_float8:
         return None
-    here = "this GPU has no float8 products (compute capability below 8.9)" if on_gpu else "this is no GPU"
+    here = (
+        "this GPU has no float8 products (compute capability below 8.9)" if on_gpu else "a CPU has no float8 products"
+    )
     return f"{here}, and would compute them in float32"
 
 
@@ -43,9 +45,9 @@ PRECISION: tuple[Entry, ...] = (
         name="tf32",
         setting="precision: tf32",
         searched_for=("TensorFloat-32", "allow_tf32", "set_float32_matmul_precision", "fp32_precision"),
-        does="Products of matrices and convolutions of float32 numbers on Tensor Cores, which read 10 bits of mantissa",
-        pays="on GPUs from compute capability 8.0, where a net in float32 waits for its products",
-        costs="13 bits of mantissa of each factor; sums stay in float32",
+        does="Matrix products and convolutions of float32 numbers run on Tensor Cores, which read 10 bits of mantissa",
+        pays="on GPUs from compute capability 8.0, for float32 models that spend most time in products",
+        costs="each factor keeps 10 of its 23 bits of mantissa; sums stay in float32",
         source="NVIDIA A100 Tensor Core GPU Architecture, 2020",
         changes="rounding",
         roundoff=2.0**-11,
@@ -56,10 +58,10 @@ PRECISION: tuple[Entry, ...] = (
         name="bf16",
         setting="precision: bf16",
         searched_for=("bfloat16", "automatic mixed precision", "AMP", "autocast"),
-        does="Matrix products and convolutions in bfloat16, parameters and sums in float32",
-        pays="on GPUs from compute capability 8.0 and CPUs with AVX-512 BF16 or AMX, for nets that compute more than "
-        "they move",
-        costs="8 bits of mantissa in activations and their gradients",
+        does="Matrix products and convolutions run in bfloat16; parameters and sums stay float32",
+        pays="on GPUs from compute capability 8.0 and CPUs with AVX-512 BF16 or AMX, for models that are bound by "
+        "arithmetic, not by memory",
+        costs="activations and their gradients keep 8 bits of mantissa",
         source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
         changes="rounding",
         roundoff=2.0**-8,
@@ -71,9 +73,10 @@ PRECISION: tuple[Entry, ...] = (
         name="fp16",
         setting="precision: fp16",
         searched_for=("float16", "half precision", "GradScaler", "automatic mixed precision", "AMP", "autocast"),
-        does="Matrix products and convolutions in float16, with a loss scale that follows the gradients",
+        does="Matrix products and convolutions run in float16, with a loss scale that follows the gradients",
         pays="on GPUs with Tensor Cores but without bfloat16 (V100, T4)",
-        costs="a range of 6e-8 to 65504: steps whose gradients overflow are left out; a pass over the gradients a step",
+        costs="a range of 6e-8 to 65504: steps whose gradients overflow are skipped; a pass over the gradients per "
+        "step",
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018",
         changes="rounding",
         roundoff=2.0**-11,
@@ -85,12 +88,12 @@ PRECISION: tuple[Entry, ...] = (
         name="float8",
         setting="precision: float8",
         searched_for=("FP8", "e4m3", "e5m2", "torchao.float8", "Float8Linear", "Transformer Engine"),
-        does="Linear layers, but the last, multiply in float8, each tensor by a scale of its own, in the forward pass "
-        "(e4m3) and in the backward pass (gradients: e5m2); all else is as with bf16, and parameters stay float32",
+        does="Linear layers except the last multiply in float8, with a scale per tensor, in the forward pass (e4m3) "
+        "and in the backward pass (gradients: e5m2); the rest is as with bf16, and parameters stay float32",
         pays="on GPUs from compute capability 8.9, compiled, for transformers whose linear layers are wide "
         "(4,096 and more)",
-        costs="4 bits of mantissa in the factors, 3 in gradients; a pass over each factor for its scale, which compile "
-        "fuses. Layers whose sides are no multiples of 16 stay in bf16",
+        costs="factors keep 4 bits of mantissa, gradients 3; a pass over each factor for its scale, which compile "
+        "fuses. Layers whose sides are not multiples of 16 stay in bf16",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022; torchao documentation: torchao.float8",
         changes="rounding",
         roundoff=2.0**-3,
@@ -101,8 +104,8 @@ PRECISION: tuple[Entry, ...] = (
         emulated=_without_float8,
         relies_on=("torchao",),
         excludes={
-            "tensor": "layers are cut before they multiply, and each part would have a scale of its own",
-            "pipeline": "the stages' trial does not record layers that scale their factors",
+            "tensor": "layers are cut before they multiply, and each part would have its own scale",
+            "pipeline": "the recording of the model's chain does not support layers that scale their factors",
             "parameter_precision": "the factors would be rounded twice",
         },
     ),

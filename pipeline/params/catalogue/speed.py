@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.params.catalogue import Variant
 
 GRAPH_WARMUP_STEPS = 3
-"""Steps before one is captured as a CUDA graph, as many as in PyTorch's documentation and tests."""
+"""Steps before the step that is captured as a CUDA graph; the number is from PyTorch's documentation and tests."""
 
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
@@ -25,8 +25,8 @@ def _records_within_warmup(train: Train) -> str | None:
     if train.warmup_steps > GRAPH_WARMUP_STEPS:
         return None
     return (
-        f"it records its step after {GRAPH_WARMUP_STEPS} other steps, which must not count, and train.warmup_steps is "
-        f"{train.warmup_steps}"
+        f"it records its step after {GRAPH_WARMUP_STEPS} other steps, which must not be measured, and "
+        f"train.warmup_steps is {train.warmup_steps}"
     )
 
 
@@ -44,8 +44,8 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     else:
         return None
     return (
-        f"the next forward pass overwrites the gradients that its CUDA graphs leave and {kept} keeps (PyTorch issue "
-        "169545); say default"
+        f"the next forward pass overwrites the gradients of its CUDA graphs, which {kept} keeps (PyTorch issue "
+        "169545); set default"
     )
 
 
@@ -54,7 +54,7 @@ def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
         return None
     if variant.precision in ("bf16", "fp16", "float8") or variant.parameter_precision == "bf16":
         return None
-    return "on GPUs this kernel computes in 16 bits alone; set precision to bf16 or fp16"
+    return "on GPUs this kernel computes in 16 bits only; set precision to bf16 or fp16"
 
 
 class SpeedSettings(Section):
@@ -78,7 +78,7 @@ class SpeedSettings(Section):
         description="Let cuDNN try its convolutions once and take the fastest; a seed may then not repeat exactly.",
     )
     optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
-        "fused", description="One kernel for all parameters, one an operation, or one an operation and parameter."
+        "fused", description="One kernel for all parameters, one per operation, or one per operation and parameter."
     )
 
 
@@ -94,8 +94,8 @@ SPEED: tuple[Entry, ...] = (
             "memory-efficient attention",
             "cuDNN attention",
         ),
-        does="One kernel computes the attention of a step, whichever PyTorch would choose: `flash`, `efficient` or "
-        "`cudnn`, each of which fuses products and softmax, or `math`, which computes them one by one",
+        does="The named kernel computes a step's attention, instead of PyTorch's choice: `flash`, `efficient` and "
+        "`cudnn` fuse products and softmax, and `math` computes them one by one",
         pays="for transformers with long sequences, whose fastest kernel depends on device and shapes; math shows what "
         "the fused kernels save",
         costs="math keeps, for each head, a value for each pair of tokens. On GPUs flash and cudnn need bf16 or fp16, "
@@ -113,11 +113,11 @@ SPEED: tuple[Entry, ...] = (
         name="channels_last",
         setting="channels_last: true",
         searched_for=("NHWC", "memory format", "torch.channels_last"),
-        does="Images and weights with the channels innermost, as convolution kernels for Tensor Cores read them",
-        pays="for convolutional nets in 16 bits on GPUs, and on CPUs with oneDNN",
-        costs="a copy where an operation has no kernel for it; every 4-D parameter is rearranged, so code that relies "
-        "on the strides of one, as view and view_as_complex do, fails; with fsdp, which shares out contiguous weights "
-        "alone, a copy of a convolution's weights whenever it runs",
+        does="Images and weights have the channels innermost, as convolution kernels for Tensor Cores read them",
+        pays="for convolutional models in 16 bits on GPUs, and on CPUs with oneDNN",
+        costs="a copy if an operation has no kernel for this format; every 4-D parameter is rearranged, so code that "
+        "relies on its strides, such as view and view_as_complex, fails; with fsdp, which shards only contiguous "
+        "weights, a copy of a convolution's weights whenever it runs",
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         layer="model",
@@ -136,13 +136,13 @@ SPEED: tuple[Entry, ...] = (
             "max-autotune",
             "CUDA graphs",
         ),
-        does="The model as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
-        "max-autotune also tries several kernels for matrix products (on a CPU: of batches of matrices), but while "
-        "train.deterministic is true none that could round otherwise",
-        pays="for models with many small operations, in runs long enough to win back the compilation",
-        costs="tens of seconds before the first step, fewer with a warm cache; a C++ compiler; a model without graph "
-        "breaks. reduce-overhead, and max-autotune on GPUs, exclude gradient_accumulation and set_to_none: false, "
-        "whose gradients outlive a forward pass",
+        does="The model runs as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
+        "max-autotune also tries several kernels for matrix products (on a CPU, batched ones only). While "
+        "train.deterministic is true, it tries only kernels with the same rounding",
+        pays="for models with many small operations, in runs long enough to make up for the compilation",
+        costs="tens of seconds before the first step, fewer with a warm cache; it needs a C++ compiler and a model "
+        "without graph breaks. reduce-overhead, and max-autotune on GPUs, exclude gradient_accumulation and "
+        "set_to_none: false, whose gradients outlive a forward pass",
         source="Ansel et al., PyTorch 2, ASPLOS 2024",
         changes="rounding",
         layer="compiler",
@@ -150,11 +150,11 @@ SPEED: tuple[Entry, ...] = (
         needs_measuring=True,
         requested_if=lambda variant: variant.compile != "none",
         excludes={
-            "data_parallel": "its replicas are made anew in each step, and what is compiled belongs to one model",
+            "data_parallel": "it makes new replicas in each step, and compiled code belongs to one model",
             "pipeline": "a stage runs its own part of the model, not the compiled whole",
-            "fsdp": "it gathers parameters between the blocks, which no single graph holds",
+            "fsdp": "it gathers parameters between the blocks, which one graph cannot hold",
             "sync_batchnorm": "its exchange of statistics is not known to compile as a part of one graph",
-            "activation_offload": "it is not known to offload what generated code keeps",
+            "activation_offload": "it is not known to offload the activations that generated code keeps",
         },
         why_not=_needs_compiler,
         relies_on=(COMPILER,),
@@ -165,9 +165,9 @@ SPEED: tuple[Entry, ...] = (
         name="cuda_graph",
         setting="cuda_graph: true",
         searched_for=("CUDA graphs", "torch.cuda.CUDAGraph", "whole-network capture", "launch-bound"),
-        does="Forward, backward and update are recorded once and replayed from then on, by one call a step",
+        does="Forward pass, backward pass and update are recorded once; from then on, one call per step replays them",
         pays="for small models and batches, whose kernels end before the CPU has launched the next",
-        costs="memory that nothing else gets; what Python decides in a step is decided once, when it is recorded",
+        costs="memory that nothing else can use; Python's decisions in a step are made once, in the recording",
         source="PyTorch documentation: CUDA semantics, CUDA Graphs",
         changes="rounding",
         implementation="cuda_graph.CudaGraph",
@@ -187,7 +187,7 @@ SPEED: tuple[Entry, ...] = (
             "optimizer_in_backward": "the learning rate would be recorded with the step",
             **dict.fromkeys(
                 ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
-                "the fused optimizers alone are known to take learning rate and the flag of a bad loss on the device",
+                "only the fused optimizers are known to read learning rate and the flag of a bad loss on the device",
             ),
         },
         why_not=needs_gpu,
@@ -197,9 +197,9 @@ SPEED: tuple[Entry, ...] = (
         name="cudnn_benchmark",
         setting="cudnn_benchmark: true",
         searched_for=("torch.backends.cudnn.benchmark", "cuDNN autotuning", "convolution algorithm search"),
-        does="cuDNN tries its algorithms for each shape of convolution once and takes the fastest; while "
-        "train.deterministic is true, the fastest of those that repeat exactly",
-        pays="for convolutional nets with fixed shapes",
+        does="cuDNN tries its algorithms once for each shape of convolution and takes the fastest; while "
+        "train.deterministic is true, it tries only deterministic algorithms",
+        pays="for convolutional models with fixed shapes",
         costs="a search in the first step; its choice can differ from run to run, and with it the rounding",
         source="PyTorch documentation: torch.backends.cudnn",
         changes="rounding",
@@ -211,8 +211,9 @@ SPEED: tuple[Entry, ...] = (
         name="foreach_optimizer",
         setting="optimizer_kernel: foreach",
         searched_for=("foreach", "multi-tensor", "torch._foreach", "horizontal fusion"),
-        does="Each operation of the update is one kernel for all parameters, instead of the whole update",
-        pays="where an optimizer has no fused form; to see what fused, the default, gains",
+        does="Each operation of the update is one kernel for all parameters, instead of one kernel for the whole "
+        "update",
+        pays="when an optimizer has no fused form; to see what fused, the default, gains",
         costs="temporary tensors of the parameters' size",
         source="PyTorch documentation: torch.optim, How to adjust performance",
         changes="rounding",
