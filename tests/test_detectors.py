@@ -395,7 +395,7 @@ def test_a_gpu_that_throttled_is_refused(nvml: FakeNvml, bits: int, words: str) 
     detector = GpuThrottling(nvml, "this one")
     watch_clocks(detector, nvml, 0, bits, 0, bits, 0)
     detector.looks = 10
-    assert f"the GPU throttled ({words}) in 2 of 10 looks at it (at most 5% are allowed)" in reason(detector)
+    assert f"the GPU throttled ({words}) in 2 of 10 queries (at most 5% are allowed)" in reason(detector)
 
 
 def test_a_gpu_that_throttled_for_a_moment_is_not_refused(nvml: FakeNvml) -> None:
@@ -485,7 +485,7 @@ def test_other_processes_on_the_gpu_are_refused(
 ) -> None:
     detector = shared_gpu(nvml, before, after)
     assert detector.others == others
-    assert (reason(detector).startswith(f"{others} other process(es) held the GPU")) if others else True
+    assert (reason(detector).startswith(f"{others} other process")) if others else True
     assert bool(detector.rejections()) is bool(others)
 
 
@@ -527,7 +527,7 @@ def test_every_gpu_of_a_process_is_watched(nvml: FakeNvml, monkeypatch: pytest.M
         detector.close(measured=True)
     throttled, held = (rejection.reason for detector in active_detectors for rejection in detector.rejections())
     assert throttled.startswith("GPU 1 throttled (hardware slowdown)")
-    assert held.startswith("1 other process(es) held GPU 3;")
+    assert held.startswith("1 other process held GPU 3;")
 
 
 @pytest.mark.usefixtures("rank")

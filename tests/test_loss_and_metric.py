@@ -136,9 +136,9 @@ def test_what_is_wrong_with_a_loss_is_said(name: str, message: str, digits: Data
     [
         ("own_code:top", r"train\.metric: found 'own_code:top', but .* has no 'top'"),
         ("own_code:percentage", r"train\.metric: own_code:percentage gave scores from .*; expected true or false"),
-        ("own_code:in_place", r"train\.metric: own_code:in_place changes the outputs, which others look at too"),
-        ("own_code:relative", r"own_code:relative gives samples other scores beside other samples"),
-        ("own_code:mean", r"gave a tensor of shape \[\] for 6 sample\(s\); expected .*\[6\]"),
+        ("own_code:in_place", r"train\.metric: own_code:in_place changes the outputs, which are used again"),
+        ("own_code:relative", r"own_code:relative gives a sample different scores in different batches"),
+        ("own_code:mean", r"gave a tensor of shape \[\] for 6 samples; expected .*\[6\]"),
     ],
 )
 def test_what_is_wrong_with_a_metric_is_said(name: str, message: str, digits: Dataset) -> None:

@@ -277,8 +277,8 @@ def test_what_transformers_cannot_make_of_a_configuration_is_said(
     configured: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for family, changes, message in (
-        ("nonesuch", {}, r"config\.json', which transformers cannot make a causal language model of: .*nonesuch"),
-        ("t5", {}, "which transformers cannot make a causal language model of"),
+        ("nonesuch", {}, r"config\.json', from which transformers cannot make a causal language model: .*nonesuch"),
+        ("t5", {}, "from which transformers cannot make a causal language model"),
         ("llama", {"max_position_embeddings": 8}, "positions for 8 tokens, but prepare.window is 12"),
     ):
         configured(family, **changes)

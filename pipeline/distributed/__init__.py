@@ -1,4 +1,4 @@
-"""Processes that train together. Launcher variables are known here alone, torch.distributed also to the techniques."""
+"""Processes that train together. Only this package reads launchers' variables; techniques too use torch.distributed."""
 
 from pipeline.distributed.interruptions import Interruption, interruption
 from pipeline.distributed.launching import WorkerError, forked, launch

@@ -57,7 +57,7 @@ class Interruption:
                 store.set("last_step", str(self._steps + 1 + self.max_step_skew))
             if self._last is None and store.check(["last_step"]):
                 self._last = int(store.get("last_step"))
-        except RuntimeError:  # the launcher, which held the store, is gone: its end was the signal
+        except RuntimeError:  # the launcher, which held the store, has ended: that counts as a signal
             sys.exit(self.exit_code)
         return self._last is not None and self._steps >= self._last
 
@@ -70,10 +70,10 @@ class Interruption:
 
 @contextmanager
 def interruption(world: World, max_step_skew: int = 0) -> Iterator[Interruption]:
-    """While the block runs, SIGINT and SIGTERM do not kill the process; see ``Interruption``. For the main thread.
+    """While the block runs, SIGINT and SIGTERM do not kill the process; see ``Interruption``. Only in the main thread.
 
-    Ranks that have received a signal ignore signals after the block too, and end by themselves: a launcher may pass
-    on late a signal that the whole group has received.
+    Ranks that have received a signal also ignore signals after the block, and end by themselves, because a launcher
+    may pass on a signal late that the whole group has received.
     """
     heard = Interruption(world, max_step_skew)
     before = {number: signal.signal(number, heard._hear) for number in (signal.SIGINT, signal.SIGTERM)}

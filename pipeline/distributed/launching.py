@@ -38,12 +38,12 @@ class WorkerError(PipelineError):
 
 
 def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
-    """Run ``worker(*arguments)`` in ``processes`` processes of this host; return when all have.
+    """Run ``worker(*arguments)`` in ``processes`` processes of this host; return when all have ended.
 
     With one process, or in a process that a launcher started, ``worker`` runs in this process. Otherwise the processes
     are started by ``forked``. The first SIGINT or SIGTERM is passed on to them; they exit with the code that shells use
     for the signal (130, 143), and this process does the same (SystemExit). A second signal, or ``PATIENCE_SECONDS``
-    without their end, kills them. For the main thread. Raises WorkerError if a rank fails; the others are killed.
+    without their end, kills them. Only in the main thread. Raises WorkerError if a rank fails; the others are killed.
     """
     if processes == 1 or launched_size() is not None:
         worker(*arguments)
@@ -55,7 +55,7 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
         try:
             code = max(ask(None))
         except WorkerError:
-            if heard:  # of a rank that has not handled the signal yet
+            if heard:  # the signal ended a rank that did not handle it yet
                 sys.exit(128 + heard[0])
             raise
     if heard or code:
@@ -83,7 +83,7 @@ def _passed_on_to(pids: Sequence[int]) -> Iterator[list[int]]:
 
     def hear(number: int, _: FrameType | None) -> None:
         heard.append(number)
-        if len(heard) > 1:  # or the alarm
+        if len(heard) > 1:  # a second signal, or the alarm
             sys.exit(128 + heard[0])
         signal.alarm(PATIENCE_SECONDS)
         for pid in pids:
@@ -109,11 +109,11 @@ def forked(
 ) -> Iterator[Callable[[Any], list[T]]]:
     """Run ``worker(*arguments)`` in ``processes`` fresh processes of this host, which live as long as the block.
 
-    ``worker`` is a generator function. The block gets ``ask``: it sends a request to every rank's generator and returns
-    what each yields, in rank order. The first request, which starts the generators, is None. When the block ends, the
-    generators run on to their end, with None for requests. Each process is a fork of a server that has only imported
-    the modules ``preload``, so it is as fresh as a new interpreter, but need not import them again. The server starts
-    with the first call. ``worker``, its arguments, the requests and the answers must be picklable. The processes find
+    ``worker`` is a generator function. The block gets ``ask``, which sends a request to every rank's generator and
+    returns what each yields, in rank order. The first request, which starts the generators, is None. When the block
+    ends, the generators run to their end, with None for requests. Each process is a fork of a server that has only
+    imported the modules ``preload``. So it is like a new interpreter that has imported them. The server starts with
+    the first call. ``worker``, its arguments, the requests and the answers must be picklable. The processes find
     each other by a file that nobody else can open; no port is opened. They end when this process ends, however it ends.
     Raises WorkerError with the message of a rank that failed; the others are killed.
     """

@@ -24,10 +24,10 @@ TIMEOUT = timedelta(minutes=5)
 """How long a collective waits for a rank that does not join it: long enough for a slow disk. The launcher notices a
 dead rank earlier."""
 
-A_GPU_EACH = "Start one process a GPU."
+A_GPU_EACH = "Start one process per GPU."
 
 STORE = "PIPELINE_STORE"
-"""The environment variable with the file by which ranks that we launched find each other. Ranks of other launchers
+"""The environment variable with the file through which ranks that we launched find each other. Ranks of other launchers
 use MASTER_ADDR, where a port listens on all interfaces."""
 
 
@@ -43,7 +43,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and prints messages."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -136,7 +136,7 @@ class World:
                 tensor.copy_(mean.view(tensor.shape))
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
         if self.size > 1:
             dist.barrier()
 
@@ -153,7 +153,7 @@ class World:
     def mesh(self, **dimensions: int) -> DeviceMesh:
         """Return all ranks as a mesh with these named dimensions; along the last dimension, ranks are consecutive.
 
-        Each mesh is made once; all ranks must ask for it together.
+        Each mesh is created once; all ranks must call this together.
         """
         key = tuple(dimensions.items())
         if key not in _MESHES:

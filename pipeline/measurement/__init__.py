@@ -1,1 +1,1 @@
-"""Time and memory of steps, disturbances by the rest of the machine, and why a number is rejected."""
+"""Time and memory of steps, disturbances by the rest of the machine, and reasons to reject a number."""

@@ -22,7 +22,7 @@ SHORTEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
 """Shortest mean length of measured windows: NVML's counter is updated every 20 to 100 ms, RAPL's every millisecond."""
 
 Read = tuple[dict[str, float], str | None]
-"""Joules by the counter's name, which is the same in all processes of a host; and why they are unknown, if they are."""
+"""Joules by the counter's name, which is the same in all processes of a host, and why they are unknown, if they are."""
 
 
 class _Counter(NamedTuple):
@@ -78,7 +78,7 @@ class Energy:
         if not self._counters:
             return f"{POWERCAP} shows no package of a CPU, as in a virtual machine"
         if mean < shortest:
-            return f"its counter needs windows of {shortest:g} s, and these took {mean:.3f} s: {self._remedy}"
+            return f"its counter needs windows of {shortest:g} s, but these took {mean:.3f} s: {self._remedy}"
         return None if all(self._joules.values()) else "its counter stood still"
 
     @contextmanager

@@ -200,7 +200,7 @@ def graphs_bytes(device: torch.device) -> int:
 def driver_bytes(device: torch.device) -> int | None:
     """Return the bytes that the driver counts for this process on ``device``: allocator cache, CUDA context, libraries.
 
-    None where the driver does not tell, and in a container with its own process ids: the driver lists the host's ids.
+    None if the driver does not report them, and in a container with its own process ids: the driver lists the host's.
     """
     import pynvml
 

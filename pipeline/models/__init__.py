@@ -35,13 +35,13 @@ class ModelError(PipelineError):
 def build(
     name: str, options: dict[str, Any], data: dict[str, Any], *, inputs: torch.Tensor, outputs: tuple[int, ...]
 ) -> nn.Module:
-    """Build a single-device float32 model: from inputs as ``inputs`` [n, ...], two zeros say, to [n, *``outputs``].
+    """Build a single-device float32 model that maps inputs like ``inputs`` [n, ...] to outputs [n, *``outputs``].
 
     ``name`` is that of a model of ``_OWN``, of a torchvision classification model (without trained weights;
-    ``torchvision_model`` says how it is fitted to small images), or ``module:factory`` of the user's own. It is called
-    with ``data``, by which the task describes inputs and outputs, such as ``channels``, ``height``, ``width`` and
-    ``classes``, and with the options. The initial weights depend on torch's random state alone. Raises ModelError for
-    an invalid name, option or output.
+    ``torchvision_model`` says how it is fitted to small images), or ``module:factory`` of the user's own. The model's
+    function is called with ``data``, by which the task describes inputs and outputs, such as ``channels``, ``height``,
+    ``width`` and ``classes``, and with the options. The initial weights depend only on torch's random state. Raises
+    ModelError for an invalid name, option or output.
     """
     if ":" in name:
         model = _from_factory(name, options, data)
@@ -285,11 +285,11 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check_output(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
-    """Raise ModelError unless the model, as it will train, turns ``inputs`` into ``outputs`` a sample.
+    """Raise ModelError unless the model, in training mode, returns ``outputs`` per sample of ``inputs``.
 
-    Runs a forward pass of a few samples of zeros, cheaper than a training step. The meta device would cost a small
-    model more, as it imports torch._dynamo. The pass uses copies of the buffers and restores torch's random
-    state, so BatchNorm's statistics and the random numbers do not change.
+    Runs a forward pass, which costs less than a training step. For a small model the meta device would cost more,
+    because it imports torch._dynamo. The pass uses copies of the buffers and restores torch's random state, so
+    BatchNorm's statistics and the random numbers do not change.
     """
     where, expected = f"train.model: {name} on a batch of shape {list(inputs.shape)}", (len(inputs), *outputs)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

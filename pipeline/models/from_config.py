@@ -15,7 +15,7 @@ class FromConfig(nn.Module):
     """Tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
 
     ``config`` is the path of a model's config.json; its vocabulary is replaced by the data's. Nothing is downloaded,
-    and no code but the library's runs. Raises PipelineError if the library is missing or refuses the configuration.
+    and only the library's code runs. Raises PipelineError if the library is missing or refuses the configuration.
     """
 
     def __init__(self, *, vocabulary: int, length: int, config: str = "") -> None:
@@ -26,13 +26,13 @@ class FromConfig(nn.Module):
 
         try:
             values = json.loads(Path(config).read_text(encoding="utf-8"))
-            # No token has a part of its own (what pads would not be trained), and encoders see no token that follows.
+            # No special tokens: a padding token would not be trained. A decoder: encoders would see later tokens.
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
             found = AutoConfig.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
             self.net = AutoModelForCausalLM.from_config(found, dtype=torch.float32).train()
         except Exception as error:
             raise PipelineError(
-                f"{where}, which transformers cannot make a causal language model of: {first_line(error)}"
+                f"{where}, from which transformers cannot make a causal language model: {first_line(error)}"
             ) from error
         longest = getattr(found, "max_position_embeddings", length)
         if longest < length:

@@ -27,7 +27,7 @@ class GPT(nn.Sequential):
         blocks = [Block(width, heads, length) for _ in range(depth)]
         super().__init__(embedding, *blocks, nn.LayerNorm(width), head)
         nn.init.normal_(embedding.weight, std=0.02)
-        for name, weight in self.named_parameters():  # of layers whose outputs add up over the blocks
+        for name, weight in self.named_parameters():  # smaller for layers whose outputs add up over the blocks
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
                 nn.init.normal_(weight, std=0.02 / (2 * depth) ** 0.5)
 
@@ -48,9 +48,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a token looks at itself and at those before it.
+    """Causal self-attention: a token attends to itself and to those before it.
 
-    The rows of ``query_key_value`` are those of the first head, then of the next: parts of it have whole heads.
+    The rows of ``query_key_value`` are ordered by head, so that it can be cut between heads.
     """
 
     cos: Tensor
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 def rotated(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of ``vectors`` [..., t, d] by angles with ``cos`` and ``sin`` [t, d/2], so that
+    """Rotate the pairs (i, i + d/2) of ``vectors`` [..., t, d] by the angles of ``cos`` and ``sin`` [t, d/2], so that
     products of two vectors depend on the distance between their tokens."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

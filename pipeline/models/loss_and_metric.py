@@ -1,4 +1,4 @@
-"""The loss that training minimises and the metric that evaluation counts, as params.yaml names them."""
+"""The loss that training minimises and the metric that evaluation computes, as params.yaml names them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import factories
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, count
 from pipeline.params import Train
 
 RESOLUTION = 2.0**20
@@ -38,9 +38,9 @@ class Objective:
 def of_job(train: Train, task: Objective, device: torch.device, arguments: Mapping[str, int]) -> Objective:
     """Return the loss and metric that ``train`` asks for: the ``task``'s, or the user's own. Raises ObjectiveError.
 
-    ``train.loss`` of one's own is ``module:factory``; the factory is called with the ``arguments`` that describe the
+    A user's ``train.loss`` is ``module:factory``; the factory is called with the ``arguments`` that describe the
     outputs and with ``train.loss_options``, and returns the loss, a function or an nn.Module without parameters.
-    ``train.metric`` of one's own is ``module:function``, which gives every sample a score.
+    A user's ``train.metric`` is ``module:function``, which returns a score for every sample.
     """
     found = task
     if ":" in train.loss:
@@ -62,8 +62,8 @@ def load(train: Train) -> None:
 def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) -> None:
     """Try the user's own loss and metric on a few samples. Raises ObjectiveError if a comparison would mean nothing.
 
-    The loss of a batch must be the mean of its samples' own losses: devices and micro-batches take parts of a batch,
-    and only then do the parts' losses average to the whole batch's loss.
+    The loss of a batch must be the mean of its samples' own losses. Otherwise the average over the parts of a batch,
+    which devices and micro-batches take, would not be the whole batch's loss.
     """
     own = {key: name for key in ("task", "loss", "metric") if ":" in (name := getattr(train, key))}
     with torch.random.fork_rng(devices=[]):
@@ -98,12 +98,12 @@ def _check_scores(where: str, objective: Objective, outputs: Tensor, targets: Te
             "number from 0 to 1 for every sample."
         )
     if not torch.equal(outputs, before):
-        raise ObjectiveError(f"{where} changes the outputs, which others look at too; work on a copy.")
+        raise ObjectiveError(f"{where} changes the outputs, which are used again; work on a copy.")
     parts = [objective.scores(outputs[rows], targets[rows]).double() for rows in torch.arange(len(outputs)).split(2)]
     if not torch.allclose(torch.cat(parts), scores, rtol=1e-4, atol=1e-6):
         raise ObjectiveError(
-            f"{where} gives samples other scores beside other samples; expected a score that follows from "
-            "a sample's own output and target, for variants are evaluated in batches of different sizes."
+            f"{where} gives a sample different scores in different batches; expected a score that depends only on "
+            "the sample's own output and target, because variants are evaluated in batches of different sizes."
         )
 
 
@@ -142,7 +142,7 @@ def _own_scores(name: str, metric: Callable[..., object], outputs: Tensor, targe
     if not isinstance(scores, Tensor) or scores.shape != (len(targets),):
         found = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else repr(scores)
         raise ObjectiveError(
-            f"train.metric: {name} gave {found} for {len(targets)} sample(s); expected a tensor with one score each, "
-            f"of shape [{len(targets)}]."
+            f"train.metric: {name} gave {found} for {count(len(targets), 'sample')}; expected a tensor with one score "
+            f"each, of shape [{len(targets)}]."
         )
     return scores

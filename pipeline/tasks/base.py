@@ -1,4 +1,4 @@
-"""What a task says; the rest of the pipeline knows tasks by this class only."""
+"""The base class of tasks; the rest of the pipeline knows tasks only by this class."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class TaskError(PipelineError):
 
 @dataclass(frozen=True, eq=False)
 class Task(ABC):
-    """What a job makes of a data set: its batches, what fits a model to them, its loss and its score.
+    """What a job learns from a data set: its batches, the arguments of its model, its loss and its score.
 
-    A task of one's own defines the abstract methods. By default a sample's inputs and targets are the arrays of these
+    A user's task defines the abstract methods. By default a sample's inputs and targets are the arrays of these
     names, and the inputs are standardised with the statistics of the training set.
     """
 
@@ -44,12 +44,12 @@ class Task(ABC):
     arrays: ClassVar[tuple[str, ...]] = ("inputs", "targets")
     """The arrays of the data set that the task takes, first the one with the inputs."""
     unit: ClassVar[str] = "samples"
-    """What the field counts in a throughput; a sample is ``units_per_sample`` of them."""
+    """Unit of a throughput; a sample has ``units_per_sample`` of them."""
     loss_by_row: ClassVar[bool] = False
-    """Whether ``loss`` is the mean over all rows of the outputs [..., d], which can then be taken in any parts; else
-    only over the samples."""
+    """Whether ``loss`` is the mean over all rows of the outputs [..., d], so that any rows can form a part. If not, it
+    is the mean over the samples."""
     directions: ClassVar[Mapping[str, Literal["higher is better", "lower is better"]]] = {}
-    """Of each figure that ``findings`` returns: which values are better."""
+    """Each figure that ``findings`` returns -> which values are better."""
 
     def __post_init__(self) -> None:  # noqa: B027
         """Raise TaskError if the data set or the settings do not fit the task."""
@@ -69,13 +69,13 @@ class Task(ABC):
 
     @cached_property
     def preprocess(self) -> nn.Module:
-        """From raw inputs to those of the model; a part of the deployed model."""
+        """The module from raw inputs to the model's inputs; a part of the deployed model."""
         inputs = self.dataset.train.inputs
         return Normalise(self.dataset.statistics["inputs"], inputs.dtype, inputs.ndim).to(self.device)
 
     @cached_property
     def postprocess(self) -> nn.Module:
-        """From the model's outputs to those that users want; a part of the deployed model."""
+        """The module from the model's outputs to those that users want; a part of the deployed model."""
         return nn.Identity()
 
     def batch(self, rows: Sequence[Tensor]) -> Batch:
@@ -84,14 +84,14 @@ class Task(ABC):
         return self.preprocess(inputs), targets
 
     def input_arguments(self) -> dict[str, Any]:
-        """What a model's factory is told about the inputs, by argument."""
+        """Arguments of a model's factory that describe the inputs."""
         shape = self.dataset.shape
         names = {1: ("features",), 3: ("channels", "height", "width")}.get(len(shape))
         return dict(zip(names, shape, strict=True)) if names else {"shape": shape}
 
     @abstractmethod
     def output_arguments(self) -> dict[str, int]:
-        """What a model's factory, and a loss's, is told about the outputs, by argument."""
+        """Arguments of a model's factory, and of a loss's, that describe the outputs."""
 
     @abstractmethod
     def output_shape(self) -> tuple[int, ...]:
@@ -110,15 +110,15 @@ class Task(ABC):
         """Each sample's score, [b]: true or false, or a number from 0 to 1; higher is better."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """The targets that the outputs stand for; two models agree where one's outputs score well against these."""
+        """The targets that the outputs predict. Two models agree if one's outputs score well against the other's."""
         return outputs
 
     def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:  # noqa: ARG002
-        """How many samples' scores may change if outputs change by ``nearness``, relative to a sample's largest."""
+        """Number of samples whose score may change if outputs change by ``nearness`` times the sample's largest."""
         return 0
 
     def findings(self, test_loss: float) -> dict[str, float]:  # noqa: ARG002
-        """A run's test loss in the field's own figures, by the names in ``directions``."""
+        """The field's own figures that follow from a run's test loss, by the names in ``directions``."""
         return {}
 
     @cached_property
@@ -131,7 +131,7 @@ class Task(ABC):
         return loss_and_metric.of_job(self.train, own, self.device, self.output_arguments())
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:  # noqa: ARG002
-        """The distance of a student's outputs from its teacher's, a scalar: the mean over the samples."""
+        """The distance between a student's outputs and its teacher's, a scalar: the mean over the samples."""
         return F.mse_loss(outputs.float(), taught.float())
 
     def model(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> nn.Module:
@@ -145,7 +145,7 @@ class Task(ABC):
         )
 
     def zeros(self, count: int) -> Tensor:
-        """Zeros of the form of the model's inputs [count, ...], on the CPU."""
+        """Zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
         inputs, _ = self.on(CPU).batch([self.dataset.train.arrays[name][:1] for name in self.arrays])
         return inputs.new_zeros((count, *inputs.shape[1:]))
 
@@ -158,8 +158,9 @@ class Task(ABC):
 
 
 class Normalise(nn.Module):
-    """(x - mean) / std in float32, along the first dimension of a sample; of uint8 x / 255, in 0..1, as torchvision's
-    ToTensor and Normalize, in their order of operations. Raises ValueError for another number of channels."""
+    """(x - mean) / std in float32, along the first dimension of a sample. uint8 is first divided by 255. The operations
+    and their order are those of torchvision's ToTensor and Normalize. Raises ValueError for another number of channels.
+    """
 
     mean: Tensor
     std: Tensor
@@ -170,7 +171,7 @@ class Normalise(nn.Module):
         shape = (1, -1, *[1] * (dimensions - 2)) if dimensions > 1 else (-1,)
         self.register_buffer("mean", torch.tensor(statistics.mean, dtype=torch.float32).view(shape))
         self.register_buffer("std", torch.tensor(statistics.std, dtype=torch.float32).view(shape))
-        # A tensor, not a number: on CUDA, division by a number becomes multiplication by its rounded reciprocal.
+        # A tensor, because on CUDA division by a number becomes multiplication by its rounded reciprocal.
         self.register_buffer("scale", torch.tensor(255.0 if dtype == torch.uint8 else 1.0), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Classification: one label a sample, of images or any other inputs."""
+"""Classification: one label per sample, for images or any other inputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
 
 
 def near_ties(logits: Tensor, nearness: float) -> int:
-    """Of how many rows [..., classes] the two largest logits differ by no more than ``nearness`` of the largest."""
+    """Number of rows [..., classes] whose two largest logits differ by at most ``nearness`` times the largest."""
     if logits.shape[-1] < 2:
         return 0
     first, second = logits.topk(2).values.unbind(-1)

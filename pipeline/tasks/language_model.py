@@ -17,7 +17,7 @@ from pipeline.tasks.classification import divergence, near_ties
 
 
 class LanguageModel(Task):
-    """Cross-entropy and accuracy of the next token; a sample is a window of tokens, its score their mean."""
+    """Cross-entropy and accuracy of the next token. A sample is a window of tokens; its score is their mean."""
 
     arrays = ("inputs",)
     unit = "tokens"
@@ -84,7 +84,7 @@ class LanguageModel(Task):
 
 
 class _AsIndices(nn.Module):
-    """Tokens of any integer type as int64, in which torch looks up embeddings."""
+    """Converts tokens of any integer type to int64, which torch's embeddings need."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return tokens.to(torch.int64)

@@ -17,8 +17,8 @@ from pipeline.tasks.base import Task, TaskError
 class Regression(Task):
     """Mean squared error, and the share of samples whose every output is near its target.
 
-    Both count in the training targets' standard deviations. ``train.task_options``: ``tolerance``, how many of them
-    are near (0.5).
+    The unit of both is the standard deviation of the training targets. ``train.task_options``: ``tolerance``, the
+    largest error that counts as near, in this unit (0.5 by default).
     """
 
     directions: ClassVar = {"explained_variance_fraction": "higher is better"}
@@ -69,7 +69,7 @@ class Regression(Task):
         return ((outputs - targets).abs() <= self.tolerance).all(1)
 
     def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:
-        """How many samples have an error that is as good as the tolerance."""
+        """Number of samples with an error within ``nearness``, times the sample's largest output, of the tolerance."""
         beyond = (outputs - targets).abs() - self.tolerance
         return int((beyond.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).any(1).sum())
 
@@ -79,7 +79,7 @@ class Regression(Task):
 
 
 class Standardised(nn.Module):
-    """(x - mean) / std of the training targets, or, ``inverse``, x * std + mean, for x [b, outputs]."""
+    """(x - mean) / std of the training targets, or x * std + mean if ``inverse``, for x [b, outputs]."""
 
     mean: Tensor
     std: Tensor

@@ -1,4 +1,4 @@
-"""Reasons to refuse measured numbers: disturbances of the measured windows, and contradictions in the measurements.
+"""Reasons to reject measured numbers: disturbances of the measured windows, and contradictions in the measurements.
 
 A detector accompanies the clock through a run's windows: it is opened before the clock's window and closed after it. It
 reads counters at both ends, never waits for the device and does not touch the steps.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 MAX_THROTTLED_FRACTION = 0.05
-"""Largest share of the measured windows that may be throttled: of a CPU's time, or of the looks at a GPU."""
+"""Largest share of the measured windows that may be throttled: of a CPU's time, or of the queries of a GPU."""
 
 
 class Rejection(NamedTuple):

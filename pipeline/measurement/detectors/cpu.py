@@ -40,7 +40,7 @@ class _Usage(NamedTuple):
     own: float
     """CPU time of the job's processes, including their children that have ended."""
     waits: dict[str, float]
-    """Thread of the job -> time it was ready to run but had no core. Empty where the kernel does not tell."""
+    """Thread of the job -> time it was ready to run but had no core. Empty where the kernel does not report it."""
 
 
 class ForeignLoad(Detector):
@@ -51,7 +51,7 @@ class ForeignLoad(Detector):
     time (/proc/<pid>/task/<tid>/schedstat is missing), only the foreign time that exceeds the cores' idle time counts.
     The time that the hypervisor took from these cores is added, in proportion to the job's share of their work. The sum
     is compared with the CPU time that the job would have had without all this, or with one core's time if that is more:
-    a job that waits for its GPU uses little CPU, and losing half of that does it no harm.
+    a job that waits for its GPU uses little CPU, and can lose half of that without harm.
 
     Neighbours that leave the job its cores can still disturb shared caches, memory and clocks. This detector does not
     see that; the baseline measured against itself shows how noisy the machine is.
@@ -69,7 +69,7 @@ class ForeignLoad(Detector):
         self.idle_seconds = 0.0
         self.stolen_seconds = 0.0
         self.waited_seconds: float | None = None
-        """Time in which the job's threads were ready but had no core; None where the kernel does not tell."""
+        """Time in which the job's threads were ready but had no core; None where the kernel does not report it."""
 
     def open(self) -> None:
         self._before = self._usage()
@@ -106,11 +106,11 @@ class ForeignLoad(Detector):
         due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
         if not due or (share := self.taken_seconds / due) <= self._limit:
             return []
-        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # with room, as the next round has another load
+        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # with room, because the load differs by round
         return [
             Rejection(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
-                f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop what else runs on this machine and "
+                f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop other work on this machine and "
                 f"measure again, or accept such load: bench.max_foreign_load: {accepting:.1f}"
             )
         ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline.errors import count
 from pipeline.measurement.detectors.base import Rejection
 from pipeline.measurement.windows import Clock, Memory
 
 MAX_ASIDE_FRACTION = 0.05
-"""Largest CPU time between an arm's turns, as a share of its measured seconds: the arm seems faster by at most this."""
+"""Largest CPU time between an arm's turns, as a share of its measured seconds: it can make the arm seem this much
+faster."""
 MAX_IDLE_FRACTION = 0.01
 """Allowed in addition, as a share of the seconds between the turns: gloo's threads take up to 0.3% when idle."""
 
@@ -40,8 +42,8 @@ def of_memory(memory: Memory) -> list[Rejection]:
         return []
     return [
         Rejection(
-            f"the allocator ran out of memory and flushed its cache {memory.retries} time(s); lower train.batch_size "
-            "or apply a technique that saves memory",
+            f"the allocator ran out of memory and flushed its cache {count(memory.retries, 'time')}; lower "
+            "train.batch_size or apply a technique that saves memory",
             voids_memory=True,
         )
     ]
@@ -56,9 +58,9 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
     return [
         Rejection(
             f"it used {aside_seconds:.2f} s of CPU time between its turns, beside {clock.measured_seconds:.2f} s of "
-            f"measured ones (at most {MAX_ASIDE_FRACTION:.0%} of these and {MAX_IDLE_FRACTION:.0%} of the "
-            f"{waited_seconds:.2f} s between is allowed): what is done there is in no figure of its own and in the "
-            "others'; let a technique's threads and processes wait while no step is taken"
+            f"measured time (at most {MAX_ASIDE_FRACTION:.0%} of that, plus {MAX_IDLE_FRACTION:.0%} of the "
+            f"{waited_seconds:.2f} s between its turns, is allowed): its own figures miss this work, and it disturbs "
+            "the others'; let a technique's threads and processes wait while no step is taken"
         )
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipeline.errors import count
 from pipeline.measurement.detectors import processes
 from pipeline.measurement.detectors.base import MAX_THROTTLED_FRACTION, Detector, Rejection
 from pipeline.measurement.nvml import handle_of
@@ -73,7 +74,7 @@ class GpuThrottling(Detector):
         """Slowdown -> how often the driver reported it."""
 
     def look(self) -> int:
-        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver does not tell."""
+        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver does not report it."""
         return int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
 
     def open(self) -> None:
@@ -101,7 +102,7 @@ class GpuThrottling(Detector):
         return [
             Rejection(
                 f"{self._name} throttled ({', '.join(sorted(self.reasons))}) in {self.slow_looks} of {self.looks} "
-                f"looks at it (at most {MAX_THROTTLED_FRACTION:.0%} are allowed); see to its cooling and power supply, "
+                f"queries (at most {MAX_THROTTLED_FRACTION:.0%} are allowed); improve its cooling and power supply, "
                 "and measure again"
             )
         ]
@@ -130,7 +131,7 @@ class SharedGpu(Detector):
         """The most foreign processes that were seen at once."""
 
     def look(self) -> int:
-        """Return how many foreign processes compute on the GPU now. Raises NVMLError if the driver does not tell."""
+        """Return the number of foreign processes on the GPU now. Raises NVMLError if the driver does not report it."""
         pids = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
         if len(pids) < 2:
             return 0
@@ -154,7 +155,8 @@ class SharedGpu(Detector):
             return []
         return [
             Rejection(
-                f"{self.others} other process(es) held {self._name}; end them (nvidia-smi lists them) and measure again"
+                f"{count(self.others, 'other process')} held {self._name}; end all others (nvidia-smi lists them) and "
+                "measure again"
             )
         ]
 

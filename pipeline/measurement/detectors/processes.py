@@ -55,13 +55,13 @@ def name_of(pid: int) -> str:
 def thread_waits(pid: int) -> list[tuple[str, float]]:
     """Return each thread of a process, and the seconds it was ready to run but waited for a core.
 
-    Empty if the process has ended or the kernel does not tell; threads that have not run yet are left out."""
+    Empty if the process has ended or the kernel does not report it; threads that have not run yet are left out."""
     waits = []
     try:
         for thread in (PROC / str(pid) / "task").iterdir():
             _, wait, turns = (thread / "schedstat").read_bytes().split()
             if turns != b"0":  # 0 also if the kernel does not count
                 waits.append((thread.name, int(wait) / 1e9))
-    except OSError:  # the process has just ended, or the kernel does not tell
+    except OSError:  # the process has just ended, or the kernel does not report it
         pass
     return waits
