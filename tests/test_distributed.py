@@ -69,7 +69,7 @@ def test_two_ranks_on_one_gpu_are_refused(as_if_cuda: list[int], monkeypatch: py
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with (
-        pytest.raises(PipelineError, match="rank 1 and another one of this host were given the same GPU"),
+        pytest.raises(PipelineError, match="rank 1 and another rank of this host were given the same GPU"),
         world("cuda"),
     ):
         pass

@@ -25,7 +25,7 @@ LIMIT_BYTES = 1 << 28
 
 
 class DataError(PipelineError):
-    """Data that cannot be fetched, decoded or trusted. The message says what, where, and what to do."""
+    """Data that cannot be fetched, decoded or trusted. The message says what is wrong, where, and what to do."""
 
 
 def file_sha256(path: Path) -> str:

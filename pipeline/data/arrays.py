@@ -36,8 +36,8 @@ LIMIT_VOCABULARY = 1 << 31
 LIMIT_HEADER_BYTES = 1 << 20
 """Largest header of a .safetensors file: more than enough for four arrays and a description."""
 LIMIT_ROW_BYTES = 64 << 20
-"""Largest row, because a chunk holds at least one. A small file can declare a row of any size, even with the values if
-it is compressed."""
+"""Largest row. A chunk holds at least one row, and a small file can declare, or hold in compressed form, a row of any
+size."""
 NAMES = ("inputs", "targets", "test_inputs", "test_targets")
 KEY = "fetch.arrays"
 FILES = (".npz", ".safetensors", ".parquet")
@@ -111,7 +111,9 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
     try:
         from datasets import load_from_disk
     except ImportError:
-        raise DataError(f"{KEY}: {folder} was saved by datasets, which is not installed: install it.") from None
+        raise DataError(
+            f"{KEY}: {folder} was saved by the library datasets, which is not installed: install it."
+        ) from None
     with _naming(folder):
         found: Any = load_from_disk(folder)
     splits = found if isinstance(found, Mapping) else {"train": found}
@@ -203,8 +205,8 @@ def _labels(array: _Array, classes: int) -> npt.NDArray[np.uint16]:
     absent = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
     if len(absent) and len(labels):
         raise DataError(
-            f"{array}: labels go up to {classes - 1}, but {len(absent)} of the {classes} classes, {absent[0]} the "
-            "first, have no training sample; number the classes from 0 without gaps, or repair the label."
+            f"{array}: labels go up to {classes - 1}, but {len(absent)} of the {classes} classes (first: {absent[0]}) "
+            "have no training sample; number the classes from 0 without gaps, or correct the label."
         )
     return labels
 

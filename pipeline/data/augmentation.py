@@ -25,7 +25,7 @@ class Draws(NamedTuple):
 
 
 def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding: int) -> Draws:
-    """Return all draws [count] for images of ``size`` (height, width), a function of the arguments alone.
+    """Return all draws [count] for images of ``size`` (height, width). They depend only on the arguments.
 
     Every augmentation is drawn, used or not, so that switching one on or off leaves the others' draws unchanged.
     """

@@ -34,7 +34,7 @@ class Decoded:
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
-    """Path and SHA-256 of each file in the listing that ``fetch`` wrote, shuffled: sorted by the paths' hashes.
+    """Path and SHA-256 of each file in the listing that ``fetch`` wrote, shuffled by sorting the paths' hashes.
 
     Raises DataError if the listing cannot be read, or a path does not match the regular expression ``allowed``.
     """

@@ -98,7 +98,7 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
 def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and population standard deviation per channel of floats [N, C, ...], in two passes in float64.
 
-    Rounded to float32, in which they are used. That hides most of what differs between CPUs, which sum in their order.
+    Rounded to float32, in which they are used. This hides most differences between CPUs, which add in different orders.
     """
     axes = (0, *range(2, rows.ndim))
     shape = (1, -1, *[1] * (rows.ndim - 2))

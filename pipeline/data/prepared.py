@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # packing imports this module without torch; publish, without
 DESCRIPTION = "dataset.json"
 CACHED_FRACTION = 0.5
 """An array larger than this share of the memory may not stay in the page cache. Then the system must not read ahead:
-rows are taken in random order, and what it reads beyond them is dropped before it is used."""
+rows are read in random order, so pages that are read ahead are dropped before they are used."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Description(BaseModel):
     train_class_counts: tuple[int, ...]
     test_class_counts: tuple[int, ...]
     test_in_train_count: int | None = None
-    """As in ``Dataset``, like ``test_repeated_count``."""
+    """This count and the next are as in ``Dataset``."""
     test_repeated_count: int | None = None
     statistics: dict[str, Statistics]
     files: dict[str, str]

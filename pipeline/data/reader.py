@@ -39,7 +39,7 @@ class Reader:
         self._thread.start()
 
     def take(self) -> list[Tensor]:
-        """Return the next micro-batch, rows [b, ...] of each array, for the current stream. Raises its error."""
+        """Return the next micro-batch, rows [b, ...] of each array, for the current stream. Raises a reading error."""
         self._may_go.set()
         taken = self._ready.get()
         if self._stopped:

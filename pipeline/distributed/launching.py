@@ -173,12 +173,12 @@ def _ask(pipes: Sequence[Connection], processes: Sequence[Any], request: Any) ->
 
 
 def _end_of(process: Any) -> str:
-    """Describe how a process ended that no longer answers."""
+    """Describe how a process that no longer answers has ended."""
     process.join(PATIENCE_SECONDS)
     if process.exitcode == -signal.SIGKILL:
         return (
             "the process was killed, most likely because memory ran out, here or in its container. Give it more, or "
-            "lower train.batch_size; `python -m pipeline predict-memory` tells what is needed."
+            "lower train.batch_size; `python -m pipeline predict-memory` shows how much is needed."
         )
     return f"the process died, with exit code {process.exitcode}; its output is above."
 

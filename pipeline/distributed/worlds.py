@@ -124,7 +124,7 @@ class World:
     def average_(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Replace each tensor by its mean over the ranks of ``group`` (None: all), in place, on each of these ranks.
 
-        It takes one all-reduce, and the tensors' memory once more.
+        It takes one all-reduce, and memory for a second copy of the tensors.
         """
         if self.size == 1:
             return
@@ -240,7 +240,7 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
             if "Duplicate GPU" not in str(error):
                 raise
             raise PipelineError(
-                f"rank {os.environ['RANK']} and another one of this host were given the same GPU. {A_GPU_EACH}"
+                f"rank {os.environ['RANK']} and another rank of this host were given the same GPU. {A_GPU_EACH}"
             ) from None
         _MESHES.clear()
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)

@@ -144,7 +144,7 @@ class Memory(_Resumable):
         self._retries = 0
         self._resets = True
         self.peak_bytes: int | None = None
-        """None before a measured window has ended, and where this machine cannot measure it."""
+        """The peak; None before a measured window has ended, and if this machine cannot measure it."""
         self.reserved_bytes: int | None = None
         """CUDA: the highest ``max_memory_reserved``."""
         self.driver_bytes: int | None = None

@@ -61,7 +61,7 @@ def build(
             model = factory(name, options, **data)
     _check_output(name, model, inputs, outputs)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(f"train.model: {name} has no parameter to train: it has none, or none requires a gradient.")
+        raise ModelError(f"train.model: {name} has no parameter to train; expected parameters that require a gradient.")
     return model
 
 
@@ -265,7 +265,7 @@ def _factory(name: str) -> Callable[..., Any]:
 
 
 def _from_factory(name: str, options: dict[str, Any], data: dict[str, Any]) -> nn.Module:
-    """Build a model with the user's factory. Raises ModelError, also if it raises."""
+    """Build a model with the user's factory. Raises ModelError, also for an error in the factory."""
     model = factories.call(_factory(name), name, "train.model", options, error=ModelError, **data)
     if not isinstance(model, nn.Module):
         raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")

@@ -12,7 +12,7 @@ from pipeline.errors import PipelineError, first_line
 
 
 class FromConfig(nn.Module):
-    """Tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
+    """Maps tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
 
     ``config`` is the path of a model's config.json; its vocabulary is replaced by the data's. Nothing is downloaded,
     and only the library's code runs. Raises PipelineError if the library is missing or refuses the configuration.

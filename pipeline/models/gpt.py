@@ -10,7 +10,7 @@ from pipeline.errors import PipelineError
 
 
 class GPT(nn.Sequential):
-    """Tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
+    """Maps tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
 
     Pre-norm blocks (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019) with rotary positions
     (Su et al., arXiv:2104.09864). The last layer's weights are the embedding's (Press and Wolf, arXiv:1608.05859).
@@ -33,7 +33,7 @@ class GPT(nn.Sequential):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each on the normalised sum of all before it [b, t, width]."""
+    """Attention, then two linear layers; each gets the normalised sum [b, t, width] of all earlier outputs."""
 
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__()

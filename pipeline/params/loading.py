@@ -1,4 +1,4 @@
-"""params.yaml, read and checked: every mistake named with its key, what was found there and what is allowed."""
+"""params.yaml, read and checked: every mistake is named with its key, what was found there and what is allowed."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ _ALLOWED = {
     "too_long": "{max_length} or fewer entries",
     "too_short": "{min_length} or more entries",
 }
-"""Type of pydantic's error -> what is allowed, a template for the error's context. Other types: pydantic's message."""
+"""Type of pydantic's error -> what is allowed, a template for the error's context. Other types keep its message."""
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[str]:

@@ -22,7 +22,7 @@ class Machine(BaseModel):
     trims_memory: bool = True
     """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
     installed: frozenset[str] = frozenset()
-    """The optional libraries of techniques that are installed."""
+    """Names of the optional libraries that are installed."""
     no_cpu_kernels: str | None = None
     """Why torch.compile cannot build kernels for the CPU, and the remedy; None if it can."""
     no_gpu_kernels: str | None = None

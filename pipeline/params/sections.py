@@ -13,7 +13,7 @@ Count = Annotated[int, Field(ge=1, le=2**16)]
 """Count of things that each take memory or a process; more is a mistake."""
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
-"""At most the largest 32-bit int of C."""
+"""From 0 to the largest 32-bit int of C."""
 Side = Annotated[int, Field(gt=0, le=2**13)]
 """Side of an image, in pixels."""
 Duration = Annotated[float, Field(gt=0.0, le=1e6)]

@@ -123,7 +123,7 @@ class Task(ABC):
 
     @cached_property
     def objective(self) -> Objective:
-        """The job's loss and score: the task's, or the user's own of ``train.loss`` and ``train.metric``.
+        """The job's loss and score: the task's, or those that ``train.loss`` and ``train.metric`` name.
 
         Raises ObjectiveError.
         """

@@ -17,8 +17,8 @@ from pipeline.tasks.base import Task, TaskError
 class Regression(Task):
     """Mean squared error, and the share of samples whose every output is near its target.
 
-    The unit of both is the standard deviation of the training targets. ``train.task_options``: ``tolerance``, the
-    largest error that counts as near, in this unit (0.5 by default).
+    Errors are in standard deviations of the training targets. ``train.task_options``: ``tolerance``, the largest error
+    that counts as near (0.5 by default).
     """
 
     directions: ClassVar = {"explained_variance_fraction": "higher is better"}
@@ -69,7 +69,7 @@ class Regression(Task):
         return ((outputs - targets).abs() <= self.tolerance).all(1)
 
     def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:
-        """Number of samples with an error within ``nearness``, times the sample's largest output, of the tolerance."""
+        """Number of samples whose score may change if outputs change by ``nearness`` times the sample's largest."""
         beyond = (outputs - targets).abs() - self.tolerance
         return int((beyond.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).any(1).sum())
 

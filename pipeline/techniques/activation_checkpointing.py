@@ -95,12 +95,12 @@ class SelectiveCheckpointing(ActivationCheckpointing):
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules to checkpoint: the outermost with submodules and parameters but no sequence of blocks inside.
+    """Yield the modules to checkpoint: the outermost with submodules and parameters, but without a sequence of blocks.
 
     A ModuleList or ModuleDict is never a block: a model calls its elements, not the container.
 
-    The blocks of a ResNet are its residual blocks, of a vision transformer its encoder blocks, of a plain
-    stack of Sequentials each Sequential of layers.
+    In a ResNet these are the residual blocks, in a vision transformer the encoder blocks, in a plain stack of
+    Sequentials each Sequential of layers.
     """
     for child in model.children():
         if _holds_a_sequence_of_blocks(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):

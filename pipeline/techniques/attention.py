@@ -22,9 +22,9 @@ _KERNELS = {
 
 
 class Attention(Technique):
-    """``sdpa_kernel`` around a step's forward and backward passes, which allows one kernel and no other.
+    """``sdpa_kernel`` around a step's forward and backward passes, which allows only one kernel.
 
-    The backward pass needs it where checkpointed blocks run again. Evaluation, between steps, keeps PyTorch's choice.
+    The backward pass needs it because checkpointed blocks run again there. Evaluation keeps PyTorch's choice.
     """
 
     name = "attention"
@@ -43,7 +43,7 @@ class Attention(Technique):
     def change_model(self, setup: Setup) -> None:
         if not _attends(setup):
             raise ConfigError(
-                f"{self._where}, but {type(setup.model).__name__} calls no scaled_dot_product_attention; allowed: "
+                f"{self._where}, but {type(setup.model).__name__} does not call scaled_dot_product_attention; allowed: "
                 "'auto', or a model that calls it, such as vit_b_16."
             )
 
@@ -74,7 +74,7 @@ class Attention(Technique):
 
 
 def _attends(setup: Setup) -> bool:
-    """Return whether the model calls scaled_dot_product_attention, which fails while every kernel is forbidden."""
+    """Return whether the model calls scaled_dot_product_attention: such a call fails if every kernel is forbidden."""
     try:
         with sdpa_kernel([]):
             setup.outputs()

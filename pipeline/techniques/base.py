@@ -1,6 +1,6 @@
 """What a technique may change in a training: its hooks.
 
-The hooks stand here in the order in which they are called, each on all techniques before the next one. The ``change_``
+The hooks are listed in the order of their calls; each is called on all techniques before the next one. The ``change_``
 hooks are called when a run is set up (``pipeline.training.composition``); between ``change_optimizer`` and
 ``change_step`` the optimizer and the plain step are made. A step does not check which techniques are applied, so a
 technique that is not applied costs nothing.
@@ -76,7 +76,7 @@ class Setup:
     """The single-device model, even if each rank holds only a part of it."""
     optimizer_state: Stored = field(init=False)
     replays: bool = False
-    """Whether steps are replayed from CUDA graphs, so that the allocator does not see the memory that they use."""
+    """Whether steps are replayed from CUDA graphs; then the allocator does not see the memory that they use."""
     kept_models: list[nn.Module] = field(default_factory=list)
     """Models on the device beside the trained one."""
     kept_bytes: list[Callable[[], int]] = field(default_factory=list)
@@ -126,8 +126,8 @@ class Technique:
         """Replace parts of ``setup.step`` by other callables, which may call the parts that they replace."""
 
     def change_checkpoint(self, setup: Setup) -> None:
-        """Change ``setup.model_state`` and ``optimizer_state``, how checkpoints are read and loaded, if ranks hold
-        parts, or differing copies, of model or state."""
+        """Change ``setup.model_state`` and ``setup.optimizer_state``, which read and load checkpoints, if ranks hold
+        parts, or differing copies, of the model or of the optimizer's state."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned."""

@@ -91,7 +91,8 @@ class CudaGraph(Technique):
         return graph
 
     def _set_capturable(self, values: list[bool]) -> None:
-        """Set AdamW's ``capturable``: its state is on the device, as always if fused. Outside a recording it warns."""
+        """Set AdamW's ``capturable`` per group. A fused AdamW has its state on the device anyway. Outside a recording
+        the option would cause a warning."""
         groups = [group for group in self._optimizer.param_groups if "capturable" in group]
         for group, value in zip(groups, values, strict=True):
             group["capturable"] = value

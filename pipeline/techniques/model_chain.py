@@ -83,7 +83,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into the model, plain Sequentials and modules with a sequence of blocks; any other is one operation."""
+    """Traces into the model, Sequentials and modules with a sequence of blocks; any other module is one operation."""
 
     def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         if "forward" in vars(module) or _hooked(module):  # such as a checkpointed block
@@ -120,7 +120,7 @@ def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Nod
 
 
 def _piece(model: nn.Module, nodes: Sequence[fx.Node], entering: fx.Node, leaving: fx.Node) -> nn.Module:
-    """Return a module of these operations alone."""
+    """Return a module of only these operations."""
     graph = fx.Graph()
     copies = {entering: graph.placeholder("entering")}
 
@@ -136,7 +136,7 @@ def _piece(model: nn.Module, nodes: Sequence[fx.Node], entering: fx.Node, leavin
 
 
 class _Entry(nn.Module):
-    """Runs the model's forward pre-hooks, which may resize images, say, on its input."""
+    """Runs the model's forward pre-hooks, such as one that resizes images, on its input."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

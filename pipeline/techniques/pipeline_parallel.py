@@ -234,7 +234,7 @@ class Pipeline(Technique):
         self._module.hold(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
 
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """Return ``tensor`` on the device if ``stage`` is here, uninitialised if it was on meta, else on meta."""
+        """Return ``tensor`` on the device if ``stage`` is this rank's, else on meta; from meta, it is uninitialised."""
         device = self.world.device if stage == self._index else torch.device("meta")
         if tensor.is_meta == (device.type == "meta"):
             return tensor

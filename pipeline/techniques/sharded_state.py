@@ -27,7 +27,7 @@ from pipeline.techniques.base import Setup, Stored
 
 @contextmanager
 def without_random_warning() -> Iterator[None]:
-    """Hide DTensor's warning that it draws random numbers inconsistently on CPUs. Nothing here does."""
+    """Hide DTensor's warning about inconsistent random numbers on CPUs; no random numbers are drawn here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators")
         yield

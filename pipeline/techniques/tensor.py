@@ -27,8 +27,8 @@ _ELEMENT_BY_ELEMENT = (
 
 
 class Tensor(Replicated):
-    """``parallelize_module`` on every pair of linear layers with nothing but element-wise functions between them, or
-    with the attention of whole heads, where the model says so (``tensor_pair`` of ``pipeline.models.gpt.Attention``).
+    """``parallelize_module`` on every pair of linear layers with only element-wise functions between them, or with
+    attention by heads if the model names the pair (``tensor_pair`` of ``pipeline.models.gpt.Attention``).
 
     Each rank computes its columns of the first layer and, from these, a partial result of the second; the partial
     results of all ranks are added up. The rest of the model is on every rank, so all ranks take the same samples and,
@@ -101,7 +101,7 @@ def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
             "one of them"
         )
     return (
-        f"{type(model).__name__} has no two linear layers with nothing but element-wise functions between them; "
+        f"{type(model).__name__} has no two linear layers with only element-wise functions between them; "
         "allowed: a model with such a pair in an nn.Sequential or an nn.TransformerEncoderLayer, or another parallelism"
     )
 
@@ -118,9 +118,9 @@ class Pair:
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:
-    """The pairs of linear layers that can be cut along the width between them, none of which shares a layer.
+    """The pairs of linear layers that can be cut along the width between them; no two pairs share a layer.
 
-    Both layers and the dropouts between them must be used in this place only: elsewhere their width is not cut.
+    Both layers and the dropouts between them must be used only in this place, because elsewhere their width is not cut.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))
@@ -170,8 +170,8 @@ def _pairs_of(chain: Iterable[nn.Module]) -> Iterator[Pair]:
 def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
     """Replace ``linear``'s DTensors by plain tensors, this rank's parts; return the layout of each part.
 
-    Optimizers, their fused kernels and DistributedDataParallel take no mixture of DTensors with the model's other,
-    plain parameters. The forward pass sees DTensors again, over the same memory.
+    Optimizers, their fused kernels and DistributedDataParallel do not accept a mixture of DTensors and the model's
+    other, plain parameters. The forward pass sees DTensors again, over the same memory.
     """
     layouts: dict[str, Layout] = {}
     for name, parameter in list(linear.named_parameters()):

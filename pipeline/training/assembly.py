@@ -120,7 +120,7 @@ class Assembly:
         if plan.scale > 1 and train.batch_size > len(dataset.train):
             raise ConfigError(
                 f"variants.{plan.name}.scaling: found 'weak', with which {plan.scale} processes take "
-                f"{train.batch_size} samples a step, but {dataset.name} has {len(dataset.train)}; allowed: 'strong', "
+                f"{train.batch_size} samples per step, but {dataset.name} has {len(dataset.train)}; allowed: 'strong', "
                 f"or a train.batch_size of at most {len(dataset.train) // plan.scale}."
             )
         torch.manual_seed(seed)
@@ -253,7 +253,7 @@ def _make_exact() -> None:
 
 
 def forget_last_run(world: World) -> None:
-    """Free the last run's memory, or it counts in the next seed's run: checkpointed blocks form reference cycles."""
+    """Free the last run's memory, which the next seed would count: checkpointed blocks form reference cycles."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -23,13 +23,13 @@ CHECKPOINTS = Path("checkpoints")
 
 
 class Unreadable(Exception):
-    """A file is damaged, or holds no tensors; the message is the first line of what torch says."""
+    """A file is damaged, or holds no tensors; the message is the first line of torch's."""
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Raise Unreadable for whatever the block raises, unless the file is missing: what a damaged file makes torch
-    raise has no common class."""
+    """Turn every error of the block into Unreadable, except that of a missing file: torch's errors for a damaged file
+    have no common class."""
     try:
         yield
     except FileNotFoundError:
@@ -124,8 +124,8 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
 
 
 def seed_random(seed: int, plan: Plan, world: World) -> None:
-    """Seed the draws after the initialisation. They differ by rank, but not among the ranks that hold one model
-    together if a technique needs them alike."""
+    """Seed the random draws after the initialisation. They differ by rank. But if a technique needs it, the ranks that
+    hold one model together draw the same numbers."""
     alike = any(each.shared_rng for each in catalogue.acting(plan.applied))
     stream = world.rank // plan.model_processes if alike else world.rank
     torch.manual_seed(seed + 1_000_003 * (stream + 1))

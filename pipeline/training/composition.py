@@ -32,7 +32,7 @@ class Composed:
     """The single-device model, on the rank's device; what ``setup.step`` runs may wrap it, or hold a part of it."""
     parameter_count: int
     whole: nn.Module | None
-    """The model without weights, as it was before any technique, where evaluation cannot run the trained one."""
+    """If evaluation cannot run the trained model: the model before any technique, without weights. Else None."""
     techniques: Sequence[Technique]
     setup: Setup
     step_changes: Mapping[str, Sequence[str]]

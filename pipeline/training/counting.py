@@ -25,7 +25,7 @@ class Work(NamedTuple):
     model: int
     """Samples that entered the model, not counting passes that only recompute."""
     loss: int | None
-    """Samples that entered the step's criterion; None where a technique calls a loss of its own instead."""
+    """Samples that entered the step's criterion; None if a technique calls its own loss instead."""
 
     @property
     def missing(self) -> int:

@@ -53,7 +53,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
 
     The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy is that of a
     single device. Every ``model_processes`` consecutive ranks compute one share together. The forward pass of a sharded
-    model waits for all ranks, so a rank with fewer batches passes a sample through the model that does not count.
+    model waits for all ranks, so a rank with fewer batches also evaluates a sample that is not counted.
     BatchNorm uses the main rank's running statistics. Raises ObjectiveError for a score that is not from 0 to 1, and
     for a loss that is not finite.
     """
@@ -90,6 +90,6 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     if not math.isfinite(loss):
         raise ObjectiveError(
             f"train.loss: its mean over the {count:.0f} test samples is {loss}. Either the training has diverged: "
-            "lower train.learning_rate; or a loss of your own is not finite where the model is far off: bound it."
+            "lower train.learning_rate; or your own loss is not finite for bad outputs: bound it."
         )
     return Score(correct=int(correct) if correct.is_integer() else correct, count=int(count), loss=loss / count)

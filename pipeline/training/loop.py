@@ -36,8 +36,8 @@ from pipeline.training.losses import NonFiniteLoss
 class Training:
     """One seed's run of one variant, on one rank.
 
-    All ranks call every method together; random draws after the initialisation (dropout, say) differ by rank, unless a
-    technique says otherwise.
+    All ranks call every method together. Random draws after the initialisation, such as dropout's, differ by rank,
+    unless a technique requires the same draws.
     """
 
     def __init__(self, composed: Composed, seed: int, detectors: Sequence[Detector] = ()) -> None:
@@ -70,7 +70,7 @@ class Training:
         return self.step.losses
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
-        """Train to the end, from the start or the restored step. Yields once a step: a row if one is due, else None.
+        """Train to the end, from the start or the restored step. Yields once per step: a row if one is due, else None.
 
         Raises NonFiniteLoss, which names the step. On a CPU the rank with the bad loss raises it, and the parameters
         are those of the step before. On GPUs all ranks raise it when the next row is due, and the parameters are of no

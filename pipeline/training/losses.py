@@ -45,7 +45,7 @@ class HostLosses:
         return self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
 
     def read_and_reset(self) -> float:
-        """``read``, and begin anew."""
+        """Return ``read()``, and reset the sum."""
         total = self.read()
         self.total = 0.0
         return total
@@ -84,7 +84,7 @@ class DeviceLosses:
         return total
 
     def read_and_reset(self) -> float:
-        """``read``, and begin anew."""
+        """Return ``read()``, and reset the sum."""
         total = self.read()
         self.total.zero_()
         return total

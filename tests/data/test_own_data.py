@@ -181,7 +181,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ({"inputs": np.arange(9)[:, None]}, r"a row needs two tokens or more; expected windows \[N, length \+ 1\]"),
         (
             {"inputs": ROWS, "targets": np.array([0, 1, 2] * 2 + [0, 1, 1000])},
-            "labels go up to 1000, but 997 of the 1001 classes, 3 the first, have no training sample",
+            r"labels go up to 1000, but 997 of the 1001 classes \(first: 3\) have no training sample",
         ),
         ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
         ({"inputs": ROWS, "targets": np.ones(9), "weights": np.ones(9)}, "has an array 'weights.*'; expected inputs"),
@@ -385,7 +385,7 @@ def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkey
     with pytest.raises(DataError, match="third has the split 'validation'; expected train and test"):
         packed(tmp_path, "arrays", "third")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="was saved by datasets, which is not installed"):
+    with pytest.raises(DataError, match="was saved by the library datasets, which is not installed"):
         packed(tmp_path, "arrays", "one")
 
 

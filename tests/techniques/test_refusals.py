@@ -212,7 +212,7 @@ MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"activation_checkpointing": True}, FLAT, "none of its parts has parts of its own"),
     ({"activation_checkpointing": 0.5}, LooksAtValues(), "without values"),
     ({"activation_checkpointing": 0.5}, nn.Sequential(FLAT), "keeps no activations; allowed: false"),
-    ({"attention": "math"}, conv_net(), "Sequential calls no scaled_dot_product_attention; allowed: 'auto'"),
+    ({"attention": "math"}, conv_net(), "Sequential does not call scaled_dot_product_attention; allowed: 'auto'"),
     ({"sync_batchnorm": True, "parallelism": "ddp"}, conv_net(), "has no Batch"),
     ({"optimizer_state": "8bit"}, conv_net(), "no parameter of 4096 values or more"),
     (POWERSGD, scaled(), "module.scale"),

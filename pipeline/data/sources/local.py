@@ -31,14 +31,14 @@ def export_digits(target: Path) -> None:
 
 
 def describe_synthetic(asked: Synthetic, target: Path) -> None:
-    """Write the settings by which ``prepare`` makes up samples. Raises DataError if the disk has no room for them."""
+    """Write the settings by which ``prepare`` generates samples. Raises DataError if the disk has no room for them."""
     item_bytes = 2 if asked.targets == "tokens" else np.dtype(asked.dtype).itemsize
     needed = (asked.train + asked.test) * math.prod(asked.shape) * item_bytes
     free = shutil.disk_usage(target).free
     if needed > free:
         raise DataError(
             f"fetch.synthetic: found {asked.train + asked.test:,} samples of shape {asked.shape}, which take "
-            f"{needed:,} bytes, but {target} has {free:,} free; allowed: fewer, or smaller ones."
+            f"{needed:,} bytes, but {target} has {free:,} free; allowed: fewer or smaller samples."
         )
     (target / SYNTHETIC_DESCRIPTION).write_text(asked.model_dump_json() + "\n", encoding="utf-8")
 
@@ -91,7 +91,7 @@ def parent_instead(root: Path) -> str:
 
 
 def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None:
-    """Write path, size and SHA-256 of each of ``paths``, which are relative to ``root`` and stay there, as a listing.
+    """Write a listing of ``paths``, which are relative to ``root`` and stay there: path, size and SHA-256 of each.
 
     Raises DataError, naming ``key``, if one cannot be read.
     """

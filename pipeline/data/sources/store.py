@@ -36,11 +36,11 @@ LEAST_BYTES_PER_SECOND = 1000
 
 
 class SourceError(Exception):
-    """One source failed to deliver, and why; the next source is tried."""
+    """Why a source failed to deliver; the next source is tried."""
 
 
 class InterruptedTransfer(Exception):
-    """A transfer failed that may succeed on another attempt."""
+    """Why a transfer failed that may succeed on another attempt."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ class Store:
             raise InterruptedTransfer(_reason(error, self.timeout_seconds)) from None
 
     def _expected_bytes(self, response: requests.Response, path: Path, have: int) -> int | None:
-        """Return the whole file's size, None if unknown. Raises unless the response starts or continues the file."""
+        """Return the whole file's size; None if it is unknown. Raises SourceError or InterruptedTransfer for a response
+        that neither starts nor continues the file."""
         status = response.status_code
         content_range = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", ""))
         if status == 416 and content_range and content_range[2] == str(have):

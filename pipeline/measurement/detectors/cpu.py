@@ -53,8 +53,8 @@ class ForeignLoad(Detector):
     is compared with the CPU time that the job would have had without all this, or with one core's time if that is more:
     a job that waits for its GPU uses little CPU, and can lose half of that without harm.
 
-    Neighbours that leave the job its cores can still disturb shared caches, memory and clocks. This detector does not
-    see that; the baseline measured against itself shows how noisy the machine is.
+    Programs that leave the job its cores can still slow it down through shared caches, memory and clocks. This detector
+    does not see that; the baseline measured against itself shows how noisy the machine is.
     """
 
     def __init__(self, cores: set[int], root_pid: int, limit: float) -> None:

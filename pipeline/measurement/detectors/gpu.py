@@ -74,7 +74,7 @@ class GpuThrottling(Detector):
         """Slowdown -> how often the driver reported it."""
 
     def look(self) -> int:
-        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver does not report it."""
+        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver reports none."""
         return int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
 
     def open(self) -> None:

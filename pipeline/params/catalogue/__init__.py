@@ -116,7 +116,7 @@ def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str
 
 
 def _why_apart(technique: Entry, other: Entry) -> str | None:
-    """Return why ``other`` runs in no parallelism that ``technique`` needs; None if it does, or none is needed."""
+    """Return why ``other`` cannot run in any parallelism that ``technique`` needs; None if it can."""
     if not technique.needs or any(_runs_in(other, entry(name)) for name in technique.needs):
         return None
     needed = f"{technique.name} needs parallelism: {' or '.join(technique.needs)}"

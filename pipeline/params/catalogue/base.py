@@ -22,8 +22,9 @@ Layer = Literal["model", "blocks", "parallelism", "compiler", "forward", "step"]
 """Where a technique acts. Layers apply in this order; techniques of one layer apply in the catalogue's order.
 
 model: the bare model, its process, or the choice of optimizer; blocks: parts of the model; parallelism: the whole
-model, which is wrapped or split, and the communication; compiler: the model inside the parallel wrapper; forward, step:
-around the forward pass, around the whole step. Of two techniques that wrap the same part, the later one is outermost.
+model, which is wrapped or split, and the communication; compiler: the model inside the parallel wrapper; forward:
+around the forward pass; step: around the whole step.
+Of two techniques that wrap the same part, the later one is outermost.
 """
 
 COMPILER = "compiler"
@@ -42,7 +43,7 @@ class Entry:
     """One technique, or one form of parallelism."""
 
     name: str
-    """As results and reports call it."""
+    """The name in results and reports."""
     setting: str
     """The line of a variant in params.yaml that asks for the technique."""
     searched_for: tuple[str, ...]
