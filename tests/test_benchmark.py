@@ -199,7 +199,7 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
     assert len(found.arms[0].samples) == rounds
     out = capsys.readouterr().out
-    assert out.count("minutes are over after 1 round, and it goes on: 6 without a rejected sample are needed") == 1
+    assert out.count("minutes are over after 1 round, and it goes on: it needs 6 without a rejected sample") == 1
     assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # as there is no terminal
 
 
@@ -804,7 +804,7 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, se
     assert len({len(arm.samples) for arm in bench.arms}) == 1
     if sent == signal.SIGINT:
         assert read_bench() == bench
-        said = f"{bench.rounds} complete round(s) are kept in {file}; the same command within an hour adds to them"
+        said = f"{bench.rounds} complete rounds kept in {file}; the same command within an hour adds more"
         assert said in shown.decode()
     limited = alone | {"bench": PARAMS["bench"] | {"max_rounds": 5, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | limited), encoding="utf-8")
@@ -826,6 +826,6 @@ def test_an_interruption_before_the_first_round_says_that_nothing_is_kept(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stage, "calibrate", stopped)
-    with pytest.raises(KeyboardInterrupt, match="no round was complete, so the bench keeps none of it"):
+    with pytest.raises(KeyboardInterrupt, match="no round was complete, so nothing is kept"):
         stage.run(parse(PARAMS), CPU_ONLY)
     assert not Path("bench.json").exists()

@@ -14,7 +14,7 @@ def isolating(
     config: Config, plans: Mapping[str, Plan], server: Server
 ) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
     """Return the arms that isolate each technique of the variants to ablate, and why some techniques have no arms.
-    ``plans``: of the variants."""
+    ``plans``: the variants' plans."""
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}
     base = plans[config.compare.baseline].applied

@@ -40,8 +40,8 @@ from pipeline.training.measured import conditions_of, dataset_of, device_name_of
 MEMORY_STEPS = (2, 4)
 """On a CPU: warm-up steps and measured steps of the memory window. Both count as warm-up of the speed window."""
 FEWEST_WARMUP_STEPS = 3
-"""After the allocator was told to keep freed memory: the first step takes the pages, the others reuse them."""
-LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs cut windows)"
+"""Steps after the allocator begins to keep freed memory: the first one takes the pages, the others reuse them."""
+LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
 """The modules that every arm imports; torch imports the second one when the first optimizer is made."""
 
@@ -61,7 +61,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
     terminate_with_parent()  # if the parent ended before this call, stdin is at its end
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print, and its output is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout carries answers only
 
     def describe() -> dict[str, Any]:
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
@@ -118,9 +118,9 @@ def _rank_of_arm(
     On a CPU, memory and speed cannot be measured together: an allocator that keeps freed blocks is fast, and one that
     returns them shows how much memory is needed. So the memory is measured first, in ``MEMORY_STEPS``, then the speed.
 
-    At the end of a turn drawn at random (with one turn, after the window), one extra step is taken, whose samples are
-    counted. So a technique that leaves samples out only inside the measured windows is found by training's count
-    (``Training.count_later``), not by this one.
+    At the end of a randomly drawn turn (with one turn, after the window), one extra step counts its samples. If a
+    technique leaves samples out only inside the measured windows, training's count finds it (``Training.count_later``),
+    and this one does not.
     """
     on_cpu = plan.device == "cpu"
     if on_cpu:
@@ -183,8 +183,9 @@ def _rank_of_arm(
 def _allowed_wait(training: Training, config: Config) -> float | None:
     """Return the share of a window that may be spent waiting for input; None where that wait is part of the comparison.
 
-    The wait is part of it where a technique chooses the input's placement. It also is where a CUDA graph replays the
-    steps: little more is left of a small model's step than the input, which is made on the device outside of the graph.
+    The wait is part of the comparison where a technique chooses the input's placement, and where a CUDA graph replays
+    the steps: a small model's step then takes little longer than its input, which is made on the device outside the
+    graph.
     """
     resident = training.batches.placement == "resident"
     chosen = any(each.placement for each in catalogue.acting(training.plan.applied))

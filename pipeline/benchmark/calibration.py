@@ -13,7 +13,7 @@ from pipeline.results import Window
 
 CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
-"""Most tries for the calibration sample, from which the number of steps follows; other load can spoil a try."""
+"""Most tries for the calibration sample, which gives the number of steps; other load can spoil a try."""
 FEWEST_STEPS = 5
 OPENING_SECONDS = 1.7
 """Start-up time of the arms for which windows of 1.5 s were found to be the best (docs/measuring.md)."""

@@ -1,4 +1,4 @@
-"""What is about to be measured, in words, before it takes the user's minutes."""
+"""Announce a measurement in words, before it takes the user's minutes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def outlook(
 ) -> str:
     """Say in words what ``measure`` is about to do, when it will end, and how well ratios will be known then.
 
-    ``round_seconds``: estimate for one round. ``before``: the rounds that there are already. ``deviation``: of an
+    ``round_seconds``: estimate for one round. ``before``: the number of rounds that exist already. ``deviation``: of an
     earlier bench (``deviation_of``); None: there is none.
     """
     fitting = max(1, int(seconds / round_seconds))

@@ -23,7 +23,7 @@ from pipeline.params import Bench as BenchSettings
 from pipeline.results import Arm, RunConditions, Window
 
 TOLD_SECONDS = 30
-"""Without a terminal, so often a line says how far the rounds are."""
+"""Without a terminal, a line of progress is printed at this interval."""
 FEWEST_ROUNDS = 6
 """Equals ``stats.FEWEST_PAIRS``, which is not imported here: a change of the statistics must not repeat the bench."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
@@ -60,8 +60,8 @@ def measure(
 
     Whatever ``seconds`` says, at least ``fewest`` rounds without a rejected sample are measured, or 2 * ``fewest``
     rounds in all; an arm whose samples were rejected in every round does not count. When the time is over,
-    ``leaves_open`` is called once with the rounds: if it returns True, the time is doubled. The measurement ends after
-    ``max_rounds``, or as soon as ``decided``, called after each round from ``FEWEST_ROUNDS`` on, returns True. ``keep``
+    ``leaves_open`` is called once with the rounds: if it returns True, the time is doubled. From ``FEWEST_ROUNDS`` on,
+    ``decided`` is called after each round: the measurement ends when it returns True, or after ``max_rounds``. ``keep``
     is called after each round.
 
     ``margins``: the margin of each field of ``Window``. With margins, a variant whose ratios are all settled
@@ -69,8 +69,8 @@ def measure(
     settled, the measurement ends. No variant is settled while the A/A control deviates, or its ratios spread wider than
     ``max_spread`` (``equal``).
 
-    ``earlier``: the same arms with the samples of earlier rounds, which these rounds go on from. All rounds count for
-    ``fewest``, ``max_rounds`` and the margins, and are returned; the time is that of the new ones.
+    ``earlier``: the same arms with the samples of earlier rounds, which this measurement continues. All rounds count
+    for ``fewest``, ``max_rounds`` and the margins, and all are returned; the time is that of the new rounds only.
 
     With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started, and
     each takes its ``steps`` in ``turns`` short turns while the others wait, so that a disturbance of some seconds hits
@@ -125,7 +125,7 @@ def measure(
                 if rounds and not overdue and began - started > limit:
                     overdue = True
                     over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
-                    least = f"{fewest} without a rejected sample are needed, and {2 * fewest} are the most"
+                    least = f"it needs {fewest} without a rejected sample, or {2 * fewest} in all"
                     bar.write(f"bench: {over}, and it goes on: {least} (bench.hard_limit)", sys.stdout)
                 order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
@@ -165,11 +165,11 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
     if conditions.setdefault(name, found) != found:
         raise BenchError(
             f"{name} ran differently from round to round: {conditions[name]}, then {found}. "
-            "If the placement differs, set train.placement; else leave its code as it is."
+            "If the placement differs, set train.placement; else do not edit its code during the bench."
         )
     window = Window.model_validate(answer["window"])
     if window.measured_steps < steps and not window.rejections:
-        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and says not why.")
+        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and gives no reason.")
     return window
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from pipeline.errors import PipelineError
 
 LAST_WORDS_SECONDS = 2.0
-"""So long an ended server's output is waited for: its arms' processes may still hold the other end of the pipe."""
+"""Longest wait for an ended server's output: its arms' processes may still hold the other end of the pipe."""
 
 
 class BenchError(PipelineError):
@@ -101,9 +101,7 @@ class Server(AbstractContextManager["Server"]):
         if not line:
             status = self._process.wait()
             self._listener.join(LAST_WORDS_SECONDS)
-            raise BenchError(
-                f"the process that measures {self.root.resolve()} ended ({status}); its words stand above."
-            )
+            raise BenchError(f"the process that measures {self.root.resolve()} ended ({status}); its output is above.")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise BenchError(answer["error"])
@@ -119,7 +117,7 @@ def _passed_on(words: IO[str]) -> None:
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """One arm to measure: a variant's plan, on the server that has made it and measures it."""
+    """One arm to measure: a variant's plan, and the server that made the plan and measures it."""
 
     name: str
     role: Literal["variant", "aa_control", "with", "without"]

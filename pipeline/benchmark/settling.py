@@ -1,4 +1,4 @@
-"""When a variant is settled, so that later rounds leave it out and its minutes go to the others."""
+"""Decide when a variant is settled: later rounds then leave it out, and its minutes go to the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.results import Window
 
 SETTLED_ROUNDS = 10
 """This many rounds in a row on one side of a margin settle a ratio. A ratio whose median lies on the margin is settled
-by one look with a probability of 2 / 2^10, whatever the noise; ``benchmarks.simulations`` shows that of all looks."""
+by one look with a probability of 2 / 2^10, whatever the noise; ``benchmarks.simulations`` gives it for all looks."""
 NEGLIGIBLE = 0.001
 """Equals ``stats.NEGLIGIBLE``, for the same reason: a bias up to this between equal arms' speeds disturbs nothing. The
 peaks of equal arms may differ by the margin, because their heaps differ."""
@@ -22,12 +22,12 @@ def unsettled(
     margins: Mapping[str, float],
     max_spread: float = math.inf,
 ) -> list[ArmSpec]:
-    """Return those of ``arms`` that the next round must measure: the baseline, its control, and each variant (with the
-    arms of its ablation) that has a ratio that is not ``settled``. All arms, unless baseline and control are ``equal``.
+    """Return the ``arms`` that the next round must measure: the baseline, its control, and each variant with a ratio
+    that is not ``settled``, with the arms of its ablation. Unless baseline and control are ``equal``, return all arms.
 
     An arm is compared with both the baseline and its control, so that a difference between equal arms settles nothing;
     an arm without one technique is compared with its variant. A rejected sample settles nothing. A figure that this
-    machine cannot measure leaves nothing open.
+    machine cannot measure counts as settled.
     """
     baseline, control = next((arm.variant, arm.name) for arm in arms if arm.role == "aa_control")
     equals = [arm.name for arm in arms if arm.variant == baseline]

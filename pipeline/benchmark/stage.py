@@ -1,4 +1,4 @@
-"""The bench stage: steady-state speed and memory of all variants, side by side, with an A/A arm; and sessions of it."""
+"""The bench stage: steady-state speed and memory of all variants, side by side, with an A/A arm; and its sessions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pipeline.benchmark.outlook import deviation_of, outlook
 from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
+from pipeline.errors import count
 from pipeline.params import Config, Machine
 from pipeline.plans import plans
 from pipeline.results import (
@@ -38,16 +39,14 @@ N = TypeVar("N", int, float)
 def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     """Measure all variants and write ``bench.json``; with ``again``, write another bench into its own file.
 
-    Without ``again``, a bench of the same session that measured the same and left variants open is gone on from. Each
-    complete round is kept at once, so that a kill loses none. If interrupted, raise KeyboardInterrupt, which says what
-    is kept. Raises PipelineError.
+    Without ``again``, continue a bench of the same session that measured the same arms and left a variant unsettled.
+    Each complete round is saved at once, so a killed bench keeps it. If interrupted, raises KeyboardInterrupt, whose
+    message says what is kept. Raises PipelineError.
     """
     try:
         bench = _measured(config, machine, again=again)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            "no round was complete, so the bench keeps none of it; the same command begins again"
-        ) from None
+        raise KeyboardInterrupt("no round was complete, so nothing is kept; the same command begins again") from None
     kept = (SESSIONS if again else KEPT_BENCHES) / _name(bench)
     files.write_text(kept, bench.to_json())
     if again:
@@ -56,17 +55,20 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
             print(f"bench: an earlier bench of the same counts too: {earlier}", flush=True)
     else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides
         files.write_text(BENCH_FILE, bench.to_json())
-    print(f"bench: {bench.rounds} rounds in {bench.seconds:.0f} s, in {kept if again else BENCH_FILE}", flush=True)
+    print(
+        f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, in {kept if again else BENCH_FILE}",
+        flush=True,
+    )
     for arm in bench.arms:
         if arm.role == "variant" and arm.settled:
             print(f"bench: {arm.name} was settled after {len(arm.samples)} rounds", flush=True)
         for line in rejections(arm):
             print(f"bench: {arm.name} {line}", flush=True)
     if why := next((each.why_no_energy for arm in bench.arms for each in arm.samples if each.why_no_energy), None):
-        print(f"bench: energy is unknown, at least in a round: {why}", flush=True)
+        print(f"bench: energy is unknown in at least one round: {why}", flush=True)
     if bench.interrupted:
         raise KeyboardInterrupt(
-            f"{bench.rounds} complete round(s) are kept in {kept}; the same command within an hour adds to them"
+            f"{count(bench.rounds, 'complete round')} kept in {kept}; the same command within an hour adds more"
         )
 
 
@@ -87,7 +89,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         dataset = Dataset.model_validate(about["dataset"])
         earlier = None if again else unfinished(ended(), keys, dataset, [arm.name for arm in arms])
         if earlier:
-            print(f"bench: goes on from {earlier.rounds} round(s) of {earlier.session.start_utc}", flush=True)
+            print(f"bench: goes on from {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
             ledgers, flops = earlier.ledgers, earlier.flops
         else:
@@ -124,7 +126,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
                 keys=keys,
             )
 
-        def keep(rounds: Rounds) -> None:  # a bench that is killed has lost the round that it was in
+        def keep(rounds: Rounds) -> None:  # a killed bench loses its current round only
             bench = bench_of(replace(rounds, interrupted=True))
             files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
 
@@ -161,13 +163,13 @@ def _first_looks(specs: Sequence[ArmSpec], *, ledgers: bool) -> dict[str, Calibr
 
 
 def _left(limit: N, used: N) -> N:
-    """Return what is left of ``limit``; if nothing is, as much again."""
+    """Return the unused part of ``limit``; if nothing is left, the whole ``limit`` again."""
     return limit - used if used < limit else limit
 
 
 def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: Sequence[str]) -> Bench | None:
     """Return the latest kept bench of this session that measured the same arms in the same way and left at least one
-    variant unsettled; None if there is none. ``now``: the session if it began now. ``names``: of all arms."""
+    variant unsettled; None if there is none. ``now``: a session that begins now. ``names``: all arms' names."""
     for kept in reversed(read_sessions(KEPT_BENCHES)):
         same = kept.keys == keys and kept.dataset == dataset and [arm.name for arm in kept.arms] == list(names)
         is_open = not all(arm.settled for arm in kept.arms if arm.role == "variant" and arm.variant != kept.baseline)
