@@ -146,12 +146,12 @@ def test_a_technique_that_was_mostly_rejected_is_untrusted() -> None:
 @pytest.mark.parametrize(
     ("alone", "beside", "how"),
     [
-        ((1.3, 1.0), (0.8, 1.0), "The effect on throughput turns round"),
+        ((1.3, 1.0), (0.8, 1.0), "The effect on throughput is reversed"),
         ((1.3, 1.0), (1.6, 1.0), "The effect on throughput is larger"),
         ((1.3, 1.0), (1.1, 1.0), "The effect on throughput is smaller"),
         ((0.7, 1.0), (0.9, 1.0), "The effect on throughput is smaller"),
         ((1.0, 0.7), (1.0, 0.9), "The effect on peak memory is smaller"),
-        ((1.0, 0.7), (1.0, 1.4), "The effect on peak memory turns round"),
+        ((1.0, 0.7), (1.0, 1.4), "The effect on peak memory is reversed"),
         ((1.3, 1.0), (1.3, 1.0), None),
         ((1.0, 0.7), (1.0, 0.71), None),  # the intervals do not overlap, but the difference is within the margin
         ((1.0, 1.0), (1.02, 1.02), None),

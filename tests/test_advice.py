@@ -68,7 +68,7 @@ def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
 
 
 def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
-    few = "throughput is undecided: at least 6 pairs bound it"
+    few = "throughput is undecided: at least 6 pairs are needed"
     assert reason(ratio([9.0] * 3, [9.0] * 3)) == f"{few} (set bench.max_minutes: 7)"
     lost = ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
     assert reason(lost) == f"{few}, and 2 of 5 rounds had to be rejected (set bench.max_minutes: 11)"
@@ -83,11 +83,11 @@ def test_more_than_an_hour_is_no_advice() -> None:
     for more_pairs in (54, None):
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})
         assert reason(beyond) == (
-            "throughput is undecided at the margin of 3.0%; 60 minutes of rounds could decide at one of "
+            "throughput is undecided at the margin of 3.0%; 60 minutes of rounds could decide at a margin of "
             f"{planning.margin_decided(interval, 59):.1%} (compare.margins)"
         )
     unforeseen = undecided.model_copy(update={"more_pairs": None})
-    assert reason(unforeseen, RoundCost("bench.max_minutes", 6, None)).endswith("would decide can be foreseen")
+    assert reason(unforeseen, RoundCost("bench.max_minutes", 6, None)).endswith("would decide cannot be foreseen")
 
 
 def test_minutes_that_were_not_used_up_are_not_advised() -> None:
@@ -116,6 +116,6 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
         half = some.mean_fraction - (some.low_fraction or 0.0)
         margin = planning.margin_of_seeds(some.mean_fraction, half, 3, 23)
         assert reason(some.model_copy(update={"more_seeds": more_seeds})) == (
-            "accuracy is undecided with 3 seeds at the margin of 1 percentage points; 20 more could decide at one of "
-            f"{100 * margin:.2g} (compare.margins.accuracy)"
+            "accuracy is undecided with 3 seeds at the margin of 1 percentage point; 20 more could decide at a margin "
+            f"of {100 * margin:.2g} (compare.margins.accuracy)"
         )

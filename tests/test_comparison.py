@@ -134,7 +134,7 @@ def test_one_seed_never_supports_no_loss_of_accuracy() -> None:
     assert (other.verdict, other.accuracy.decision) == ("undecided", "undecided")
     assert other.reasons == (
         "faster; pays or trades",
-        "accuracy is undecided: one seed supports no statement (add some to train.seeds)",
+        "accuracy is undecided: one seed supports no statement (add seeds to train.seeds)",
     )
 
 
@@ -367,7 +367,7 @@ def test_what_no_sample_knows_is_unknown() -> None:
     comparison = make_comparison([BASELINE], bench.model_copy(update={"arms": blind}))
     assert (comparison.variants[0].peak_memory_bytes, comparison.variants[0].peak_memory_rank_bytes) == (None, ())
     assert comparison.noise_memory.why_untrusted
-    assert "this machine does not tell" in comparison.noise_memory.why_untrusted
+    assert "this machine does not report the figure" in comparison.noise_memory.why_untrusted
 
 
 def test_utilisation_is_the_models_flops_over_the_devices_peak() -> None:
@@ -668,10 +668,10 @@ def with_arm(variant: str, bench: Bench = BENCH, **changes: Any) -> Bench:
         (make_bench(dataset=OTHER_DATA), ["fashion_mnist", "c" * 12], []),
         (
             with_arm("memory", applied=BENCH.arms[2].applied | {"gradient_accumulation": 8}),
-            ["'memory'", "gradient_accumulation=8 in 1 process(es)", "gradient_accumulation=4"],
+            ["'memory'", "gradient_accumulation=8 in 1 process", "gradient_accumulation=4"],
             [],
         ),
-        (with_arm("ddp", world_size=4), ["'ddp'", "in 4 process(es)", "in 2 process(es)"], ["'memory'"]),
+        (with_arm("ddp", world_size=4), ["'ddp'", "in 4 processes", "in 2 processes"], ["'memory'"]),
         (make_bench(baseline="ddp"), ["is 'ddp'", "compare.baseline 'baseline'"], []),
         (
             BENCH.model_copy(update={"arms": tuple(arm for arm in BENCH.arms if arm.variant != "ddp")}),

@@ -142,7 +142,7 @@ def test_what_no_round_knows_has_no_ratio() -> None:
     assert found.decision == "untrusted"
     assert found.why_untrusted is not None
     assert "peak memory: 8 of 8 rounds" in found.why_untrusted
-    assert "this machine does not tell" in found.why_untrusted
+    assert "this machine does not report the figure" in found.why_untrusted
     assert ratio([], []).why_untrusted == "throughput: no round was measured"
 
 

@@ -113,7 +113,7 @@ def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, .
         if overlap or abs(one[1] - other[1]) <= math.log1p(alone.margin):
             continue
         if {alone.decision, beside.decision} == {"better", "worse"}:
-            how = "turns round"
+            how = "is reversed"
         else:
             how = "is larger" if abs(other[1]) > abs(one[1]) else "is smaller"
         sentences.append(f"The effect on {quantity.noun} {how} beside the other techniques.")

@@ -16,8 +16,8 @@ MOST_SEEDS = 20
 """Training more seeds than this is never advised."""
 
 ODDS = "more likely than not"
-"""A forecast assumes that the estimate stays. Of simulated forecasts 53 to 85% decided, and of twice as many pairs
-70 to 94% (``benchmarks.simulations.forecasts``)."""
+"""A forecast assumes that the estimate stays. In simulation, the forecast number of pairs decided in 53 to 85% of the
+cases, and twice as many pairs in 70 to 94% (``benchmarks.simulations.forecasts``)."""
 FULL_ROUNDS = 8
 """More rounds than this narrow the interval of one session only, which says nothing about the next one."""
 
@@ -85,7 +85,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         over = f"{quantity.noun} is undecided over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
             return [
-                f"{over}; how many would decide cannot be foreseen, more rounds in each may help (bench.max_minutes)"
+                f"{over}; how many would decide cannot be foreseen; more rounds in each may help (bench.max_minutes)"
             ]
         return [f"{over}: about {ratio.more_sessions} more would decide, {ODDS} (make again, on other days)"]
     if stopped:
@@ -94,7 +94,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     if ratio.low is None or ratio.high is None:
         lost = f", and {ratio.rejected} of {measured} rounds had to be rejected" if ratio.rejected else ""
         remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.rejected))
-        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs bound it{lost} ({remedy})"]
+        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs are needed{lost} ({remedy})"]
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
@@ -103,10 +103,12 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
             return [f"{quantity.noun} is undecided: {enough}{another if ratio.pairs >= FULL_ROUNDS else ''}"]
     undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
     if math.isinf(cost.affordable()):
-        return [f"{undecided}, and no number of pairs that would decide can be foreseen"]
+        return [f"{undecided}, and how many pairs would decide cannot be foreseen"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
     margin = planning.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
-    return [f"{undecided}; {LONGEST_MINUTES} minutes of rounds could decide at one of {margin:.1%} (compare.margins)"]
+    return [
+        f"{undecided}; {LONGEST_MINUTES} minutes of rounds could decide at a margin of {margin:.1%} (compare.margins)"
+    ]
 
 
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:
@@ -117,7 +119,7 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     if accuracy.decision != "undecided":
         return []
     if accuracy.low_fraction is None:
-        return ["accuracy is undecided: one seed supports no statement (add some to train.seeds)"]
+        return ["accuracy is undecided: one seed supports no statement (add seeds to train.seeds)"]
     undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
         return [f"{undecided}: about {accuracy.more_seeds} more would decide, {ODDS} (add them to train.seeds)"]
@@ -125,6 +127,12 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one half may be cut off
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
-        f"{undecided} at the margin of {100 * accuracy.margin_fraction:g} percentage points; {MOST_SEEDS} more could "
-        f"decide at one of {100 * margin:.2g} (compare.margins.accuracy)"
+        f"{undecided} at the margin of {percentage_points(accuracy.margin_fraction)}; {MOST_SEEDS} more could decide "
+        f"at a margin of {100 * margin:.2g} (compare.margins.accuracy)"
     ]
+
+
+def percentage_points(fraction: float) -> str:
+    """Return "1 percentage point" for 0.01."""
+    shown = f"{100 * fraction:g}"
+    return f"{shown} percentage point{'' if shown == '1' else 's'}"

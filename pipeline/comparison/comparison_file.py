@@ -63,8 +63,8 @@ class TimeToTarget(Record):
 
 
 class EqualTime(Record):
-    """Test accuracies (means over seeds) of a variant and the baseline after the same time of training: at the last
-    evaluation before the one that needs less time for its epochs ends."""
+    """Test accuracies (means over seeds) of a variant and the baseline after the same training time: each at its last
+    evaluation before the faster of the two ends."""
 
     train_seconds: float
     accuracy_fraction: float
@@ -187,7 +187,7 @@ class SessionSummary(Session):
     benches: int
     """How many benches the session has; its rounds are those of all of them."""
     commit: str | None
-    """Of the last bench. What ``Session`` has is of the first one."""
+    """Of the last bench. The fields of ``Session`` are the first bench's."""
     rounds: int
     baseline_samples_per_second: float | None
     """Median over its rounds."""
@@ -211,7 +211,7 @@ class Comparison(Document):
     """The job that every variant trained: ``train`` in params.yaml."""
     parameter_count: int
     unit: Unit = Unit()
-    """What throughputs count in words; in this file they count samples."""
+    """What throughputs count in the report; in this file they count samples."""
     directions: Mapping[str, str] = {}
     """The names of ``Compared.findings``, and which of their values are better."""
     seeds: tuple[int, ...]

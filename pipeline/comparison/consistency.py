@@ -13,7 +13,7 @@ from pipeline import environment as environments
 from pipeline import params, results
 from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, stages
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, count
 from pipeline.files import PREPARED
 from pipeline.params import Config, Train, Variant
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, contradictions
@@ -102,7 +102,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
 
 
 def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Say which seeds learned from weights that their teacher, a variant among ``weights``, no longer has."""
+    """Name the seeds that learned from other weights than their teacher, a variant among ``weights``, has now."""
     teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
     now = weights.get(teacher, {})
     others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
@@ -272,7 +272,7 @@ def _bench_problems(
         elif (arm.parameter_count, arm.placement) != (result.parameter_count, result.placement):
             problems.append(
                 f"the bench measured variant {result.variant!r} with {arm.parameter_count:,} parameters and the data "
-                f"set {arm.placement}; trained was one with {result.parameter_count:,} and the data set "
+                f"set {arm.placement}, but it was trained with {result.parameter_count:,} and the data set "
                 f"{result.placement}: the model's code has changed, or memory was short (then set train.placement)"
             )
     counts = {arm.name: len(arm.samples) for arm in bench.arms if arm.variant == bench.baseline}
@@ -287,8 +287,8 @@ def _run_of(one: Arm | Result) -> tuple[object, ...]:
 
 
 def _ran(one: Arm | Result) -> str:
-    decided = f" and {one.micro_batches} micro-batch(es)" if "auto_micro_batch" in one.decided else ""
-    return f"{', '.join(techniques(one.applied)) or 'no technique'} in {one.world_size} process(es){decided}"
+    decided = f" and {count(one.micro_batches, 'micro-batch')}" if "auto_micro_batch" in one.decided else ""
+    return f"{', '.join(techniques(one.applied)) or 'no technique'} in {count(one.world_size, 'process')}{decided}"
 
 
 def _described(dataset: Dataset) -> str:

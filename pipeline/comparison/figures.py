@@ -145,7 +145,7 @@ def equal_time(
     histories: Mapping[str, Sequence[HistoryRow]],
     speeds: Mapping[str, float | None],
 ) -> EqualTime | None:
-    """Compare the two after the time, at their throughputs in the bench, in which the faster one has ended."""
+    """Compare the test accuracies when the faster of the two has ended, at the throughputs ``speeds`` of the bench."""
     rates = [(speeds[each.variant] or 0.0) / each.batch_size for each in (result, baseline)]  # steps a second
     if not all(rates):
         return None

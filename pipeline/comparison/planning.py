@@ -15,7 +15,7 @@ LONGEST_MINUTES = 60
 """Measuring for longer than this is never advised."""
 
 _FORESEEABLE = 1000
-"""The most further pairs or seeds that are forecast."""
+"""Largest number of further pairs or seeds in a forecast."""
 
 
 class RoundCost(NamedTuple):
@@ -110,7 +110,7 @@ def pairs_needed(interval: Interval, margin: float) -> int | None:
 
 
 def calm_pairs(aa: Interval, max_spread: float) -> int | None:
-    """Estimate how many pairs in all ``distrust`` would accept, if it found too few pairs or too wide a spread.
+    """Estimate how many pairs in all ``distrust`` would accept, after it found too few pairs or too wide a spread.
 
     For a spread, assume that log(high / low) shrinks with 1 / sqrt(n). None where more pairs do not help.
     """
@@ -129,7 +129,7 @@ def margin_decided(interval: Interval, pairs: int) -> float:
     distance from 0. Raises ValueError for an interval without bounds.
     """
     if interval.low <= 0:
-        raise ValueError("interval: found one without bounds, of which nothing can be foreseen.")
+        raise ValueError("interval: found one without bounds, which allows no forecast.")
     estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
     shrunk = math.sqrt(interval.count / pairs)
     return math.expm1(max(estimate + (high - estimate) * shrunk, -estimate + (estimate - low) * shrunk))

@@ -28,7 +28,7 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
 
     The interval is a t interval with S - 1 degrees of freedom on the ratios' logarithms, as sessions are independent
     draws of the conditions. On each side it is at least as wide as the median of the sessions' own intervals: a few
-    sessions that agree by chance know no more than their rounds. Raises ValueError if there is none, or one has no
+    sessions that agree by chance know no more than their rounds. Raises ValueError for no interval, or for one without
     bounds.
     """
     if not intervals or any(each.low <= 0 for each in intervals):
@@ -47,7 +47,7 @@ def _half(deviation: float, sessions: int, confidence: float = 0.95) -> float:
 
 
 def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
-    """Estimate how many more sessions would decide, if mean, deviation and the sessions' own intervals stay.
+    """Estimate how many more sessions would decide, if mean, deviation and the sessions' own intervals do not change.
 
     Return None if there is no forecast: there is only one session, the mean lies exactly on the margin, the sessions'
     own intervals are too wide for any number of sessions, or more than ``MOST_SESSIONS`` more would be needed.
@@ -151,7 +151,7 @@ class PooledSession(NamedTuple):
         return _pooled(found, variants) if found else None
 
     def noise(self, quantity: Quantity, *variants: str) -> Noise:
-        """Return the baseline against itself in ``rounds_of(*variants)``."""
+        """Return the A/A noise of ``quantity`` in ``rounds_of(*variants)``."""
         found = self.rounds_of(*variants)
         assert found is not None
         return noise_of(found, quantity, self.max_spread)
@@ -171,14 +171,14 @@ def _pooled(benches: Sequence[Bench], variants: Sequence[str]) -> Bench:
 
 
 def noise_of(bench: Bench, quantity: Quantity, max_spread: float, rounds: int | None = None) -> Noise:
-    """Return the baseline against itself in the first ``rounds`` rounds of ``bench``; None: in all."""
+    """Return the A/A noise of ``quantity`` in the first ``rounds`` rounds of ``bench``; None: in all of them."""
     arms = (arm_of(bench, role, bench.baseline) for role in ("variant", "aa_control"))
     baseline, control = (arm.model_copy(update={"samples": arm.samples[:rounds]}) for arm in arms)
     return verdicts.noise_between(baseline, control, quantity, max_spread, planning.cost_of(bench))
 
 
 def summary(session: PooledSession, variants: Sequence[str]) -> SessionSummary:
-    """Summarise a session. ``variants``: those of which it may have rounds."""
+    """Summarise a session. ``variants``: those to look for in its rounds."""
     whole = session.rounds_of()
     assert whole is not None
     return SessionSummary(

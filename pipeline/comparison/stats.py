@@ -19,7 +19,7 @@ FEWEST_PAIRS = 6
 """Fewer pairs give no 95% interval: the chance that all of them lie on one side of the median is too large."""
 
 NEGLIGIBLE = 0.001
-"""A bias of the baseline against itself up to here (memory that differs by a page, say) disturbs no comparison."""
+"""An A/A bias up to this size (memory that differs by a page, for example) disturbs no comparison."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def paired_ratio(
     Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain percentiles for small n. Source: Hesterberg, "What Teachers
     Should Know About the Bootstrap", The American Statistician 69 (2015), section 4. In simulations of 9 to 30
     pairs with normal, heavy-tailed (Student's t with 2 degrees of freedom, Cauchy), contaminated and skewed noise, a
-    nominal 95% held the median in 93 to 98% of the trials, where plain percentiles and BCa fell to 92%.
+    nominal 95% interval held the median in 93 to 98% of the trials; plain percentiles and BCa fell to 92%.
 
     Fewer pairs than 1 - log2(1 - confidence), 6 for 95%, give no bounds: the chance that all pairs lie on one side of
     the median is too large. Raises ValueError for values that are not pairs of positive numbers.
@@ -97,12 +97,12 @@ def widened(interval: Interval, doubt: float) -> Interval:
 
 
 def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float = NEGLIGIBLE) -> str | None:
-    """Return why a machine on which the baseline against itself gave ``aa`` is too noisy to compare anything, or None.
+    """Return why a machine with the A/A interval ``aa`` is too noisy to compare anything; None if it is not.
 
-    ``aa`` is the 95% interval; its width shows how noisy the machine was. ``wide`` is the 99% interval of the same
+    ``aa`` is a 95% interval, and its width shows how noisy the machine was. ``wide`` is the 99% interval of the same
     pairs: if it excludes 1 by more than ``negligible``, the machine changed between the arms of a pair. By the meaning
     of a 99% interval, a quiet machine is distrusted in about 1% of all cases. With too few pairs for a 99% interval,
-    the 95% interval is used instead, because no machine is trusted unseen.
+    the 95% interval is used instead, because no machine is trusted without a check.
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
@@ -170,7 +170,9 @@ def equivalence(
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
         raise ValueError("differences: expected at least one finite number for each seed, in one list.")
     if not margin > 0:
-        raise ValueError(f"margin: found {margin}; no test shows a difference to be exactly zero: give a positive one.")
+        raise ValueError(
+            f"margin: found {margin}; no test shows a difference to be exactly zero: give a positive margin."
+        )
     count, mean = len(values), float(values.mean())
     if count == 1:
         return Equivalence(mean, -math.inf, math.inf, 0.0, count, margin, confidence)

@@ -25,7 +25,7 @@ free blocks in its heap, so the rounds of one session do not show this. Peaks un
 MiB; half of it is the 95% half-width of a difference (docs/measuring.md)."""
 
 FEWEST_SEEDS = 3
-"""Fewer seeds decide no difference in accuracy: the distance of two says little about the distance of others."""
+"""Fewer seeds decide nothing about accuracy: the difference between two seeds says little about further seeds."""
 
 
 def verdict(decisions: Sequence[Decision]) -> Verdict:
@@ -237,8 +237,8 @@ def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: f
 
 
 def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:
-    """Return by how much the rounds alone understate the doubt in a ratio of ``arms``, on the logarithmic scale: by how
-    far equal arms may differ (``Noise.doubt``), and of memory also by what changes only from server to server."""
+    """Return the doubt in a ratio of ``arms`` that their rounds do not show, on the logarithmic scale: how far equal
+    arms may differ (``Noise.doubt``) and, for memory, also how far servers may differ."""
     heap = max(math.log1p(heap_share(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
     return math.hypot(noise.doubt, heap)
 
@@ -283,7 +283,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
         lacking = [each for pair in rounds for each in pair if not getattr(each, quantity.field)]
         unknown = [each.why_no_energy for each in lacking if each.why_no_energy and quantity is ENERGY]
         why = _most_common([*(reason for each in lacking for reason in each.rejections), *unknown])
-        why = why or "this machine does not tell"
+        why = why or "this machine does not report the figure"
         why_rejected = f"{rejected} of {len(rounds)} rounds had to be rejected, most often because {why}"
     if rejected > len(known):
         why_untrusted = f"{quantity.noun}: {why_rejected}"
