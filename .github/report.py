@@ -33,7 +33,7 @@ OUTCOMES = {
     "untrusted": "Not decided, because the measurement is not to be trusted.",
     "undecided": "Not decided.",
 }
-ONE_SESSION = "Measured in one session: in others the ratios may differ, by how much is unknown."
+ONE_SESSION = "Measured in one session: in other sessions the ratios may differ by an unknown amount."
 WORDS = {"better", "same", "worse", "undecided", "untrusted", "pays", "trades", "costs", "neutral"}
 DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What JSON that is not as it should be can raise."""

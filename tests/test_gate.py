@@ -287,7 +287,7 @@ def test_what_the_head_alone_cannot_show_is_no_pass() -> None:
     assert found.outcome == "untrusted"
     assert decisions(found)["ddp"] == ("untrusted", "same")
     [said] = found.hidden
-    assert said.startswith("ddp: of the throughput, the base's samples stand and most of the head's do not")
+    assert said.startswith("ddp: most of the base's samples have a throughput and most of the head's lack it")
     assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "the base's own lack"
 
 
@@ -585,7 +585,7 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monk
         file.write("\n")
     stages = (checkout / "dvc.yaml").read_text(encoding="utf-8")
     (checkout / "dvc.yaml").write_text(stages.replace("compare: {cmd: 'true'", "compare: {cmd: ':'"), encoding="utf-8")
-    with pytest.raises(GateError, match=r"is not of what is here now: since it was made, (.*) changed") as refused:
+    with pytest.raises(GateError, match=r"is out of date: since it was made, (.*) changed") as refused:
         gate.run(configured(), "main.json")
     found = str(refused.value).partition("made, ")[2].partition(" changed")[0].split(", ")
     assert sorted(found) == [
@@ -981,7 +981,7 @@ def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pr
     assert gate.run(configured(), "main") == 1
     lines = gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "**Worse than the base: throughput (baseline, ddp, all together), accuracy (baseline, ddp).**"
-    assert "* Measured in one session: in others the ratios may differ, by how much is unknown." in lines
+    assert "* Measured in one session: in other sessions the ratios may differ by an unknown amount." in lines
     assert lines[2:4] == [
         "| head against base | throughput | peak memory | test accuracy, points |",
         "| --- | --- | --- | --- |",
@@ -1101,7 +1101,7 @@ def test_a_variant_that_the_head_can_no_longer_train_is_refused(pretended: Prete
 @pytest.mark.parametrize("section", ["compare", "gate", "bench", "train", "variants"])
 def test_a_side_that_does_not_tell_its_settings_is_refused(pretended: Pretended, section: str) -> None:
     del pretended.about[0][section]
-    with pytest.raises(GateError, match=rf"^main does not tell its {section}"):
+    with pytest.raises(GateError, match=rf"^main does not report its {section}"):
         gate.run(configured(), "main")
 
 
@@ -1161,7 +1161,7 @@ def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
     (tmp_path / "head" / "pipeline" / "measurement" / "windows.py").write_text("bytes = 1000", encoding="utf-8")
     (tmp_path / "base" / "pipeline" / "measurement" / "detectors" / "gone.py").touch()
     [said] = told()
-    assert said.endswith("the ruler's: pipeline/measurement/detectors/gone.py, pipeline/measurement/windows.py.")
+    assert said.endswith("the measurement: pipeline/measurement/detectors/gone.py, pipeline/measurement/windows.py.")
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -1182,7 +1182,7 @@ def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
     assert gate.run(configured(), "main") == 3
     text = gate.MARKDOWN_FILE.read_text(encoding="utf-8")
     assert text.startswith("**Not decided, because the measurement is not to be trusted: throughput (ddp).**\n")
-    assert "* ddp: of the throughput, the base's samples stand and most of the head's do not" in text
+    assert "* ddp: most of the base's samples have a throughput and most of the head's lack it" in text
 
 
 def test_the_rulers_are_there() -> None:

@@ -594,7 +594,7 @@ def test_one_comment_that_is_updated_in_place(github: GitHub, post: Post) -> Non
     assert len(github.comments) == 151
     said = github.comments[-1]["body"]
     assert "**Worse than the base.**" in said
-    assert "Measured in one session: in others the ratios may differ" in said
+    assert "Measured in one session: in other sessions the ratios may differ" in said
     assert "Nothing" not in said
     assert "| ddp | 1.062 (1.031 to 1.094) better | not known | -0.50 (-1.25 to +0.25) same |" in said
     assert "0123456789ab" in said

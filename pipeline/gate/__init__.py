@@ -57,10 +57,10 @@ def run(config: Config, against: str) -> int:
 
 
 def confirm(config: Config) -> None:
-    """Hold ``reports/gate.json`` against its own raw samples and this machine, before something is promoted on it.
+    """Check ``reports/gate.json`` against its own raw samples and this machine, before something is promoted on it.
 
     Raises ResultError for a file that cannot be read, and GateError if its samples do not support the outcome, or if it
-    was made in another environment or of other code and settings. A missing file is left to ``promote``.
+    was made in another environment or with other code and settings. ``promote`` reports a missing file.
     """
     if not JSON_FILE.exists():
         return

@@ -79,8 +79,8 @@ def check_arms(side: Copy, label: str) -> None:
     own = (root / "pipeline").is_dir() or (root / "dvc.yaml").is_file()  # else the installed package would answer
     if not own or subprocess.run(command, cwd=root, env=_variables(python), capture_output=True).returncode:
         raise GateError(
-            f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Hold this "
-            "work tree against a newer commit."
+            f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Compare "
+            "this work tree with a newer commit."
         )
 
 
@@ -107,7 +107,7 @@ def commit_of(revision: str) -> str:
     except GateError:
         raise GateError(
             f"--against: found {revision!r}, which is no file and no revision that this repository knows. A shallow "
-            "clone knows few: `git fetch --unshallow`."
+            "clone lacks most revisions: `git fetch --unshallow`."
         ) from None
 
 

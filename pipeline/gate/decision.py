@@ -1,4 +1,4 @@
-"""Decide by the samples of base and head: each variant and quantity, then the outcome of the gate."""
+"""Decide each variant and quantity from the samples of base and head, then the outcome of the gate."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Judged(Record):
     """Quantities that most samples of the base have and most of the head lack, in words. They may be worse, so the gate
     does not pass."""
     unseen: tuple[str, ...]
-    """Quantities whose interval does not exclude a loss of ``gate.must_see``, in words. The gate does not pass
-    either."""
+    """Quantities whose interval does not exclude a loss of ``gate.must_see``, in words. If there is one, the gate
+    does not pass."""
 
 
 class Side(Record):
@@ -70,7 +70,7 @@ class Side(Record):
     environment: str
     """Hash of all that the side's variants depend on, taken by the side's own code."""
     made_of: str | None
-    """Digest of the code, settings and plans of the side's stages and variants. None: its version did not tell."""
+    """Digest of the code, settings and plans of the side's stages and variants. None: its version reports none."""
     arms: tuple[Arm, ...]
     """Arms with their raw samples. Samples of one index on both sides belong to one round."""
     test_accuracies: dict[str, dict[int, float]]
@@ -148,8 +148,8 @@ def judge(
             accuracy=None,
         )
     hidden = [
-        f"{name}: of the {quantity.noun}, the base's samples stand and most of the head's do not, so nothing says that "
-        "it did not get worse"
+        f"{name}: most of the base's samples have a {quantity.noun} and most of the head's lack it, so it may have got "
+        "worse"
         for name in names
         for quantity in (THROUGHPUT, MEMORY)
         if not _mostly_known(head[name], quantity) and _mostly_known(base[name], quantity)
@@ -209,8 +209,8 @@ def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
 
 
 def settled(judged: Judged) -> bool:
-    """True if the gate may end early: ``judged``, at ``CONFIDENCE_OF_LOOKS``, has found something worse, or has passed
-    and left nothing untrusted, and nothing undecided, which could hide a smaller loss."""
+    """True if the gate may end early: ``judged``, at ``CONFIDENCE_OF_LOOKS``, found something worse, or passed with
+    every quantity trusted and decided. An undecided quantity could hide a smaller loss."""
     ratios = [each for row in judged.variants for each in (row.throughput, row.memory) if each]
     decided = all(each.decision in ("same", "better") for each in ratios)
     return judged.outcome == "worse" or (judged.outcome == "passed" and decided)
@@ -251,8 +251,8 @@ def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> lis
     names = list(base)
     if lacking := ", ".join(name for name in names if name not in set(head)):
         raise GateError(
-            f"variants: {against} has {lacking}, which was not measured here, and what is left out would pass unseen. "
-            "Put it back into params.yaml and run `dvc repro`, or hold this work tree against a revision."
+            f"variants: {against} has {lacking}, which was not measured here, so its losses would go unseen. "
+            "Put it back into params.yaml and run `dvc repro`, or compare this work tree with a revision."
         )
     return names
 
@@ -269,8 +269,8 @@ def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
     there, here = sorted(base), sorted(head)
     if not there or not set(there) <= set(here):
         raise GateError(
-            f"train.seeds: base {there}, head {here}: test accuracies are compared over the base's seeds, of which the "
-            "head has to train every one."
+            f"train.seeds: base {there}, head {here}: test accuracies are compared over the base's seeds, so the head "
+            "has to train all of them."
         )
 
 
@@ -330,8 +330,8 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
         if moved and not asked_already and all(ran(base, name) == ran(head, name) for name in names):
             asked.append(
                 f"{row.variant}: {', '.join(moved)}, yet by their digests the code, the settings and the packages that "
-                "it runs are the same on both sides. Ask why before you believe it: gate again, and look at what no "
-                "digest sees, such as files that the code reads."
+                "it runs are the same on both sides. Find the cause before you believe it: gate again, and look at "
+                "what no digest covers, such as files that the code reads."
             )
     return asked
 

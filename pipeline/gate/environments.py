@@ -19,7 +19,7 @@ BUILD_LOCK = "requirements-build.lock"
 """Lock file of the packages that build source distributions."""
 CACHE = Path(".dvc", "tmp", "gate-environments")
 KEPT = 3
-"""How many environments are kept, those that were used last: an environment with torch for CUDA takes some 6 GB."""
+"""Number of environments to keep, the last used ones: an environment with torch for CUDA takes some 6 GB."""
 NAMED = 12
 """Largest number of differing packages that a message names."""
 
@@ -60,9 +60,7 @@ def systems(base: Path, head: Path) -> list[str]:
     images = [(root / "Dockerfile").read_bytes() for root in (base, head) if (root / "Dockerfile").is_file()]
     if len(set(images)) < 2:
         return []
-    return [
-        "The Dockerfiles differ, and what they change beside the packages was not held: both sides ran on one system."
-    ]
+    return ["The Dockerfiles differ, but both sides ran on one system, so this difference was not tested."]
 
 
 def pins(lock: Path) -> list[Requirement]:

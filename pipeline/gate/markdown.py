@@ -33,10 +33,10 @@ def markdown(gated: Gated) -> str:
         f"{arm.device}.",
         f"* The baseline against itself: throughput {_interval(gated.noise_throughput)}, peak memory "
         f"{_interval(gated.noise_memory)}.",
-        "* Measured in one session: in others the ratios may differ, by how much is unknown.",
+        "* Measured in one session: in other sessions the ratios may differ by an unknown amount.",
         "* Median ratios with 95% intervals; accuracy: mean difference over seeds, with the interval of two one-sided "
         f"tests at 5%. Worse or better: all of it lies beyond the margin, {100 * margins.throughput:g}% of throughput, "
-        f"{100 * margins.memory:g}% of memory{of_memory}, {100 * margins.accuracy:g} percentage point(s) of accuracy.",
+        f"{100 * margins.memory:g}% of memory{of_memory}, {advice.percentage_points(margins.accuracy)} of accuracy.",
     ]
     return "\n".join(lines) + "\n"
 

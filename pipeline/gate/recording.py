@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import environment
+from pipeline.comparison.advice import percentage_points
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Quantity
 from pipeline.environment import checked_out, hash_of, optional_versions, stages
@@ -26,8 +27,8 @@ STAGES = ("fetch", "prepare", "train", "bench")
 """Stages whose code and settings make a comparison."""
 RATES = (
     "Ratios of medians that were recorded at different times: a change of the machine in between cannot be told from a "
-    "change of the code. Where such recordings did decide, by the spread of their rounds, they found a slowdown of 10% "
-    "in 40% of trials and called equal code worse in 1.7%. Held against a revision, both are measured side by side."
+    "change of the code. A decision by the spread of such rounds found a slowdown of 10% in 40% of trials and "
+    "called equal code worse in 1.7%. Against a revision, both sides are measured side by side."
 )
 
 
@@ -71,7 +72,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
         "",
         *(f"* {remark}" for remark in [RATES, *remarks]),
         f"* {commits(base.bench.commit, head.bench.commit)}; recorded.",
-        f"* Accuracy is worse or better where all of its interval lies beyond {100 * margin:g} percentage point(s).",
+        f"* Accuracy is worse or better where all of its interval lies beyond {percentage_points(margin)}.",
     ]
     return "\n".join(lines) + "\n", bool(worse)
 
@@ -102,7 +103,7 @@ def check_current(config: Config, names: Sequence[str]) -> None:
         raise GateError(f"{unknown}: it wrote {text!r} ({error})") from None
     if changed:
         raise GateError(
-            f"{COMPARISON_FILE} is not of what is here now: since it was made, {', '.join(dict.fromkeys(changed))} "
+            f"{COMPARISON_FILE} is out of date: since it was made, {', '.join(dict.fromkeys(changed))} "
             "changed. Run `dvc repro`, which measures it again."
         )
 
@@ -122,7 +123,7 @@ def _stale(head: Comparison) -> list[str]:
     here = checked_out()
     if here == head.bench.commit:
         return []
-    return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}; what is here now is {here}."]
+    return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}; the commit here is now {here}."]
 
 
 def _accuracies(comparison: Comparison) -> dict[str, dict[int, float]]:

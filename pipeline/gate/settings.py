@@ -34,8 +34,8 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "bench.turns": max,
     "bench.window_seconds": max,
 }
-"""Key of params.yaml -> which of the base's and the head's value counts. ``bench.hard_limit`` needs no rule: if it ends
-the rounds too soon, the gate does not pass."""
+"""Key of params.yaml -> the rule that picks the base's or the head's value. ``bench.hard_limit`` needs no rule: if it
+ends the rounds too soon, the gate does not pass."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]
         return {key: STRICTER[key](there, here) for key, (there, here) in pairs.items() if there != here}
     except (KeyError, TypeError) as error:
         raise GateError(
-            f"base and head have different settings ({error!r}), so one of them is of another version: hold this work "
-            "tree against a newer commit."
+            f"base and head have different settings ({error!r}), so one of them is of another version: compare this "
+            "work tree with a newer commit."
         ) from None
 
 

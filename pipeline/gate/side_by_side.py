@@ -205,8 +205,8 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
         )
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(
-            "base and head report their samples in different forms, so one of them is of another version: hold this "
-            f"against a newer commit. ({error})"
+            "base and head report their samples in different forms, so one of them is of another version: compare "
+            f"with a newer commit. ({error})"
         ) from None
 
 
@@ -218,14 +218,16 @@ def _other_rulers(base: Path, head: Path) -> list[str]:
     changed = [path.as_posix() for path, (text, *other) in sorted(texts.items()) if other != [text]]
     if not changed:
         return []
-    return [f"The two sides measure by different code, so a difference may be the ruler's: {', '.join(changed)}."]
+    return [
+        f"The two sides measure by different code, so a difference may come from the measurement: {', '.join(changed)}."
+    ]
 
 
 def _described(server: Server, side: str) -> dict[str, Any]:
     about = server.describe()
     needed = {"variants", "train", "bench", "compare", "gate", "dataset", "device", "environment", "requests"}
     if lacking := needed - about.keys():
-        raise GateError(f"{side} does not tell its {', '.join(sorted(lacking))}: hold a newer commit against another.")
+        raise GateError(f"{side} does not report its {', '.join(sorted(lacking))}: compare newer commits.")
     return about
 
 
@@ -249,6 +251,6 @@ def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, fl
             found[name] = {run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise GateError(
-                f"{file} tells no test accuracies, and the stage that trains {name} should: {error!r}"
+                f"{file} has no test accuracies, which the stage that trains {name} should write: {error!r}"
             ) from None
     return found
