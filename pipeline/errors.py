@@ -73,7 +73,7 @@ def own_place(trace: str) -> str:
 
 def count(amount: int, noun: str) -> str:
     """Return "1 round", "2 rounds", "1,000 processes"."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}"
 
 
 def first_line(error: BaseException) -> str:

@@ -51,7 +51,7 @@ def test_what_an_undecided_verdict_leaves_certain_is_said() -> None:
     )  # nothing but what is the same
     assert certain({"throughput": "better", "accuracy": "same", "memory": "worse"}) == []  # all is decided
     untrusted = certain({"throughput": "untrusted", "accuracy": "same", "memory": "better"})
-    assert untrusted == ["decided all the same: saves memory"]
+    assert untrusted == ["decided nevertheless: saves memory"]
     assert certain({"throughput": "untrusted", "accuracy": "same", "memory": "untrusted"}) == []
 
 

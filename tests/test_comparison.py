@@ -246,7 +246,7 @@ def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
             assert each.memory.decision != "untrusted"  # memory was calm
         ddp, memory = (each.reasons for each in comparison.variants[1:])
         assert ddp[0] == why
-        assert memory[:2] == ("decided all the same: saves memory", why)
+        assert memory[:2] == ("decided nevertheless: saves memory", why)
         assert not any(each.on_front for each in comparison.variants)
 
 

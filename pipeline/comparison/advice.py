@@ -40,7 +40,7 @@ def certain(decisions: Mapping[str, Decision]) -> list[str]:
     >>> certain({"throughput": "undecided", "accuracy": "same", "memory": "better"})
     ['saves memory; pays or trades']
     >>> certain({"throughput": "untrusted", "accuracy": "undecided", "memory": "better"})
-    ['decided all the same: saves memory']
+    ['decided nevertheless: saves memory']
     """
     said, verdict = (
         [_CERTAIN[each] for each in decisions.items() if each in _CERTAIN],
@@ -49,7 +49,7 @@ def certain(decisions: Mapping[str, Decision]) -> list[str]:
     if not said or verdict not in ("undecided", "untrusted"):
         return []
     if verdict == "untrusted":
-        return [f"decided all the same: {', '.join(said)}"]
+        return [f"decided nevertheless: {', '.join(said)}"]
     return [f"{', '.join(said)}; {' or '.join(verdicts.possible(list(decisions.values())))}"]
 
 

@@ -61,7 +61,7 @@ def sentence(each: Compared, comparison: Comparison) -> str:
 
 
 def decided(each: Compared) -> str:
-    """What an untrusted verdict leaves decided, to stand beside it: "memory and accuracy decided"; else empty."""
+    """The decided quantities of an untrusted verdict, shown beside it: "memory and accuracy decided"; else empty."""
     if each.verdict != UNTRUSTED:
         return ""
     found = {"throughput": each.throughput, "memory": each.memory, "accuracy": each.accuracy}
@@ -87,7 +87,7 @@ def _accuracy_part(accuracy: Accuracy) -> str:
 
 
 def advice(comparison: Comparison) -> str:
-    """Which variant to use, in one sentence; where no verdict can be trusted, what is decided all the same, if any."""
+    """Which variant to use, in one sentence; where no verdict can be trusted, the decided quantities, if any."""
     others = comparison.variants[1:]
     judged = [each for each in others if each.verdict != UNTRUSTED]
     take, best = [], comparison.champion
@@ -108,12 +108,12 @@ def advice(comparison: Comparison) -> str:
             parts.append(f"{', '.join(unclear)} {'is' if len(unclear) == 1 else 'are'} {words}")
     if not judged:
         parts = [part for each in others if (part := _despite(each))]
-        return sentences([f"decided all the same: {'; '.join(parts)}"])[0] if parts else ""
+        return sentences([f"decided nevertheless: {'; '.join(parts)}"])[0] if parts else ""
     return sentences(["; ".join(parts) or f"keep `{comparison.baseline}`: nothing here is better"])[0]
 
 
 def _despite(each: Compared) -> str:
-    """What is decided, for better or worse, of a variant whose verdict is untrusted."""
+    """The decided gains and losses of a variant whose verdict is untrusted."""
     said = [text for decision in ("better", "worse") for _, text in _decided(each, decision)]
     return f"`{each.variant}` takes {' and '.join(said)}" if said else ""
 
@@ -133,7 +133,7 @@ def _decided(each: Compared, decision: str) -> list[tuple[str, str]]:
 
 
 def banner(comparison: Comparison) -> list[str]:
-    """What keeps all variants from a verdict, and what would help; said once, at the top."""
+    """Why no variant has a trusted verdict, and what would help; shown once, at the top."""
     nouns: dict[str, list[str]] = {}
     judged = comparison.variants[1:]
     noises = {"throughput": comparison.noise_throughput, "memory": comparison.noise_memory}
@@ -173,16 +173,16 @@ def sessions(comparison: Comparison) -> str:
     several = any(each.benches > 1 for each in comparison.sessions)
     others = " Benches less than an hour apart are one session, with the rounds of all of them." if several else ""
     if aside := comparison.sessions_set_aside:
-        others += f" {count(aside, 'session')} of other code, settings, data or machine count for nothing."
+        others += f" Not used: {count(aside, 'session')} of other code, settings, data or machine."
     if most == 1:
-        said = "In one session: in others these ratios may differ, by how much is unknown. `make again` adds one."
+        said = "From one session: in others these ratios may differ by an unknown amount. `make again` adds one."
         return said + others
     first, last = (each[:16].replace("T", " ") for each in (starts[0], starts[-1]))
     boots = {each.boot_id for each in comparison.sessions if each.start_utc in starts and each.boot_id}
     of_boots = f", of {count(len(boots), 'boot')}" if boots else ""
     return (
-        f"Over up to {count(most, 'session')}, {first} to {last} UTC{of_boots}: a ratio is the mean of theirs, and its "
-        f"interval covers how they differ. Other figures are of the session of "
+        f"Over up to {count(most, 'session')}, {first} to {last} UTC{of_boots}: a ratio is the mean of the sessions' "
+        f"ratios, and its interval covers their differences. Other figures are of the session of "
         f"{comparison.bench.session.start_utc[:10]}.{others}"
     )
 
@@ -197,7 +197,7 @@ def champion(comparison: Comparison) -> str:
     best = comparison.champion
     if best is None or best.runner_up is None:
         return ""
-    said = "by how much is unknown, as too few rounds have all of them"
+    said = "the gain is unknown, as too few rounds have all of them"
     if best.ratio:
         parts = "sessions" if best.ratio.session_count > 1 else "rounds"
         open_ = "" if best.ratio.decision == "better" else f" {best.ratio.decision},"
@@ -225,8 +225,8 @@ def share_notes(comparison: Comparison) -> list[str]:
             notes.append(f"{name}: {share.interaction}")
     if any(share.verdict and share.accuracy is None for share in comparison.shares):
         notes.append(
-            "A verdict beside an accuracy that is not trained alone is of throughput and peak memory: a variant with "
-            "just that technique would tell its accuracy."
+            "Where a technique was not trained alone, its verdict rests on throughput and peak memory only: a variant "
+            "with just that technique would show its accuracy."
         )
     return notes
 
@@ -253,11 +253,11 @@ def basis(comparison: Comparison) -> list[str]:
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
         f"{count(bench.steps, 'step')} in a fresh process{turns}. Their order is drawn anew every other round. A "
-        "session's ratio is the median over the rounds, with its 95% interval, widened by how far the baseline may be "
-        "from itself.",
-        *([f"Measured no further, as round upon round lay on one side of the margins: {early}."] if early else []),
-        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. What goes wrong in one training of ten, {seeds} "
-        f"miss{'es' if len(comparison.seeds) == 1 else ''} in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
+        "session's ratio is the median over the rounds, with its 95% interval, widened by the noise of the baseline "
+        "against itself.",
+        *([f"Settled early, as enough rounds in a row lay on one side of the margins: {early}."] if early else []),
+        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure in one training of "
+        f"ten goes unseen in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
         *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy{energy}.",
@@ -273,7 +273,7 @@ def _not_new(dataset: Dataset) -> list[str]:
         return []
     return [
         f"Of the {dataset.test_count:,} test samples {known:,} are training samples too and {twice:,} repeat "
-        "another one, to the last byte: on the former a net can be right by heart."
+        "another one, byte for byte: a model may have memorised the former."
     ]
 
 
@@ -297,7 +297,7 @@ def remarks(each: Compared) -> list[str]:
     if "weak_scaling" in each.techniques:
         found.append(
             f"Weak scaling: another job than the others', with a global batch of {each.batch_size:,} and a peak "
-            f"learning rate of {each.learning_rate:g}. Throughput is in samples, so its ratio stands; a step is longer."
+            f"learning rate of {each.learning_rate:g}. Its throughput is comparable, its step time is not."
         )
     if each.another_model:
         found.append(
@@ -305,11 +305,11 @@ def remarks(each: Compared) -> list[str]:
         )
     if any(name.startswith("distillation=") for name in each.techniques):
         found.append(
-            "Learns from a teacher: the teacher's forward passes are in all figures of steps, its training is in none."
+            "Learns from a teacher: step figures include the teacher's forward passes; no figure includes its training."
         )
     if "dataloader" in each.techniques:
         found.append(
-            "Peak memory is the trainer's: that of the DataLoader's worker processes, if any, is in no figure."
+            "Peak memory is the training process's: no figure includes the DataLoader's worker processes, if any."
         )
     return found
 
@@ -328,9 +328,9 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
     if low / SITTINGS <= ratio.high and ratio.low <= high * SITTINGS:
         return []
     return [
-        f"Bench and trainings contradict each other: {estimate(ratio)} the throughput ({interval(ratio)}) in the one, "
-        f"{low:.2f} to {high:.2f} times the baseline's in the others, which sittings do not explain. Look for what the "
-        "variant does otherwise where it is only measured."
+        f"Bench and trainings contradict each other: {estimate(ratio)} the throughput ({interval(ratio)}) in the bench "
+        f"but {low:.2f} to {high:.2f} times the baseline's in the trainings: more than sittings differ. Look for what "
+        "the variant does differently in the bench."
     ]
 
 

@@ -88,17 +88,17 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
 
     equal_times = Column(
         "At equal time",
-        "For another model or a learner from a teacher: the score at the last evaluation within the time that the "
-        "faster of the variant and the baseline needs for all its epochs, at the throughput beside, mean over seeds; "
-        "and the baseline's within that time. The slower one's learning rate has not come to its end by then: to train "
-        "both to the end in equal time, give the slower one fewer epochs.",
+        "For a variant with another model or a teacher: its score and the baseline's when the faster of the two has "
+        "ended, at the bench's throughputs; each at its last evaluation by then, mean over seeds. The slower one's "
+        "learning rate has not come to its end by then: to train both to the end in equal time, give the slower one "
+        "fewer epochs.",
         alongside,
     )
     energies = Column(
         "Energy a sample",
-        "In the same windows and with the same statistics: what the devices of all processes took by their own "
-        "counters (NVML's of GPUs, RAPL's of a CPU's packages), idle power included. Device, not wall: no fan, power "
-        "supply or, beside GPUs, host is in it.",
+        "Energy of the devices of all processes by their own counters (NVML for GPUs, RAPL for a CPU's packages), in "
+        "the same windows and with the same statistics. Idle power is included; fans, power supplies and, for GPUs, "
+        "the host are not.",
         energy,
     )
     return (
@@ -106,16 +106,16 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Throughput",
             f"{sentences.counted(comparison)} of the global batch over wall seconds of the slowest process, in a "
             "window of warm steps: the median over the bench's rounds. Beside it the ratio to the baseline: the median "
-            "of the rounds' ratios, with its 95% bootstrap interval, widened by how far the baseline may be from "
-            "itself (A/A); over several sessions their mean, with a t interval.",
+            "of the rounds' ratios, with its 95% bootstrap interval, widened by the noise of the baseline against "
+            "itself (A/A); over several sessions the mean of their ratios, with a t interval.",
             throughput,
         ),
         Column(
             "Peak memory",
-            "In the same rounds and with the same statistics; on a CPU in a window of its own before. "
-            "On GPUs: the most bytes PyTorch had allocated, of the process that had most, as each has a memory of its "
-            "own. On a CPU: the peak resident set above what a process held after its imports, of all processes "
-            "together, as they share its memory.",
+            "In the same rounds and with the same statistics; on a CPU in an earlier, separate window. "
+            "On GPUs: the most bytes that PyTorch had allocated, in the process with the most, as each GPU has its own "
+            "memory. On a CPU: the peak resident set above what a process held after its imports, summed over all "
+            "processes, as they share the memory.",
             memory,
         ),
         *([energies] if comparison.noise_energy else []),
@@ -130,9 +130,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             f"Time to {target}",
             f"The samples up to the first evaluation of at least {target} {sentences.score(comparison)}, "
-            "median over seeds, at the throughput beside: training time without evaluation and start-up. Given only "
-            "if every seed reached it. Evaluations are an epoch apart, so it is as coarse; the ratio's interval is "
-            "that of the throughput alone.",
+            "median over seeds, at the bench's throughput: training time without evaluation and start-up. Given only "
+            "if every seed reached it. Evaluations are an epoch apart, so the time is precise to an epoch only; the "
+            "ratio's interval is the throughput's alone.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
@@ -164,7 +164,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Input wait",
-            "Share of the window that the process that waited longest spent waiting for input; median over rounds.",
+            "Share of the window spent waiting for input, in the process that waited longest; median over rounds.",
             lambda each: Cell(formats.percent(each.input_wait_fraction, 1)),
         ),
         Column(
@@ -180,7 +180,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "First step",
-            "The first step, with compilation, autotuning and allocation; of the first seed. It is in no throughput.",
+            "The first step, with compilation, autotuning and allocation; of the first seed. Not in any throughput.",
             lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )
@@ -220,8 +220,9 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
     )
     beside_the_peak = Column(
         "Reserved / driver",
-        "What PyTorch's allocator held of the GPU at most, and what the driver held for the process, with CUDA's "
-        "context and libraries; medians over rounds. Retried: how often the allocator ran out, which rejects a sample.",
+        "The most GPU memory that PyTorch's allocator held, and the memory that the driver held for the process, with "
+        "CUDA's context and libraries; medians over rounds. Retried: how often the allocator ran out of memory; such a "
+        "sample is rejected.",
         held,
     )
     return (
@@ -229,20 +230,20 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         *([each_process] if any(each.world_size > 1 for each in comparison.variants) else []),
         Column(
             "Predicted",
-            "Peak of what one process's tensors take, foreseen from fake tensors without running the job on a device.",
+            "Peak memory of one process's tensors, predicted from fake tensors without running the job on a device.",
             predicted,
         ),
         Column(
             "Tensors",
-            "What tensors took at the largest process's measured peak, as the allocator counts it, and the "
-            "prediction's error. On a GPU this is the peak itself; on a CPU the peak also holds what the allocator "
-            "keeps.",
+            "Memory of the tensors at the largest process's measured peak, as the allocator counts it, and the "
+            "prediction's error. On a GPU this is the peak itself; on a CPU the peak also includes free blocks that "
+            "the allocator keeps.",
             tensors,
         ),
         Column(
             "Arithmetic a sample",
-            "Floating-point operations of one forward and one backward pass, counted of matrix products, convolutions "
-            "and attention; a multiplication and an addition are two. Executed: with recomputation.",
+            "Floating-point operations of one forward and one backward pass, counted for matrix products, convolutions "
+            "and attention; a multiplication and an addition count as two. Executed: including recomputation.",
             flops,
         ),
         Column(
@@ -252,7 +253,7 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Utilisation",
-            "Of the dense peak of the variant's devices at its precision; unknown for a device whose peak is not.",
+            "Share of the dense peak of the variant's devices at its precision; unknown if a device's peak is unknown.",
             lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
         ),
     )
