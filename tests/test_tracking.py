@@ -1022,9 +1022,11 @@ def test_a_report_made_with_another_setting_is_said_and_not_promoted(
     assert not capsys.readouterr().err
     edited = config_of(compare={"margins": {"memory": 0.2}})
     tracking.publish(edited, root)
-    assert "warning: the report was made of something else" in (said := capsys.readouterr().err)
+    assert "warning: the report was made from other files or settings" in (said := capsys.readouterr().err)
     assert "(compare.margins.memory in params.yaml)" in said
-    with pytest.raises(tracking.PromotionError, match=r"made of other: compare\.margins\.memory in params\.yaml"):
+    with pytest.raises(
+        tracking.PromotionError, match=r"made from other inputs: compare\.margins\.memory in params\.yaml"
+    ):
         tracking.promote(edited, COMMIT, root)
 
 

@@ -32,7 +32,7 @@ def health(root: Path, experiment: str) -> Health:
     if embedded and not path.exists():
         return Health(True, f"{where}; the first training or publish makes it")
     if not embedded and not uri.startswith(("http://", "https://")):
-        return Health(None, f"{redacted(uri).split(':')[0]} store: only servers and SQLite are looked at here")
+        return Health(None, f"{redacted(uri).split(':')[0]} store: only servers and SQLite are checked here")
     try:
         open_client = stores.client_class()
     except ImportError as error:
@@ -67,7 +67,7 @@ def _unreadable(error: Exception, where: str, path: Path) -> Health:
     if "out-of-date database schema" in said or "readonly database" in said:  # MLflow wants to write before it reads
         return Health(
             False,
-            f"{where} is of another version of MLflow, was left in the middle of a write, or is not of MLflow",
+            f"{where} is of another version of MLflow, was left in the middle of a write, or is not an MLflow store",
             f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
             "away and run: python -m pipeline publish (it writes the runs of this checkout anew)",
         )

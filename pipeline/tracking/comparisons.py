@@ -104,7 +104,7 @@ class Wanted:
 
 
 def wanted(config: Config, root: Path) -> Wanted | None:
-    """The comparison of the results that are there; None if there is no result.
+    """The comparison of the present results; None if there is no result.
 
     Raises ResultError, naming the file, for a file that is no result, a result of another job than ``config``, or one
     that no longer matches its inputs or its record (``consistency.broken_links``, which says what else is raised).

@@ -71,8 +71,7 @@ def parent_params(wanted: Wanted) -> dict[str, str]:
 
 
 def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
-    """Tags that can change while the results stay: the settings of the comparison, the report, the locked state of the
-    data."""
+    """Tags that can change while the results stay: the comparison's settings, the report, the digest of dvc.lock."""
     origins = [_origin_of(child.result, root) for child in wanted.children.values()]
     tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
@@ -214,11 +213,11 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _origin_of(result: Result, root: Path) -> dict[str, str]:
-    """The origin of a result beside its commit: the machine, the container image, the locked state of the data."""
+    """The origin of a result, apart from its commit: machine, container image and the digest of dvc.lock."""
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
-    if known:  # it is the result's environment: otherwise ``comparisons.wanted`` had refused the result
+    if known:  # it is the result's environment: otherwise ``comparisons.wanted`` would have refused the result
         tags["environment"] = hash_of(known, "variants")  # the digest of what all variants share, to search by
         if known["software"]["image"]:
             tags["image"] = known["software"]["image"]

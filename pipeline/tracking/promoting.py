@@ -52,7 +52,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     compared = labels.compared(wanted, root) if wanted else {}
     if wanted is None or not compared:
         other = wanted and labels.stale(wanted, root)
-        why = f" (reports/comparison.json was made of other: {', '.join(other)})" if other else ""
+        why = f" (reports/comparison.json was made from other inputs: {', '.join(other)})" if other else ""
         raise PromotionError(
             f"there is no comparison of the results that are here{why}; run `dvc repro`, which makes it."
         )
@@ -61,7 +61,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     if best and (sessions := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
             f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, and {FEWEST_SESSIONS} are "
-            f"asked for, each with all {best['among']} that pay. Run `make again` on another day.",
+            f"required, each with all {best['among']} variants that pay. Run `make again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW
@@ -77,7 +77,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     if child is None:
         raise PromotionError(f"the comparison is of {variant!r}, which is not under variants; run `dvc repro`.")
     if gate["dataset"]["sha256"] != child.result.dataset.sha256:
-        raise PromotionError(f"the gate judged by another data set than {child.result_file} is of. {GATE_AGAIN}")
+        raise PromotionError(f"the gate measured on another data set than {child.result_file}. {GATE_AGAIN}")
     if child.model_file is None:
         raise PromotionError(
             f"the model of {child.name} cannot be made here: that takes publish.models, its weights and {PREPARED}; "
@@ -128,7 +128,7 @@ def _passed(root: Path, commit: str | None) -> dict[str, Any]:
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
         outcome, judged, against = gate["outcome"], gate["head"]["commit"], gate["against"]
-        _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # what the champion's tags tell of
+        _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # the champion's tags hold them
     except FileNotFoundError:
         raise PromotionError(f"{GATE[0]} is missing: only what has passed the gate is promoted. {GATE_AGAIN}") from None
     except (KeyError, TypeError, ValueError) as error:

@@ -49,7 +49,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
         return Published()
     if other := labels.stale(wanted, root):
         names = ", ".join(other)
-        stores.warn(f"the report was made of something else than is here ({names}): no verdict is taken of it.")
+        stores.warn(f"the report was made from other files or settings ({names}): its verdicts are not published.")
     uri, experiment, children = stores.address(root), config.publish.experiment, len(wanted.children)
     experiment_id, changes = stamps.agreeing(uri, experiment, wanted), None
     if experiment_id is None:
@@ -85,7 +85,7 @@ def _link(uri: str, experiment_id: str, wanted: Wanted) -> str:
 
 
 def _show(wanted: Wanted, store: Store) -> None:
-    """Make the views those of this comparison, also where its runs stood there before."""
+    """Point the views at this comparison, even if the store had its runs before."""
     known = store.client.get_experiment(store.experiment_id).tags
     for tag, value in views.tags(wanted).items():
         if value != known.get(tag):
