@@ -218,7 +218,7 @@ def test_what_lies_beside_a_module_is_no_code_and_what_is_no_python_is_named(
     Path("layers.py").write_text("VALUE =\n")
     code._source.cache_clear()
     code._located.cache_clear()
-    with pytest.raises(ConfigError, match=r"layers\.py, which a stage would run, is no Python: .*line 1"):
+    with pytest.raises(ConfigError, match=r"layers\.py, which a stage would run, is not valid Python: .*line 1"):
         code.of_variant(plan(config, "baseline", CPU))
 
 

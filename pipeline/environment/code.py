@@ -89,10 +89,10 @@ def unfollowed(plan: Plan) -> Callable[[], None]:
             own = _is_own(path) or (name.partition(".")[0] in packages and not _is_installed(path))
             if own and path.suffix == ".py" and not path.is_relative_to(PACKAGE) and path.resolve() not in followed:
                 raise Unfollowed(
-                    f"{name} ({path}) is in use, but no statement imports it that can be followed from "
-                    f"{', '.join(sorted(named))}, so its changes would go unnoticed and old results would seem to be "
-                    f"of today's code. Write `import {name}` at the top of the file that needs it, and put its folder "
-                    "on PYTHONPATH if it is not beside params.yaml."
+                    f"{name} ({path}) is in use, but no import statements lead to it from {', '.join(sorted(named))}, "
+                    "so its changes would go unnoticed and old results would pass for results of the present code. "
+                    f"Write `import {name}` at the top of the file that needs it, and put its folder on PYTHONPATH if "
+                    "it is not beside params.yaml."
                 )
 
     return check
@@ -178,7 +178,7 @@ def _tree(path: Path, content: bytes) -> ast.Module:
     try:
         return ast.parse(content, filename=str(path))
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
-        raise ConfigError(f"{path}, which a stage would run, is no Python: {error}.") from None
+        raise ConfigError(f"{path}, which a stage would run, is not valid Python: {error}.") from None
 
 
 def _imported(node: ast.AST) -> list[tuple[int, str, list[str]]]:

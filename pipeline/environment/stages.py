@@ -62,7 +62,7 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
 
 def made_of(content: Mapping[str, Any]) -> str | None:
     """Return one digest of the code, settings and plans of all stages and variants; None for an environment.json of a
-    version that did not tell of them."""
+    version that did not record them."""
     if "stages" not in content:
         return None
     told = [content["stages"], content.get("variants")]

@@ -155,7 +155,7 @@ class Bench(Document):
             for number, sample in enumerate(arm.samples, 1)
             for problem in (
                 *sample.problems(arm.batch_size),
-                *([f"{sample.measured_steps} of {self.steps} steps measured, and no reason"]
+                *([f"{sample.measured_steps} of {self.steps} steps measured, without a reason"]
                   if sample.measured_steps != self.steps and not sample.rejections else []),
             )
         ]  # fmt: skip

@@ -14,7 +14,7 @@ def of_result(result: Result, train: Train) -> list[str]:
     """Return where a result's figures contradict the job ``train``, the data or each other; empty: nowhere."""
     found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
     found += [
-        f"seeds {one.seed} and {other.seed} ended in the same weights, so one is no run of its own"
+        f"seeds {one.seed} and {other.seed} ended in the same weights, so one is a copy"
         for one, other in combinations(result.runs, 2)
         if one.model_sha256 == other.model_sha256
     ]

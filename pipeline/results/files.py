@@ -31,7 +31,7 @@ KEPT_BENCHES = Path("checkpoints/bench")
 """Measurements of the stage ``bench``, kept also after an interruption: DVC deletes ``bench.json`` before a new run."""
 
 HISTORY_SECONDS = 1.0
-"""A row of the history can wait this long to be written."""
+"""Longest time that a row of the history waits to be written."""
 
 
 class ResultError(PipelineError, ValueError):
@@ -108,7 +108,9 @@ def read_values(path: Path, variant: str) -> dict[str, Any]:
     """Read the record of a profile or an inference. Raises ResultError if it is not of ``variant``."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or values.get("variant") != variant:
-        raise ResultError(f"{path} is not of variant {variant!r}, after which it is named: remove it, run `dvc repro`.")
+        raise ResultError(
+            f"{path} is not of variant {variant!r}, although its name says so: remove it, run `dvc repro`."
+        )
     return values
 
 
