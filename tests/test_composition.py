@@ -44,7 +44,7 @@ def applied(lines: list[str]) -> dict[str, str]:
 
 def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change(shown: Shown) -> None:
     first, job, *rest = shown("many")
-    assert first == "many: 1 process(es) on CPU, 1 micro-batch(es) of 64 samples a process"
+    assert first == "many: 1 process on CPU, 1 micro-batch of 64 samples a process"
     assert "a learning rate of 0.2, 64 samples a step" in job
     assert list(applied(rest).items()) == [
         ("channels_last", "model, step.forward"),
@@ -59,7 +59,7 @@ def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change
 def test_the_processes_and_the_step_are_those_of_the_training(shown: Shown) -> None:
     """A pipeline runs the micro-batches itself, so gradient accumulation changes nothing."""
     first, *rest = shown("staged")
-    assert first == "staged: 2 process(es) on CPU, 4 micro-batch(es) of 16 samples a process"
+    assert first == "staged: 2 processes on CPU, 4 micro-batches of 16 samples a process"
     assert applied(rest) == {"pipeline": "model, checkpoint, step.criterion, step.accumulate"}
     first, job, *rest = shown("weak")
     assert "a learning rate of 0.4, 128 samples a step" in job

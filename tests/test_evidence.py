@@ -321,7 +321,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "a key that stands twice": (
         {"reports/comparison.json": replaced('"verdict": "trades",', '"verdict": "pays", "verdict": "trades",')},
-        r"reports/comparison\.json is not written as it is by `compare`",
+        r"reports/comparison\.json is not in the form that `compare` writes",
     ),
     "a key more": (
         {"reports/comparison.json": of_json(lambda said: said.update(note=None))},

@@ -95,7 +95,7 @@ def test_an_empty_repository_can_plan_and_take_ready_made_variants(installed: st
     repository = Clone(tmp_path / "repository", {}, only="LICENSE")
     assert "init: wrote params.yaml" in repository.run("python", "-m", "pipeline", "init", PYTHONPATH=installed)
     planned = repository.run("python", "-m", "pipeline", "plan", "ddp", PYTHONPATH=installed)
-    assert "ddp: 2 process(es)" in planned
+    assert "ddp: 2 processes" in planned
     assert "After `dvc repro prepare`, this command also prints" in planned
     added = repository.run("python", "-m", "pipeline", "variants", "memory", "--add", PYTHONPATH=installed)
     assert "params.yaml: added checkpointing" in added

@@ -129,7 +129,7 @@ def test_a_link_to_params_yaml_stays_one(checkout: Path) -> None:
 
 def test_what_must_not_be_written_is_not(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match=r"params\.yaml is not to be written; make it writable"):
+    with pytest.raises(ConfigError, match=r"params\.yaml cannot be written; make it writable"):
         variant_sets.show(LAPTOP, "tried", add=True)
     assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
 

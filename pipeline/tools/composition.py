@@ -37,14 +37,14 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     if name is None:
         for each, variant in config.variants.items():
             print(f"{each}: {', '.join(one.name for one in requested(variant)) or 'no technique'}")
-        print("One with its step: python -m pipeline plan VARIANT")
+        print("One of them with its step: python -m pipeline plan VARIANT")
         return
     if launched_size() is not None:
         raise PipelineError("plan starts the processes itself: run it without a launcher, on one host.")
     plan = planned(config, name, machine, prepared)
     train = plan.train
-    samples = f"{plan.micro_batches} micro-batch(es) of {plan.micro_batch_size} samples a process"
-    print(f"{name}: {plan.processes} process(es) on {plan.device.upper()}, {samples}")
+    samples = f"{count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} samples a process"
+    print(f"{name}: {count(plan.processes, 'process')} on {plan.device.upper()}, {samples}")
     print(
         f"job: {train.model}, {train.optimizer} at a learning rate of {train.learning_rate:g}, "
         f"{train.batch_size} samples a step, {count(train.epochs, 'epoch')}, {count(len(train.seeds), 'seed')}"

@@ -63,9 +63,9 @@ def write(file: Path = FILE) -> None:
     for name in sorted(inputs.keys() - unsummed):
         if Path(name).read_bytes() != inputs[name]:
             raise EvidenceError(
-                f"{name} holds an address with a user name, password or query: evidence must not tell it, and "
-                "without it its sum is another. Take it from `train` or `variants` in params.yaml and run `dvc repro`; "
-                f"if it is a file of {results.SESSIONS}/, remove it and `make again`."
+                f"{name} holds an address with a user name, password or query: evidence must not show it, and "
+                "without it the checksum differs. Remove it from `train` or `variants` in params.yaml and run "
+                f"`dvc repro`; if it is a file of {results.SESSIONS}/, remove it and `make again`."
             )
     try:
         made = _compared(inputs)
@@ -80,7 +80,7 @@ def write(file: Path = FILE) -> None:
         with whole(file) as written:
             written.write(content)
     except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
-        raise EvidenceError(f"{file} cannot be written: it, or what it would lie in, is of another kind.") from None
+        raise EvidenceError(f"{file} cannot be written: it is no file, or its parent is no directory.") from None
     print(f"evidence: {len(members)} files in {file}, which `python -m pipeline evidence check {file}` recomputes")
 
 
@@ -164,7 +164,7 @@ def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
-        raise EvidenceError(f"{file} is no evidence: it is no zip ({error}).") from None
+        raise EvidenceError(f"{file} is no evidence: it is not a zip ({error}).") from None
     names = [each.filename for each in archive.infolist()]
     size = sum(each.file_size for each in archive.infolist())
     for each in archive.infolist():
@@ -213,7 +213,7 @@ def _values(name: str, text: str) -> Any:
     if name.endswith(".json"):
         values = json.loads(text)
         if json.dumps(values, indent=2) + "\n" != text:
-            raise Difference(f"{name} is not written as it is by `compare`: a key stands twice, say.")
+            raise Difference(f"{name} is not in the form that `compare` writes: a key stands twice, for example.")
         return values
     cells = "," if name.endswith(".csv") else "\n"
     return {f"line {number}": line.split(cells) for number, line in enumerate(text.split("\n"), 1)}
@@ -232,7 +232,7 @@ def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
             if figures and math.isclose(float(said), float(made), rel_tol=1e-9, abs_tol=1e-12):
                 return
         shown = ["missing" if each is ... else json.dumps(each)[:80] for each in (said, made)]
-        raise Difference(f"{name}: {key} is {shown[0]} there; from what it is made of follows {shown[1]}.")
+        raise Difference(f"{name}: {key} is {shown[0]} there; its sources give {shown[1]}.")
 
 
 def _by_other_code(members: Mapping[str, bytes]) -> str:

@@ -110,7 +110,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
             f"init: {len(config.variants)} variants, {config.bench.max_minutes:g} minutes of bench; "
             f"{_least(config, len(config.variants))}\n"
             "init: commit this. Then `dvc repro prepare && python -m pipeline verify` tells whether each variant "
-            "trains, and `dvc repro` which pays."
+            "trains, and `dvc repro` tells which pays."
         )
 
 

@@ -49,7 +49,7 @@ def markdown() -> str:
         "",
         "If a technique's name differs from its setting, the name follows in brackets. *Cannot run with* lists names.",
         "",
-        "What a technique changes, as the tests and `python -m pipeline verify` hold it:",
+        "What a technique changes, as the tests and `python -m pipeline verify` check it:",
         "",
         *(f"- **{word}**: {meaning}." for word, meaning in CHANGES.items()),
     ]
@@ -136,7 +136,7 @@ def _overview(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int
         lines += [""]
     return [
         *lines,
-        "One in whole, and its setting: python -m pipeline techniques NAME, or a word such as AMP",
+        "All about one, and its setting: python -m pipeline techniques NAME, or a word such as AMP",
     ]
 
 

@@ -91,7 +91,7 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
 
     file = PARAMS_FILE.resolve()  # a link stays a link
     if not os.access(file, os.W_OK):
-        raise ConfigError(f"{file} is not to be written; make it writable, or copy the variants there yourself.")
+        raise ConfigError(f"{file} cannot be written; make it writable, or copy the variants there yourself.")
     text = YAML()  # round trip: keeps comments
     text.preserve_quotes = True
     text.width = 120

@@ -15,6 +15,7 @@ import psutil
 
 from pipeline import environment
 from pipeline.environment.gpus import KERNEL_DRIVER
+from pipeline.errors import count
 from pipeline.tools.doctor import findings
 from pipeline.tools.doctor.facts import LATE, Facts, Unanswered, look, nearest
 from pipeline.tools.doctor.findings import USE_CPU, Finding, enough, not_applicable, ok, problem, warning
@@ -50,12 +51,12 @@ def params_file(facts: Facts) -> Iterator[Finding]:
         yield warning(f"{name}: {technique} is skipped: {reason}")
     if job.plans and not job.refused and not skipped:
         kinds = {"cuda": "GPU", "cpu": "CPU process"}
-        placed = [f"{name} on {plan.processes} {kinds[plan.device]}(s)" for name, plan in job.plans.items()]
+        placed = [f"{name} on {count(plan.processes, kinds[plan.device])}" for name, plan in job.plans.items()]
         yield ok(f"all variants run here as asked: {', '.join(placed)}")
 
 
 def parts(facts: Facts) -> Finding:
-    """The job's own model, loss, metric, task and data, tried as training would."""
+    """The job's own model, loss, metric, task and data, made as training makes them."""
     if facts.job.mistakes:
         return not_applicable("unknown, see above")
     model = facts.parts.told("model")
@@ -70,7 +71,7 @@ def torch(facts: Facts) -> Finding:
     version, cuda = facts.torch.told("version"), facts.torch.told("cuda")
     device, gpus = facts.job.device, facts.driver.found.get("gpus")
     if cuda is None and (device == "cuda" or (device == "auto" and gpus)):
-        found = f"{version} is a CPU build" + (f", but there are {len(gpus)} GPU(s)" if gpus else "")
+        found = f"{version} is a CPU build" + (f", but this machine has {count(len(gpus), 'GPU')}" if gpus else "")
         return (problem if device == "cuda" else warning)(found, f"install a CUDA build of torch, {USE_CPU}")
     return ok(f"{version}, for {f'CUDA {cuda}' if cuda else 'CPUs'}")
 
@@ -80,7 +81,7 @@ def driver(facts: Facts) -> Finding:
     if device == "cpu":
         return not_applicable("train.device is cpu")
     if failure and facts.computes:
-        return warning(f"NVML fails ({failure}): CUDA computes, but nobody sees heat and others, and NCCL misses it")
+        return warning(f"NVML fails ({failure}): CUDA works, but nobody sees throttling or other processes")
     if not failure:
         return ok(f"{facts.driver.found['version']}, for CUDA up to {facts.driver.found['cuda']}")
     if "LibraryNotFound" not in failure:
@@ -127,7 +128,7 @@ def cpu(facts: Facts) -> Finding:
     cores, present, processes = environment.cores(), os.cpu_count() or 1, facts.job.processes("cpu", "cuda")
     found = f"{cores:g} of {present} cores" if cores < present else f"{present} cores"
     wants = f"{processes} processes that train together would wait for each other"
-    remedy = f"give the container more (--cpus {processes}), or lower processes in params.yaml"
+    remedy = f"give the container more CPUs (--cpus {processes}), or lower processes in params.yaml"
     return enough(cores >= processes, found, wants, remedy)
 
 
@@ -135,7 +136,7 @@ def memory(facts: Facts) -> Finding:
     free, processes = psutil.virtual_memory().available, facts.job.processes("cpu", "cuda")
     room, need = min([free, *environment.memory_limits()]), PROCESS_BYTES * processes
     found = f"{_size(free)} free" if room == free else f"{_size(room)} is the container's limit"
-    wants = f"{processes} training process(es) may need {_size(need)}"
+    wants = f"{count(processes, 'training process')} may need {_size(need)}"
     remedy = f"end other programs, or lower processes in params.yaml; a container: docker run --memory {need // GIB}g"
     return enough(room >= need, found, wants, remedy)
 
@@ -143,14 +144,14 @@ def memory(facts: Facts) -> Finding:
 def shared_memory(facts: Facts) -> Finding:
     path = SHARED_MEMORY
     remedy = "docker run --shm-size=1g, or --ipc=host; on a host: mount -o remount,size=1g /dev/shm; "
-    remedy += f"what dead jobs left there: rm {path}/nccl-* {path}/torch_*"
+    remedy += f"to remove what dead jobs left: rm {path}/nccl-* {path}/torch_*"
     if not psutil.LINUX:
         return not_applicable("this system has no /dev/shm")
     if not os.access(path, os.W_OK | os.X_OK):
         return problem(f"{path} is missing, or cannot be written to: worker processes cannot share locks", remedy)
     size, _, free = shutil.disk_usage(path)
     found = f"{path}: {_size(free)} of {_size(size)} free"
-    wants = f"NCCL between GPUs, and a data loader's workers, want {_size(SHARED_MEMORY_BYTES)}"
+    wants = f"NCCL between GPUs, and a data loader's workers, need {_size(SHARED_MEMORY_BYTES)}"
     variants = [plan.applied for plan in facts.job.plans.values()]
     loading = any(variant.data_loading == "dataloader" and variant.loader_workers for variant in variants)
     relies = loading or facts.job.processes("cuda") > 1
@@ -212,7 +213,7 @@ def disk(facts: Facts) -> Finding:
     free, place = min((shutil.disk_usage(nearest(place)).free, place) for place in places)
     found = f"{_size(free)} free for {place}"
     wants = f"data, models and DVC's copies of both may need {_size(DISK_BYTES)}"
-    remedy = "free some: dvc gc --workspace removes cached data of other versions; docker system prune"
+    remedy = "free space: dvc gc --workspace removes cached data of other versions; docker system prune"
     return enough(free >= DISK_BYTES, found, wants, remedy, warning if free >= LEAST_DISK_BYTES else problem)
 
 
@@ -221,8 +222,8 @@ def tracking(facts: Facts) -> Finding:
     return judge(facts.store.found["found"], facts.store.found["remedy"])
 
 
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+def _size(amount: int) -> str:
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / 2**20:.0f} MiB"
 
 
 CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
@@ -261,6 +262,6 @@ def examine(facts: Facts) -> Iterator[Finding]:
         except Unanswered as error:
             judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # the probe may still answer
         except Exception as error:
-            reason = f"could not be looked at: {type(error).__name__}: {error}"
-            judged = [warning(reason, "look yourself, and report this: it is a fault of doctor")]
+            reason = f"could not be checked: {type(error).__name__}: {error}"
+            judged = [warning(reason, "check it yourself, and report this: it is a fault of doctor")]
         yield from (each.of(check) for each in judged)

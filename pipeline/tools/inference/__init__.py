@@ -16,7 +16,7 @@ import torch
 
 from pipeline import environment, files, results
 from pipeline.distributed import World
-from pipeline.errors import PipelineError, first_line
+from pipeline.errors import PipelineError, count, first_line
 from pipeline.params import Config, Machine, Train
 from pipeline.plans import plan as plan_of
 from pipeline.tasks import Task
@@ -85,7 +85,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 if not is_out_of_memory(error):
                     raise
                 raise PipelineError(
-                    f"infer.batch_sizes: found {asked.batch_sizes}, for which {label} has not the memory "
+                    f"infer.batch_sizes: found {asked.batch_sizes}, for which {label} has too little memory "
                     f"({first_line(error)}); take smaller ones."
                 ) from error
             forms += here
@@ -227,7 +227,7 @@ def _prepared(
     if not torch.isfinite(outputs).all():
         raise Unavailable("its outputs are not finite")
     breaks = sum(counters["graph_break"].values())
-    return form, seconds, outputs, (f"torch.compile broke the graph {breaks} time(s)",) if breaks else ()
+    return form, seconds, outputs, (f"torch.compile broke the graph {count(breaks, 'time')}",) if breaks else ()
 
 
 def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: torch.Tensor) -> Agreement:

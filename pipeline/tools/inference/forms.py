@@ -103,7 +103,7 @@ def int8(trained: Trained) -> Made:
     Source: torchao, PyTorch 2 Export Quantization. Its kernels on x86 CPUs come with torch.compile.
     """
     if trained.device.type != "cpu":
-        raise Unavailable("PyTorch has no kept int8 convolutions for GPUs; TensorRT, which has, is not part of it")
+        raise Unavailable("PyTorch maintains no int8 convolutions for GPUs; TensorRT does, but is not part of it")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"the int8 kernels are for x86 CPUs, and this one is {platform.machine()}")
     if importlib.util.find_spec("torchao") is None:

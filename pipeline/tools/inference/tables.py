@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipeline.errors import count
 from pipeline.tools.inference.inference_file import Form, Inference, Measured, Throughput
 
 
@@ -19,12 +20,12 @@ def markdown(found: Inference) -> str:
         "",
         f"- The model of seed {found.seed}. A form takes raw inputs (images: uint8) on its device and gives "
         "float32 outputs.",
-        f"- {found.rounds} rounds, in each of which every form took its turn; warm, synchronised; {found.threads} CPU "
-        "thread(s). Throughputs are medians over the rounds, with the slowest and the fastest; ratios are medians of "
-        "the rounds' ratios to the plain form, with a 95% interval.",
+        f"- {count(found.rounds, 'round')}; every form took its turn in each, warm and synchronised, with "
+        f"{count(found.threads, 'CPU thread')}. Throughputs are medians over the rounds, with the slowest and the "
+        "fastest; ratios are medians of the rounds' ratios to the plain form, with a 95% interval.",
         "- *p50*, *p99*: milliseconds from a call with one image to its logits; p50 with the smallest and largest of "
         "the rounds' medians. Unknown where there were too few calls for it.",
-        "- *Equal*: test samples with the plain form's predicted class. *Logits*: the largest difference from its.",
+        "- *Equal*: test samples with the plain form's predicted class. *Logits*: the largest difference from those.",
         "- *Prepared*: seconds to make the form and to call it once with each batch size; in no other number.",
         "- *Size*: of the parameters, buffers and constants; of a saved program also its file.",
         "",

@@ -66,7 +66,7 @@ def in_rounds(
 ) -> dict[str, Slices]:
     """Measure every form in each round, for about ``seconds`` with single samples and with each batch size.
 
-    ``inputs`` [n, ...]: raw ones, n at least the largest batch. ``values``: 0 to this minus one are among theirs. The
+    ``inputs`` [n, ...]: raw inputs from 0 to ``values`` - 1, n at least the largest batch size. The
     forms are warm: each has been called with every size. The forms take turns within a round, and their order is
     reversed every other round, so that a disturbance of some seconds hits all of them. No call gets a sample twice.
     ``devices``: devices whose energy is measured.

@@ -52,14 +52,14 @@ RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 
 """Settings of a ``Task``, tried in turn: all steps at the job's learning rate, then few steps at smaller rates. Errors
 grow from step to step, in some trainings beyond all bounds."""
 SMALL_TENSOR = 0.1
-"""A gradient that nearly cancels is only rounding: the size that a difference is relative to includes this share of the
-root mean square over all tensors."""
+"""A gradient that nearly cancels is only rounding. So a difference is taken relative to a norm that includes this share
+of the root mean square over all tensors."""
 
 Distance = Callable[[Observed, Observed], float]
 
 STILL = "with dropout off and BatchNorm's statistics fixed"
 UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
-_NO_REFERENCE = "the training without it, which it would be held against, fails"
+_NO_REFERENCE = "the training without it, its reference, fails"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 def evaluated(plan: Plan, seen: Observed) -> Claim:
     """Claim that evaluation counts every test sample once, with the score that the sample has alone.
 
-    Rounding of the outputs may change a score that is a fraction; true or false it changes only at ties.
+    Rounding of the outputs may change a fractional score; it changes a true-or-false score only at ties.
     """
     shared = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     claim = f"evaluation by {shared}: each of {seen.expected_count:,} samples once"
@@ -176,7 +176,7 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
         note = f"{seen.count:,} samples were counted"
         return Claim(plan.name, claim, abs(seen.count - seen.expected_count), bound, False, "samples", note)
     difference = abs(seen.correct - seen.expected_correct)
-    note = f"{seen.ties} scores hang on outputs that are as good as equal" if seen.ties else ""
+    note = f"{seen.ties} scores depend on outputs that are almost equal" if seen.ties else ""
     return Claim(plan.name, claim, difference, bound, difference <= bound, "samples", note)
 
 
@@ -262,7 +262,7 @@ class Verifier:
         )
         plain = self.config.train.model_copy(update=PLAIN_SGD)
         if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
-            note = f"no step of plain SGD to see them by: {why_no_step}"
+            note = f"no step of plain SGD shows them: {why_no_step}"
             yield Claim(plan.name, gradients, note=note, undecided=UNTRIED)
         else:
             (claim,) = self._compared(plan, against, [Task("step", still)], {gradients: way_difference})
@@ -386,7 +386,7 @@ class Verifier:
             return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
         except ConfigError as error:
             problem = str(error).removeprefix(f"{params.PARAMS_FILE}: ")
-            return _Expected(None, f"nothing to hold it against, as the rest cannot be by itself: {problem}")
+            return _Expected(None, f"no reference, as the variant cannot run without it: {problem}")
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})

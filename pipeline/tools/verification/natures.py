@@ -1,7 +1,7 @@
 """Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
 Each process draws its own numbers, and BatchNorm normalises by the samples of the process, so a distributed training
-differs from a single device's by design. Other differences show when the model is kept still: without both.
+differs from a single device's by design. To show other differences, the model is kept still, that is, without both.
 """
 
 from __future__ import annotations

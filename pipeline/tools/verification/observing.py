@@ -183,8 +183,8 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
 
 
 def statistics_file(train: Train) -> str:
-    """Name of the file with the statistics for the job's model that is kept still, in the folder of the trainings'
-    files; all trainings of this model use it."""
+    """Name of the file with the statistics that keep the job's model still, in the folder of the trainings' files; all
+    trainings of this model use it."""
     model = json.dumps([train.model, train.model_options], sort_keys=True)
     return f"statistics-{hashlib.sha256(model.encode()).hexdigest()[:16]}.pt"
 
