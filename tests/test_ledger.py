@@ -352,9 +352,9 @@ def test_a_variant_that_cannot_be_foreseen_stops_no_other(
     assert [line.split() for line in others] == [[name, *["unknown"] * 10] for name in ("compiled", "fp16")]
     assert len({len(line) for line in (header, baseline, *others)}) == 1
     compiled, fp16 = lines[-2:]
-    assert compiled == "variants.compiled: what compile takes cannot be foreseen; measure it."
+    assert compiled == "variants.compiled: the memory of compile cannot be predicted; measure it."
     assert fp16.startswith("variants.fp16.precision: found 'fp16', but ")
-    with pytest.raises(ledger.PredictionError, match=r"variants\.compiled: what compile takes cannot be foreseen"):
+    with pytest.raises(ledger.PredictionError, match=r"variants\.compiled: the memory of compile cannot be predicted"):
         ledger.show(config, LAPTOP, ["compiled"], digits_folder)
 
 

@@ -17,7 +17,7 @@ from pipeline.data.batches import Placement, TrainBatches
 from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE
 from pipeline.environment import cores
-from pipeline.errors import PipelineError, first_line
+from pipeline.errors import PipelineError, count, first_line
 from pipeline.params import catalogue
 from pipeline.plans import Plan
 from pipeline.profiling.ledger.fakes import CudaAutocast, FakeTracker, UnreadLosses, faked, faked_task
@@ -86,12 +86,12 @@ class Estimate:
         """Return the ledger for ``micro_batch_size`` samples per micro-step. Its peak predicts a measured ledger's
         ``tensors_bytes``.
 
-        Raises PredictionError if the model cannot run on fake tensors, because it reads a value, say.
+        Raises PredictionError if the model cannot run on fake tensors, because it reads a value, for example.
         """
         unforeseen = [each.name for each in catalogue.acting(self.plan.applied) if each.needs_measuring]
         if unforeseen:
             raise PredictionError(
-                f"variants.{self.plan.name}: what {' and '.join(unforeseen)} takes cannot be foreseen; measure it."
+                f"variants.{self.plan.name}: the memory of {' and '.join(unforeseen)} cannot be predicted; measure it."
             )
         try:
             with torch.random.fork_rng(devices=[]):
@@ -100,8 +100,8 @@ class Estimate:
             raise
         except Exception as error:
             raise PredictionError(
-                f"variants.{self.plan.name}: {self.plan.train.model} with {micro_batch_size} sample(s) a micro-batch "
-                "cannot be rehearsed on tensors without values: "
+                f"variants.{self.plan.name}: {self.plan.train.model} with {count(micro_batch_size, 'sample')} a "
+                "micro-batch cannot be rehearsed on tensors without values: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
 

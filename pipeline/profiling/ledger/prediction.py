@@ -98,7 +98,7 @@ def show(
     of = "" if task.unit == "samples" else f" samples of {task.units_per_sample} {task.unit}"
     print(f"\nPredicted for a global batch of {train.batch_size}{of}: the peak of a step's memory {where}.")
     if memory is not None:
-        print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for what no prediction sees.")
+        print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for memory that no prediction includes.")
     for note in [*notes, *reasons]:
         print(note)
 

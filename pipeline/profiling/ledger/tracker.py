@@ -132,7 +132,7 @@ class Standing:
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in trace.held}
-        """Gradients in no block of the step are allocated all the time, in DistributedDataParallel's buckets, say."""
+        """Gradients outside the step's blocks are allocated all the time, in DistributedDataParallel's buckets, say."""
         self.communication = sum(kept() for kept in training.setup.kept_bytes)
         """Further memory that techniques keep for communication."""
 

@@ -44,7 +44,7 @@ def _waits_for_input(facts: Facts) -> Iterator[Finding]:
     else:
         advice = (
             "the images are on the device already, so this is gathering, augmenting and normalising them: take "
-            "something out of train.augment, or train a larger net on them"
+            "something out of train.augment, or train a larger model on them"
         )
     yield Finding(
         rule="waits_for_input", share_fraction=share, text=f"{share:.0%} of the step waits for input{where}: {advice}."
@@ -59,12 +59,12 @@ def _waits_for_others(facts: Facts) -> Iterator[Finding]:
     exposed = sum(rank.communication_ms for rank in facts.ranks)
     advice = {
         "pipeline": "raise gradient_accumulation: more micro-batches keep more stages at work at once",
-        "tensor": "take fewer processes a model: each layer waits for its sums, and nothing can hide that",
-        "fsdp": "raise train.batch_size, so that there is more to compute a gathered layer, or set "
+        "tensor": "take fewer processes per model: each layer waits for its sums, and nothing can hide that",
+        "fsdp": "raise train.batch_size, so that there is more to compute per gathered layer, or set "
         "reshard_after_forward: false if the memory allows it",
     }.get(
         str(facts.applied.get("parallelism")),
-        "raise train.batch_size or gradient_accumulation, so that there is more to compute a reduction, or send less "
+        "raise train.batch_size or gradient_accumulation, so that there is more to compute per reduction, or send less "
         "with communication_hook: bf16",
     )
     yield Finding(

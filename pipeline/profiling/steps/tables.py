@@ -12,7 +12,7 @@ _MEANINGS = {
     "backward": "the backward pass, with what is computed again in it",
     "optimizer": "the update of the parameters",
     "rest": "other work of the step: gradients set to zero, a CUDA graph of the whole step",
-    "communication": "exposed communication: nothing else goes on; waiting for a slower process is in it",
+    "communication": "exposed communication: nothing else goes on; includes waiting for a slower process",
     "input": "the step waits for its batch, or the device does nothing but prepare it",
     "idle": "none of these: {idle}",
 }
@@ -79,8 +79,8 @@ def _overhead(profile: Profile) -> str:
     slower = f"{max(0.0, profile.overhead_fraction):.0%}"
     text = (
         f"The profiler slowed the step down by {slower}, from {profile.step_p50_ms:.2f} to "
-        f"{profile.profiled_step_p50_ms:.2f} ms (medians): the shares below are of the profiled step, and no "
-        "throughput is taken from it."
+        f"{profile.profiled_step_p50_ms:.2f} ms (medians): the shares below are of the profiled step; no throughput "
+        "is computed from it."
     )
     if profile.overhead_fraction > LARGE_OVERHEAD:
         text += " That is a lot: small operators look larger here than they are."
