@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
     train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     bench = add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
-    bench.add_argument("--again", action="store_true", help="one more session, into a file of its own under sessions/")
+    bench.add_argument("--again", action="store_true", help="one more session, in a file of its own under sessions/")
     profile = add("profile", _profile, "Tell where a variant's step spends its time; write profiles/VARIANT/.")
     profile.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
@@ -114,21 +114,21 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
     memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
     verify = add("verify", _verify, "Prove on this model and data what the comparison rests on, in minutes.")
-    verify.epilog = "Ends with 1 if a claim does not hold, or nothing of a variant could be tried; else with 0."
+    verify.epilog = "Exit code: 1 if a claim does not hold or no claim of a variant could be tried, else 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")
     evidence = add("evidence", _evidence, "Write what the comparison rests on into one file; or check such a file.")
-    evidence.epilog = "`check` ends with 1 at the first difference, else with 0. Without a FILE it is evidence.zip."
-    evidence.add_argument("action", nargs="?", metavar="check", help="recompute from its rounds what the file says")
+    evidence.epilog = "Exit code of `check`: 1 if there is a difference, else 0. FILE is evidence.zip by default."
+    evidence.add_argument("action", nargs="?", metavar="check", help="recompute the file's figures from its rounds")
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip")
     doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
-    doctor.epilog = "Ends with 0 if there is no problem, also with warnings, and with 1 if there is one."
+    doctor.epilog = "Exit code: 1 if there is a problem, else 0, also with warnings."
     doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
     techniques = add(
-        "techniques", _techniques, "List the techniques; tell of one what it changes and excludes, and if it runs here."
+        "techniques", _techniques, "List the techniques, or tell what one changes and excludes, and if it runs here."
     )
     techniques.add_argument(
-        "words", nargs="*", metavar="WORD", help="all of those about it, such as AMP or ZeRO; none: a line each"
+        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; none: a line each"
     )
     techniques.add_argument("--json", action="store_true", help="for programs")
     techniques.add_argument("--markdown", action="store_true", help="docs/techniques.md, which `make docs` writes")
@@ -136,13 +136,13 @@ def _parser() -> argparse.ArgumentParser:
     variants.add_argument("set", nargs="?", metavar="SET", help="a file under variants/: tell which can run here")
     variants.add_argument("--add", action="store_true", help="write those that can run here into params.yaml")
     init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
-    init.epilog = "Keeps what is yours. Again after an upgrade: shows what would change, and asks, or takes --yes."
+    init.epilog = "Keeps your own files. Again after an upgrade: shows what would change, and asks, or takes --yes."
     data = init.add_mutually_exclusive_group()
     data.add_argument("--images", metavar="DIR", help="the job: images, as DIR/train/CLASS/*; perhaps DIR/test/CLASS/*")
     data.add_argument("--arrays", metavar="PATH", help="the job: an .npz, .safetensors or .parquet file, or .npy files")
     data.add_argument("--text", metavar="DIR", help="the job: a language model of UTF-8 files")
     init.add_argument("--model", metavar="NAME", help="the job: module:factory of your own, or one of torchvision's")
-    init.add_argument("--yes", action="store_true", help="change also what stands there, without a question")
+    init.add_argument("--yes", action="store_true", help="change existing files too, without a question")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
     # Other commands start the next two, so --help does not list them.

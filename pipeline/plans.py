@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, count
 from pipeline.params import COMPILER, Config, Machine, Train, Variant, catalogue, outside
 
 PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
@@ -36,7 +36,7 @@ class Plan(BaseModel):
     skipped: dict[str, str]
     """Technique -> why this machine skips it. Empty: everything requested is applied."""
     decided: dict[str, str] = {}
-    """Technique -> its automatic choice on this machine, and why. Key ``deterministic``: why the job is not so."""
+    """Technique -> its automatic choice on this machine, and why. Key ``deterministic``: why that is impossible."""
     device: Literal["cpu", "cuda"]
     processes: int
     model_processes: int = 1
@@ -49,8 +49,8 @@ class Plan(BaseModel):
     micro_batch_size: int
     """Samples one process takes in one micro-step."""
     train: Train
-    """The job as this variant trains it: ``train`` of params.yaml, batch and learning rate multiplied by ``scale``, the
-    model the variant's if it has one of its own.
+    """The job as this variant trains it: ``train`` of params.yaml with batch size and learning rate multiplied by
+    ``scale``, and with the variant's own model if it has one.
     Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1."""
 
     @property
@@ -123,10 +123,10 @@ def plan(
     shares = data_processes // scale * micro_batches
     if train.batch_size % shares:
         fitting = max(shares, round(train.batch_size / shares) * shares)
-        who = "replica(s)" if model_processes > 1 else "process(es)"
+        who = count(data_processes // scale, "replica" if model_processes > 1 else "process")
         raise ConfigError(
-            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {data_processes // scale} "
-            f"{who} x {micro_batches} micro-batch(es); allowed: a multiple of {shares}, such as {fitting}."
+            f"train.batch_size: found {train.batch_size}, which {where} cannot divide into {who} x "
+            f"{count(micro_batches, 'micro-batch')}; allowed: a multiple of {shares}, such as {fitting}."
         )
     return Plan(
         name=name,
@@ -161,8 +161,8 @@ def _most_processes(
 
 
 def _without_parallelism(requested: Variant, processes: int, one_gpu: bool, skipped: dict[str, str]) -> dict[str, Any]:
-    """Return the changes that take the parallelism, and what needs it, out of a variant that runs alone; empty if it
-    does not. Adds to ``skipped``."""
+    """Return the changes that remove the parallelism, and what needs it, from a variant that runs in one process; empty
+    for other variants. Adds to ``skipped``."""
     alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
     if requested.parallelism == "none" or not alone:
         return {}
@@ -189,7 +189,7 @@ def _without_emulated(
     where: str,
     skipped: dict[str, str],
 ) -> dict[str, Any]:
-    """Return ``changes`` and those that take out what the machine only emulates, if ``train.without_native`` says so.
+    """Return ``changes`` and those that remove what the machine only emulates, if ``train.without_native`` says so.
     Adds to ``skipped``. Raises ConfigError for a technique that cannot run here."""
     for technique in catalogue.requested(requested):
         found = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
@@ -239,7 +239,7 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
         if (variant.processes if variant.parallelism in PARALLELISMS else 1) not in ("auto", launched):
             raise ConfigError(
                 f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
-                f"launcher started {launched} process(es); allowed: parallelism "
+                f"launcher started {count(launched, 'process')}; allowed: parallelism "
                 f"{_listed(PARALLELISMS)} with processes 'auto' or {launched}."
             )
         found = launched
@@ -252,7 +252,7 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
         found = variant.processes
         if on_gpu and found > machine.gpus:
             raise ConfigError(
-                f"{where}.processes: found {found}, but this machine shows {machine.gpus} GPU(s); "
+                f"{where}.processes: found {found}, but this machine shows {count(machine.gpus, 'GPU')}; "
                 f"allowed: 1 to {machine.gpus}, or 'auto'."
             )
     _check_replicas(variant, found, where)

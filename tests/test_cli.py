@@ -109,7 +109,7 @@ def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys:
     assert cli.main(["environment"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: train.batch_size: found 255, which variants.ddp cannot divide")
-    assert "variants.memory cannot divide into 1 process(es) x 4" in captured.err, "all of them at once"
+    assert "variants.memory cannot divide into 1 process x 4" in captured.err, "all of them at once"
     assert captured.out == ""
     assert not (checkout / "environment.json").exists()
 

@@ -78,16 +78,16 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("cuda_graph", "after 3 other steps", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
         case("scaling", "train.warmup_fraction 0.0", CPU, {"warmup_fraction": 0.0}, parallelism="ddp", scaling="weak"),
         case(
-            "train.batch_size", "3 process(es) x 2 micro-batch(es); allowed: a multiple of 6, such as 258",
+            "train.batch_size", "3 processes x 2 micro-batches; allowed: a multiple of 6, such as 258",
             CPU, {"batch_size": 256}, parallelism="ddp", processes=3, gradient_accumulation=2,
         ),
         case(
-            "train.batch_size", "1 process(es) x 3 micro-batch(es); allowed: a multiple of 3, such as 99",
+            "train.batch_size", "1 process x 3 micro-batches; allowed: a multiple of 3, such as 99",
             CPU, {"batch_size": 100}, parallelism="ddp", scaling="weak", gradient_accumulation=3,
         ),
         case("train.batch_size", "a multiple of 3, ", CPU, {"batch_size": 256}, parallelism="tensor", replicas=3),
-        case("train.batch_size", "into 4 process(es) x 1", GPUS, {"batch_size": 6}, parallelism="fsdp", replicas=2),
-        case("train.batch_size", "1 replica(s) x 3", CPU, {}, parallelism="pipeline", gradient_accumulation=3),
+        case("train.batch_size", "into 4 processes x 1", GPUS, {"batch_size": 6}, parallelism="fsdp", replicas=2),
+        case("train.batch_size", "1 replica x 3", CPU, {}, parallelism="pipeline", gradient_accumulation=3),
         # Of each other: several processes
         case("gradient_accumulation", "better 16", parallelism="pipeline", processes=4, gradient_accumulation=2),
         case("replicas", "divide 4 processes into", parallelism="fsdp", processes=4, replicas=4),

@@ -25,7 +25,8 @@ def markdown(found: Inference) -> str:
         "fastest; ratios are medians of the rounds' ratios to the plain form, with a 95% interval.",
         "- *p50*, *p99*: milliseconds from a call with one image to its logits; p50 with the smallest and largest of "
         "the rounds' medians. Unknown where there were too few calls for it.",
-        "- *Equal*: test samples with the plain form's predicted class. *Logits*: the largest difference from those.",
+        "- *Equal*: test samples with the plain form's predicted class.",
+        "- *Logits*: the largest difference from the plain form's.",
         "- *Prepared*: seconds to make the form and to call it once with each batch size; in no other number.",
         "- *Size*: of the parameters, buffers and constants; of a saved program also its file.",
         "",
