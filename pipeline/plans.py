@@ -167,7 +167,7 @@ def _without_parallelism(requested: Variant, processes: int, one_gpu: bool, skip
     if requested.parallelism == "none" or not alone:
         return {}
     skipped[requested.parallelism] = (
-        "there is one process, which has nobody to share the batch with"
+        "there is only one process, so the batch is not shared"
         if requested.parallelism in PARALLELISMS
         else "there is one GPU"
     )
@@ -281,7 +281,7 @@ def _why_not_among(
     if variant.parallelism in ONE_BATCH:  # replicas share the batch out, however many processes each of them has
         together = processes // variant.replicas
         if variant.parallelism == "pipeline" and 1 < micro_batches < together:
-            return f"a pipeline of {together} stages stands still with {micro_batches} micro-batches"
+            return f"a pipeline of {together} stages has idle stages with {micro_batches} micro-batches"
         return why_not_held_by(together) if together > 1 else None
     if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
         return None
@@ -297,7 +297,7 @@ def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where:
             if samples % count == 0:
                 return count
     raise ConfigError(
-        f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages stands still with fewer "
+        f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages has idle ones with fewer "
         f"micro-batches than stages, and {samples} samples a step must be a multiple of them; allowed: {stages} or "
         f"more, better {MICRO_BATCHES_A_STAGE * stages}."
     )

@@ -707,7 +707,7 @@ def test_the_head_says_whether_it_is_a_commit(repository: Path) -> None:
 
 @pytest.mark.usefixtures("repository")
 def test_an_unknown_revision() -> None:
-    with pytest.raises(GateError, match="--against: found 'no-such', which is no file and no revision that this repos"):
+    with pytest.raises(GateError, match="--against: found 'no-such', which is neither a file nor a revision"):
         gate.run(configured(), "no-such")
 
 
@@ -722,7 +722,7 @@ def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_dvc_repository(repository: Path) -> None:
     (repository / ".dvc" / "config").unlink()
     (repository / ".dvc").rmdir()
-    with pytest.raises(GateError, match=r"^this is no DVC repository: "):
+    with pytest.raises(GateError, match=r"^this is not a DVC repository: "):
         gate.run(configured(), "HEAD")
 
 
@@ -731,7 +731,7 @@ def test_a_side_that_is_no_dvc_repository() -> None:
     """DVC would use the repository that contains the copy."""
     run("git", "rm", "-r", "--quiet", "--cached", ".dvc")
     run("git", "commit", "--quiet", "--message", "without")
-    with pytest.raises(GateError, match=r"^the base is no DVC repository"):
+    with pytest.raises(GateError, match=r"^the base is not a DVC repository"):
         gate.run(configured(), "HEAD")
 
 

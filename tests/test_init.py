@@ -320,7 +320,7 @@ def test_what_is_in_the_way_is_named(
         return capsys.readouterr().err
 
     (repository / ".gitignore").write_bytes(b"\xff")
-    assert ".gitignore is no text in UTF-8" in refused()
+    assert ".gitignore is not text in UTF-8" in refused()
     (repository / ".gitignore").unlink()
     (repository / ".ci").touch()
     assert "Not a directory" in refused()

@@ -61,7 +61,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
     terminate_with_parent()  # if the parent ended before this call, stdin is at its end
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout carries answers only
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for the answers
 
     def describe() -> dict[str, Any]:
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})

@@ -28,11 +28,11 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
     """The project at ``commit`` and in this work tree, without ignored files.
 
     Both are copies, so that neither has a better place on disk, and nothing that runs there touches the work tree, the
-    index or a branch. The copies are no git worktrees, so none can be left behind. They share this checkout's DVC
+    index or a branch. The copies are not git worktrees, so none can be left behind. They share this checkout's DVC
     cache: outputs that DVC has made are restored, and those made in a copy are not made again here.
     """
     here = Path.cwd()
-    cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is no DVC repository")
+    cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is not a DVC repository")
     top, prefix = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--show-prefix")
     scratch = here / ".dvc" / "tmp"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
         roots = folder / "base" / prefix, folder / "head" / prefix
         for side, root in zip(("base", "head"), roots, strict=True):
             if not (root / ".dvc").is_dir():  # DVC would use the repository around the copy
-                raise GateError(f"the {side} is no DVC repository: git has no file under .dvc there.")
+                raise GateError(f"the {side} is not a DVC repository: git has no file under .dvc there.")
             settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
             (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
         base, head = map(Copy, roots, pythons(*roots))
@@ -106,7 +106,7 @@ def commit_of(revision: str) -> str:
         return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     except GateError:
         raise GateError(
-            f"--against: found {revision!r}, which is no file and no revision that this repository knows. A shallow "
+            f"--against: found {revision!r}, which is neither a file nor a revision in this repository. A shallow "
             "clone lacks most revisions: `git fetch --unshallow`."
         ) from None
 

@@ -37,7 +37,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
 
     Only accuracies are decided: they follow from the seeds. Raises GateError if the two are of different jobs or
     environments, naming the differences, if this checkout's comparison lacks a variant or seed of the other, or if it
-    is out of date; and ResultError, naming the file, for a file that is no comparison.
+    is out of date; and ResultError, naming the file, for a file that is not a comparison.
     """
     if path.resolve() == COMPARISON_FILE.resolve():
         raise GateError(f"{path} is this checkout's own comparison: give a recorded one.")

@@ -40,7 +40,7 @@ class Document(Record):
     indent: ClassVar[int] = 2
 
     def problems(self) -> list[str]:
-        """Return contradictions between figures, not all of which can have been measured; empty: none."""
+        """Return contradictions between figures that cannot all have been measured; empty: none."""
         return []
 
     def to_json(self) -> str:

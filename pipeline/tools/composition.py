@@ -60,7 +60,7 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
 
 
 def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of a user's model is no part of the lines
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for these lines
     with assembled(plan, prepared) as assembly, assembly.training(plan.train.seeds[0]) as training:
         yield _lines(training.plan, training.techniques, training.step_changes)
 

@@ -45,7 +45,7 @@ that no session was left out. If you suspect a forgery, measure again. The file'
 
 
 class EvidenceError(PipelineError):
-    """Evidence cannot be made, or the file to check is no evidence. The message names the file."""
+    """Evidence cannot be made, or the file to check is not evidence. The message names the file."""
 
 
 class Difference(Exception):
@@ -160,25 +160,25 @@ def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
 def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
     """``content`` of ``file`` as an archive. Raises EvidenceError unless it can be unpacked without harm."""
     if len(content) > LARGEST or content.count(b"PK\1\2") > MOST:
-        raise EvidenceError(f"{file} is no evidence: it has more than {LARGEST >> 20} MiB or {MOST} files.")
+        raise EvidenceError(f"{file} is not evidence: it has more than {LARGEST >> 20} MiB or {MOST} files.")
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
-        raise EvidenceError(f"{file} is no evidence: it is not a zip ({error}).") from None
+        raise EvidenceError(f"{file} is not evidence: it is not a zip ({error}).") from None
     names = [each.filename for each in archive.infolist()]
     size = sum(each.file_size for each in archive.infolist())
     for each in archive.infolist():
         wrong = {
-            "is no name of a part of it": not NAME.fullmatch(each.filename),
-            "stands in it twice": names.count(each.filename) > 1,
-            "is encrypted, or marked in another way": each.flag_bits,
-            "is a link, or no regular file": stat.S_IFMT(each.external_attr >> 16) not in (0, stat.S_IFREG),
+            "is not the name of a part of it": not NAME.fullmatch(each.filename),
+            "occurs in it twice": names.count(each.filename) > 1,
+            "is encrypted, or has another flag": each.flag_bits,
+            "is not a regular file": stat.S_IFMT(each.external_attr >> 16) not in (0, stat.S_IFREG),
             "is compressed": each.compress_type != zipfile.ZIP_STORED,
-            "would unpack to more than the file holds": size > len(content),
+            "would unpack to more bytes than the file has": size > len(content),
         }
         for why, so in wrong.items():
             if so:
-                raise EvidenceError(f"{file} is no evidence: {each.filename!a} {why}.")
+                raise EvidenceError(f"{file} is not evidence: {each.filename!a} {why}.")
     return archive
 
 
@@ -213,7 +213,7 @@ def _values(name: str, text: str) -> Any:
     if name.endswith(".json"):
         values = json.loads(text)
         if json.dumps(values, indent=2) + "\n" != text:
-            raise Difference(f"{name} is not in the form that `compare` writes: a key stands twice, for example.")
+            raise Difference(f"{name} is not in the form that `compare` writes: a key occurs twice, for example.")
         return values
     cells = "," if name.endswith(".csv") else "\n"
     return {f"line {number}": line.split(cells) for number, line in enumerate(text.split("\n"), 1)}

@@ -184,7 +184,7 @@ def _text(name: str) -> str | None:
     except FileNotFoundError:
         return None
     except UnicodeError:
-        raise ConfigError(f"init: {name} is no text in UTF-8; move it away, and run it again.") from None
+        raise ConfigError(f"init: {name} is not text in UTF-8; move it away, and run init again.") from None
 
 
 def _digest(text: str) -> str:
@@ -269,7 +269,7 @@ def _variants(machine: Machine, values: Mapping[str, Any], model: str) -> tuple[
             why.append(f"no {name}: with fewer than {count(least, 'GPU')} it costs minutes and seldom pays")
     if model in ("mlp", "gpt"):
         del found["channels-last"], found["memory"]["channels_last"]
-        why.append("no channels_last: the inputs are no images")
+        why.append("no channels_last: the inputs are not images")
     if ":" in model:
         del found["memory"]["activation_checkpointing"]
         why.append("memory without activation_checkpointing: it needs a model with blocks, which yours may have")

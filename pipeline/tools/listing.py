@@ -107,7 +107,7 @@ def _described(entry: Entry, machine: Machine, on_gpu: bool) -> dict[str, Any]:
 
 def _why_not_here(entry: Entry, machine: Machine, on_gpu: bool) -> str | None:
     if on_gpu and machine.gpus == 1 and (entry.key == "parallelism" or entry.needs):
-        return "there is one GPU, which has nobody to share the work with"
+        return "there is only one GPU, so the work is not shared"
     return entry.why_not(machine, on_gpu)
 
 

@@ -106,8 +106,8 @@ class Wanted:
 def wanted(config: Config, root: Path) -> Wanted | None:
     """The comparison of the present results; None if there is no result.
 
-    Raises ResultError, naming the file, for a file that is no result, a result of another job than ``config``, or one
-    that no longer matches its inputs or its record (``consistency.broken_links``, which says what else is raised).
+    Raises ResultError, naming the file, if a file is not a result, is of another job than ``config``, or does not match
+    its inputs or its record; see ``consistency.broken_links`` for its further errors.
     """
     found = []
     for variant in config.variants:

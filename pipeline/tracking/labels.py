@@ -1,4 +1,4 @@
-"""The parameters and tags of a run in a store, from the files. This module does not use MLflow."""
+"""Read the parameters and tags of a run from the files. This module does not use MLflow."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _comparison(root: Path) -> dict[str, Any]:
             return dict(content)
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    raise results.ResultError(f"{path} is no comparison: run `dvc repro compare`.")
+    raise results.ResultError(f"{path} is not a comparison: run `dvc repro compare`.")
 
 
 def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:

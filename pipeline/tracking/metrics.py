@@ -1,4 +1,4 @@
-"""The metrics of a run in a store, from the files. This module does not use MLflow."""
+"""Read the metrics of a run from the files. This module does not use MLflow."""
 
 from __future__ import annotations
 

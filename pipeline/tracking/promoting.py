@@ -136,7 +136,7 @@ def _passed(root: Path, commit: str | None) -> dict[str, Any]:
     if outcome != "passed":
         raise PromotionError(f"the gate did not pass against {against}: {outcome}. {GATE[1]} says why.")
     if commit is None:
-        raise PromotionError("no commit is checked out here, so nobody could find the champion's code again.")
+        raise PromotionError("no commit is checked out here, so the champion's code could not be found again.")
     if judged != commit:
         raise PromotionError(f"the gate judged commit {judged}, but {commit} is checked out. {GATE_AGAIN}")
     if commit.endswith("+"):

@@ -1,6 +1,6 @@
 """The stage ``profile``: a short window of a variant's training under torch's profiler, and its interpretation.
 
-The profiler slows the training down, so its times are no measure of speed: ``bench`` measures speed.
+The profiler slows the training down, so its times do not show the speed: ``bench`` measures it.
 """
 
 from __future__ import annotations

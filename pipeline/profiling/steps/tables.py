@@ -12,7 +12,7 @@ _MEANINGS = {
     "backward": "the backward pass, with what is computed again in it",
     "optimizer": "the update of the parameters",
     "rest": "other work of the step: gradients set to zero, a CUDA graph of the whole step",
-    "communication": "exposed communication: nothing else goes on; includes waiting for a slower process",
+    "communication": "exposed communication: the device does nothing else; includes waiting for a slower process",
     "input": "the step waits for its batch, or the device does nothing but prepare it",
     "idle": "none of these: {idle}",
 }

@@ -233,7 +233,7 @@ def _parts() -> None:
 
 
 def _data(config: params.Config) -> tuple[Dataset, int] | None:
-    """The prepared data set, or one sample of the form that the images of the user's folder will have, and the number
+    """The prepared data set, or one sample with the shape of the folder's prepared images, and the number
     of training samples; None if neither is known yet. Raises DataError."""
     import torch
 

@@ -49,7 +49,7 @@ REMEDIES = {
     "not a git repository": "start from a clone; a worktree also needs its main checkout, mounted at the same path",
     "NotDvcRepoError": TO_THE_TOP,
     "cannot write to": 'sudo chown -R "$(id -u):$(id -g)" . ; run containers with --user "$(id -u):$(id -g)", no :ro',
-    "DVC remote:": "see `dvc status --cloud --verbose`, credentials (dvc remote modify --local ...) and network",
+    "DVC remote:": "check `dvc status --cloud --verbose`, credentials (dvc remote modify --local ...) and network",
     "tracking: no answer": "check the address in MLFLOW_TRACKING_URI, and the name server",
     "no answer": "try again: a first import is slow, and so is a busy machine; or a file system hangs",
     "git:": "repair git: DVC and the gate need it",

@@ -43,7 +43,7 @@ class Trained:
     batch_sizes: Sequence[int]
     """Batch sizes with which the forms will be called."""
     native: frozenset[str]
-    """Those of bf16 and fp16 that the device computes natively."""
+    """The 16-bit types (bf16, fp16) that the device computes natively."""
     scratch: Path
     """A directory for temporary files."""
 

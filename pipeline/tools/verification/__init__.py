@@ -32,7 +32,7 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
     claims: list[Claim] = []
     width = max(map(len, [*names, "variant"]))
     with tempfile.TemporaryDirectory() as folder:
-        with redirect_stdout(sys.stderr):  # the output of a user's model is no part of the table
+        with redirect_stdout(sys.stderr):  # a user's model may print; stdout is for the table
             task = tasks.of_job(config.train, read_dataset(prepared))
             check_batch(config.train.batch_size, task.dataset.name, len(task.dataset.train))
             task.check()

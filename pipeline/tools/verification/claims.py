@@ -59,7 +59,7 @@ Distance = Callable[[Observed, Observed], float]
 
 STILL = "with dropout off and BatchNorm's statistics fixed"
 UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
-_NO_REFERENCE = "the training without it, its reference, fails"
+_NO_REFERENCE = "the reference, the training without it, fails"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Expected:
-    """The plan of the training that a variant's training is compared with."""
+    """The plan of a variant's reference training."""
 
     plan: Plan | None
     why_not: str = ""
@@ -98,7 +98,7 @@ class _Against:
     noise: float
     """Size of the expected rounding, as ``Task.noise``. 0: nothing is promised."""
     parts: int
-    """Number of parts of a batch, one of which could be forgotten; at least two."""
+    """Number of parts of a batch, of which one could be lost; at least two."""
     note: str
 
 

@@ -74,8 +74,7 @@ class Task:
     draw: int = 0
     """Number of the noise's random draw."""
     forgets: int = 0
-    """For a single device: the number of parts of each batch, the last of which the gradient lacks. 0: it lacks
-    nothing."""
+    """For a single device: the number of parts of each batch; the gradient lacks the last part. 0: it lacks nothing."""
     rate: float = 1.0
     """Learning rate of a run, relative to the job's."""
     steps: int = 0
@@ -105,7 +104,7 @@ class Observed:
     work: Work | None = None
     """The samples taken by the one step of a run that left out the most samples."""
     ties: int = 0
-    """Number of test samples whose score rounding may change, as where the two largest logits are as good as equal."""
+    """Number of test samples whose score rounding may change: their two largest logits are almost equal, say."""
 
     @property
     def way(self) -> Path:
@@ -123,7 +122,7 @@ def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Tas
 
 
 def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of a user's model is no part of the table
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for the table
     with assembled(plan, prepared) as assembly:
         found = None
         while request := (yield found):
