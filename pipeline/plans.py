@@ -149,8 +149,8 @@ def plan(
 def _most_processes(
     requested: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
 ) -> tuple[int, str]:
-    """Return the largest number, at most ``processes``, of processes that can share the batch, and why it is no more.
-    If none can, it is the smallest possible number, whose problem the checks of the plan report."""
+    """Return the largest number of processes, at most ``processes``, that can share the batch, and why it is no larger.
+    If no number can, return the smallest possible one; the checks of the plan then report its problem."""
     why_fewer = f"{requested.replicas} replicas take the same number each"
     fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
     while reason := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):

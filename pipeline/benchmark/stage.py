@@ -52,7 +52,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     if again:
         (KEPT_BENCHES / _name(bench)).unlink()
         for earlier in recalled(bench):
-            print(f"bench: an earlier bench of the same counts too: {earlier}", flush=True)
+            print(f"bench: an earlier bench of the same job counts too: {earlier}", flush=True)
     else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides
         files.write_text(BENCH_FILE, bench.to_json())
     print(

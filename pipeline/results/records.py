@@ -144,7 +144,7 @@ class Run(Window):
     model_sha256: str
     """SHA-256 over names, dtypes, shapes and bytes of the model's state dict, in order."""
     teacher_sha256: str | None = Field(None, exclude_if=operator.not_)
-    """The same of the teacher's weights, if the variant has a teacher."""
+    """Likewise of the teacher's weights, if the variant has a teacher."""
     findings: dict[str, float] = {}
     """Numbers that techniques and the task report on the main rank: blocks chosen, say, or perplexity."""
 

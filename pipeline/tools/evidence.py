@@ -41,7 +41,7 @@ MOST = 2_000
 """Largest number of files in the archive, and of rounds in a bench."""
 NOT_VERIFIED = """\
 Not verified, because no file can prove it: that this was measured at all, on that machine, with that code and data;
-that no session was left out. If you suspect a forgery, measure again. The file's attestation says who made it."""
+that all sessions are included. If you suspect a forgery, measure again. The file's attestation says who made it."""
 
 
 class EvidenceError(PipelineError):
