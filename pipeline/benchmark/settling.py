@@ -9,8 +9,8 @@ from pipeline.benchmark.server import ArmSpec
 from pipeline.results import Window
 
 SETTLED_ROUNDS = 10
-"""This many rounds in a row on one side of a margin settle a ratio. A ratio whose median lies on the margin is settled
-by one look with a probability of 2 / 2^10, whatever the noise; ``benchmarks.simulations`` gives it for all looks."""
+"""This many rounds in a row on one side of a margin settle a ratio. If the median lies on the margin, one look settles
+the ratio with a probability of 2 / 2^10, whatever the noise; ``benchmarks.simulations`` has that of all looks."""
 NEGLIGIBLE = 0.001
 """Equals ``stats.NEGLIGIBLE``, for the same reason: a bias up to this between equal arms' speeds disturbs nothing. The
 peaks of equal arms may differ by the margin, because their heaps differ."""

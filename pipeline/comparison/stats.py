@@ -192,6 +192,6 @@ def _log_ratios(a: ArrayLike, b: ArrayLike) -> np.ndarray[tuple[int], np.dtype[n
 
 def _logs(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError("ratios: every value must be positive and finite; leave out one that is not, and its pair.")
+        raise ValueError("ratios: every value must be positive and finite; leave out any other value, with its pair.")
     logs: np.ndarray[tuple[int], np.dtype[np.float64]] = np.log(values)
     return logs

@@ -35,8 +35,9 @@ def markdown(gated: Gated) -> str:
         f"{_interval(gated.noise_memory)}.",
         "* Measured in one session: in other sessions the ratios may differ by an unknown amount.",
         "* Median ratios with 95% intervals; accuracy: mean difference over seeds, with the interval of two one-sided "
-        f"tests at 5%. Worse or better: all of it lies beyond the margin, {100 * margins.throughput:g}% of throughput, "
-        f"{100 * margins.memory:g}% of memory{of_memory}, {advice.percentage_points(margins.accuracy)} of accuracy.",
+        "tests at 5%. Worse or better: the whole interval lies beyond the margin, "
+        f"{100 * margins.throughput:g}% of throughput, {100 * margins.memory:g}% of memory{of_memory}, "
+        f"{advice.percentage_points(margins.accuracy)} of accuracy.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -72,7 +72,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
         "",
         *(f"* {remark}" for remark in [RATES, *remarks]),
         f"* {commits(base.bench.commit, head.bench.commit)}; recorded.",
-        f"* Accuracy is worse or better where all of its interval lies beyond {percentage_points(margin)}.",
+        f"* Accuracy is worse or better where its whole interval lies beyond {percentage_points(margin)}.",
     ]
     return "\n".join(lines) + "\n", bool(worse)
 

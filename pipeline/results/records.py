@@ -34,7 +34,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Document(Record):
-    """A record that is a file of its own. As the last base class it puts its keys first."""
+    """A record that is a file of its own. Where it is the last base class, its keys come first in the file."""
 
     schema_: int = Field(default=1, ge=1, le=1, alias="schema")
     indent: ClassVar[int] = 2

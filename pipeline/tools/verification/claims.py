@@ -234,8 +234,8 @@ class Verifier:
         yield evaluated(plan, first)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Gradients, losses and weights against a single device's in float32, which keeps techniques that change
-        statistics."""
+        """Claim that gradients, losses and weights are a single device's in float32. That device keeps the techniques
+        that change statistics."""
         close = [each for each in entries if each.changes != "statistics"]
         if all(each.changes != "rounding" for each in close):
             return  # the claim of identical bits says more
@@ -282,7 +282,7 @@ class Verifier:
     def _compared(
         self, plan: Plan, against: _Against, tasks: Sequence[Task], distances: Mapping[str, Distance]
     ) -> list[Claim]:
-        """A claim for each distance, by the first of ``tasks`` for which the first distance has a meaningful bound.
+        """A claim for each distance, from the first of ``tasks`` in which the first distance's bound is meaningful.
 
         In a claim's text, {} stands for the number of steps.
         """
@@ -412,7 +412,7 @@ class Verifier:
 
 
 def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
-    """Natures of the job's model as it is and kept still, and the statistics for keeping it still. Raises
+    """The natures of the job's model, as it is and kept still, and the statistics that keep it still. Raises
     ModelError."""
     batches = first_inputs(task, STATISTICS_BATCHES)
     with torch.random.fork_rng(devices=[]):
