@@ -92,7 +92,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         return [f"{quantity.noun} is undecided, though its rounds lay on one side of the margin (make again)"]
     measured = ratio.pairs + ratio.rejected
     if ratio.low is None or ratio.high is None:
-        lost = f", and {ratio.rejected} of {measured} rounds had to be rejected" if ratio.rejected else ""
+        lost = f", and {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
         remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.rejected))
         return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs are needed{lost} ({remedy})"]
     if ratio.more_pairs is not None:

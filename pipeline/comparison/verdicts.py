@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from pipeline.comparison import planning, stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Decision
+from pipeline.errors import count
 from pipeline.results import Arm, Record, kind_of
 
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
@@ -284,7 +285,7 @@ def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
         unknown = [each.why_no_energy for each in lacking if each.why_no_energy and quantity is ENERGY]
         why = _most_common([*(reason for each in lacking for reason in each.rejections), *unknown])
         why = why or "this machine does not report the figure"
-        why_rejected = f"{rejected} of {len(rounds)} rounds had to be rejected, most often because {why}"
+        why_rejected = f"{rejected} of {count(len(rounds), 'round')} had to be rejected, most often because {why}"
     if rejected > len(known):
         why_untrusted = f"{quantity.noun}: {why_rejected}"
     elif not rounds:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from pipeline.errors import count
 from pipeline.params import VariantName
 from pipeline.results.records import Dataset, Document, Record, RunConditions, Window
 
@@ -203,6 +204,6 @@ def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
 def rejections(arm: Arm) -> list[str]:
     """Return in how many rounds of the bench an arm was rejected, and why: one line per kind of reason."""
     return [
-        f"rejected in {len(rounds)} of {len(arm.samples)} rounds: in round {rounds[0]}, {reason.rstrip('.')}"
+        f"rejected in {len(rounds)} of {count(len(arm.samples), 'round')}: in round {rounds[0]}, {reason.rstrip('.')}"
         for reason, rounds in rejected(list(enumerate(arm.samples, 1))).items()
     ]
