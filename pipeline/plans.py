@@ -193,7 +193,7 @@ def _without_emulated(
     Adds to ``skipped``. Raises ConfigError for a technique that cannot run here."""
     for technique in catalogue.requested(requested):
         found = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
-        if reason := technique.rejection(requested, machine, on_gpu) or technique.why_not_with(train):
+        if reason := technique.why_refused(requested, machine, on_gpu) or technique.why_not_with(train):
             raise ConfigError(f"{found} {reason}; take it out.")
         reason = technique.emulated(machine, on_gpu)
         if reason and train.without_native == "refuse":

@@ -175,9 +175,9 @@ def _rank_of_arm(
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
             found = _ledgers(training, window, memory) if ledgers else None
-            counted = _flops(training, device_name) if ledgers else None
-            setup = conditions_of(training, device_name)
-        yield Measured(**dict(setup), window=window, ledgers=found, flops=counted)
+            flops = _flops(training, device_name) if ledgers else None
+            conditions = conditions_of(training, device_name)
+        yield Measured(**dict(conditions), window=window, ledgers=found, flops=flops)
 
 
 def _allowed_wait(training: Training, config: Config) -> float | None:

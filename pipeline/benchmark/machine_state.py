@@ -16,11 +16,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def begin() -> Callable[[], Session]:
-    """Call this when a bench starts, and the returned function when the bench has ended: it returns the session."""
+    """Call this when a bench starts. The returned function returns the session up to its call."""
     start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
 
-    def ended() -> Session:
+    def session_so_far() -> Session:
         spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
         total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))  # user includes it
         return Session(
@@ -32,4 +32,4 @@ def begin() -> Callable[[], Session]:
             end_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
-    return ended
+    return session_so_far

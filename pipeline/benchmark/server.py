@@ -1,4 +1,4 @@
-"""The client side of the process that measures a checkout's variants; ``arm.serve`` is the server side."""
+"""Starts the process that measures a checkout's variants, and sends it requests. ``arm.serve`` runs in that process."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
 
 def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     settings, baseline = config.bench, config.compare.baseline
-    ended = machine_state.begin()
+    session_so_far = machine_state.begin()
     # Read before anything is measured: code that is edited during the bench was not measured.
     made = plans(config, machine)
     commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
@@ -87,7 +87,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, sent[baseline])
         arms = [*specs, *ablated, control]
         dataset = Dataset.model_validate(about["dataset"])
-        earlier = None if again else unfinished(ended(), keys, dataset, [arm.name for arm in arms])
+        earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
             print(f"bench: goes on from {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
@@ -107,7 +107,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         }
 
         def bench_of(rounds: Rounds) -> Bench:
-            session = ended()
+            session = session_so_far()
             return Bench(
                 environment=about["environment"],
                 commit=commit,

@@ -54,17 +54,17 @@ def judge(
         1 / baseline.dataset.test_count,
         identical=_weights(result) == _weights(baseline),
     )
-    known = {"throughput": throughput.decision, "accuracy": accuracy.decision}
+    decisions = {"throughput": throughput.decision, "accuracy": accuracy.decision}
     arms = [arm_of(own.compared, "variant", each.variant) for each in (result, baseline)]
-    known |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.decision}
+    decisions |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.decision}
     reasons = advice.reasons(throughput, memory, accuracy, own.compared, stopped=arms[0].settled)
     energy = over_sessions(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.compared.arms) else None
     if energy and margins.energy and not verdicts.unmeasurable(arms, ENERGY):
-        known["energy"] = energy.decision
+        decisions["energy"] = energy.decision
     if energy and (margins.energy or energy.decision == "untrusted"):
         reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.compared), stopped=arms[0].settled))
-    verdict = verdicts.verdict(list(known.values()))
-    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(known), *reasons))
+    verdict = verdicts.verdict(list(decisions.values()))
+    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(decisions), *reasons))
 
 
 def _weights(result: Result) -> dict[int, str]:

@@ -137,7 +137,7 @@ class Bench(Document):
 
     @property
     def rounds(self) -> int:
-        """Rounds of the baseline; a variant that was decided early has samples of the first rounds only."""
+        """Rounds of the baseline; a variant that was settled early has samples of the first rounds only."""
         return max(len(arm.samples) for arm in self.arms)
 
     def goes_on_in(self, later: Session) -> bool:

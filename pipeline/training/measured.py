@@ -81,7 +81,7 @@ def window_of(
     held = [each["driver_bytes"] for each in memories]
     unknown = None in peaks or any(rejection.voids_memory for rejection in rejected)
     seconds = slowest["measured_seconds"]
-    counted = sum if memory.reserved_bytes is None else max  # the processes of a CPU share its memory
+    over_ranks = sum if memory.reserved_bytes is None else max  # the processes of a CPU share its memory
 
     def trusted(value: float | None) -> float | None:
         return None if rejected else value
@@ -95,7 +95,7 @@ def window_of(
         input_wait_fraction=trusted(
             max(each["input_seconds"] / each["measured_seconds"] for each in clocks) if seconds else None
         ),
-        peak_memory_bytes=None if unknown else counted(peaks),
+        peak_memory_bytes=None if unknown else over_ranks(peaks),
         peak_memory_rank_bytes=peaks,
         peak_reserved_bytes=(
             None if memory.reserved_bytes is None else max(each["reserved_bytes"] for each in memories)

@@ -45,7 +45,7 @@ class Entry:
     name: str
     """The name in results and reports."""
     setting: str
-    """The line of a variant in params.yaml that asks for the technique."""
+    """The line of a variant in params.yaml that asks for the technique; no other does, without ``requested_if``."""
     searched_for: tuple[str, ...]
     """Names under which people look for it."""
     does: str
@@ -127,7 +127,7 @@ class Entry:
         """Return the variant's value of ``key``."""
         return getattr(variant, self.key)
 
-    def rejection(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
+    def why_refused(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
         """Return why the variant's setting cannot run on the machine; None if it can."""
         of_value = self.why_not_value.get(self.value(variant)) if self.why_not_value else None
         here = self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
