@@ -389,7 +389,7 @@ def counted(comparison: Comparison) -> str:
 def metric(comparison: Comparison) -> str:
     """The name of the job's metric, for use before "over all test samples"."""
     name = comparison.train.get("metric", "accuracy")
-    return "Correct" if name == "accuracy" else f"Mean of {name}, a score from 0 to 1 a sample,"
+    return "Correct" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
 
 
 def setup(each: Compared) -> str:

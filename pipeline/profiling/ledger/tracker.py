@@ -71,7 +71,7 @@ class Tracker:
         """Note that these are the parameters' gradients now."""
 
     def arriving(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same micro-batches, each made inside ``input``."""
+        """Yield the same micro-batches; each is made within ``input``, as a part of the input."""
         while True:
             with self.input():
                 batch = next(batches, None)
