@@ -18,7 +18,7 @@ from pipeline.comparison.figures import accuracy_difference, equal_time, time_to
 from pipeline.environment import hash_of
 from pipeline.params import Compare
 from pipeline.report import sentences
-from pipeline.results import Bench, HistoryRow, Result
+from pipeline.results import Bench, HistoryRow, Result, Unit
 from tests.factories import (
     ENVIRONMENT,
     make_arm,
@@ -70,6 +70,26 @@ def test_every_variant_but_the_baseline_has_a_verdict_on_what_the_bench_and_the_
     assert memory.memory.estimate == pytest.approx(0.55, rel=0.02)
     assert memory.accuracy.mean_fraction == pytest.approx((-10 + 5 + 5) / 10_000 / 3)
     assert memory.reasons == ()
+
+
+@pytest.mark.parametrize(("unit", "decision"), [(Unit(), "undecided"), (Unit(name="tokens", per_sample=64), "same")])
+def test_equal_accuracies_of_few_samples_are_the_same_if_many_tokens_count(unit: Unit, decision: str) -> None:
+    few = BASELINE.dataset.model_copy(update={"test_count": 32})
+    baseline, other = (
+        make_result(
+            name,
+            [
+                make_run(seed, test_correct=8, test_count=32, test_accuracy=0.25, model_sha256=f"{name} {seed}")
+                for seed in (0, 1, 2)
+            ],
+            dataset=few,
+            unit=unit,
+        )
+        for name in ("baseline", "other")
+    )
+    found = by_name(compared(baseline, other))["other"].accuracy
+    assert found
+    assert (found.mean_fraction, found.decision) == (0.0, decision)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from pipeline.gate.decision import (
 )
 from pipeline.params import Config, Margins, Variant, parse
 from pipeline.plans import plans
-from pipeline.results import Arm, Dataset, Result, ResultError, ScoreName
+from pipeline.results import Arm, Dataset, Result, ResultError, ScoreName, Unit
 from tests.conftest import Clone
 from tests.factories import (
     ENVIRONMENT,
@@ -143,7 +143,7 @@ def written_gate(*names: str) -> dict[str, Any]:
         base=Side(commit="b", arms=(control, *bases), **about),
         head=Side(commit="c", arms=tuple(heads), **about),
         dataset=Dataset(name="d", sha256="d" * 64, train_count=60_000, test_count=10_000),
-        score=ScoreName(name="accuracy"),
+        score=ScoreName(name="accuracy"), unit=Unit(),
     )  # fmt: skip
     assert gated.outcome == "passed"
     found: dict[str, Any] = json.loads(gated.to_json())

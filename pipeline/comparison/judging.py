@@ -51,7 +51,7 @@ def judge(
         [each.difference_fraction for each in difference.seeds],
         margins.accuracy,
         baseline.summary.test_accuracy_mean_fraction,
-        1 / baseline.dataset.test_count,
+        1 / (baseline.dataset.test_count * baseline.unit.per_sample),
         identical=_weights(result) == _weights(baseline),
     )
     decisions = {"throughput": throughput.decision, "accuracy": accuracy.decision}

@@ -190,7 +190,7 @@ def accuracy(
     differences: Sequence[float], margin: float, base: float, resolution: float = 0.0, *, identical: bool = False
 ) -> Accuracy:
     """Judge ``differences`` in test accuracy, one per seed, from the baseline's mean ``base``; ``resolution``: the
-    accuracy of one test sample.
+    accuracy of one test sample, or of one token of them.
 
     ``identical``: every seed has the baseline's weights, bit by bit, so the decision is *same* for any number of seeds.
     Otherwise fewer than ``FEWEST_SEEDS`` are undecided.

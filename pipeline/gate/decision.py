@@ -15,7 +15,7 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
 from pipeline.errors import PipelineError
 from pipeline.params import Margins
-from pipeline.results import Arm, Dataset, Document, Record, ScoreName, Window
+from pipeline.results import Arm, Dataset, Document, Record, ScoreName, Unit, Window
 
 Outcome = Literal["passed", "worse", "untrusted", "undecided"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
@@ -89,6 +89,8 @@ class Gated(Judged, Document):
     """The data set of both sides."""
     score: ScoreName
     """What the accuracies of both sides are."""
+    unit: Unit
+    """What the accuracies count; samples where they were not compared."""
     base: Side
     head: Side
     remarks: tuple[str, ...]
@@ -189,7 +191,10 @@ def supported(gated: Gated, baseline: str, max_spread: float, must_see: float) -
         raise ValueError("base, head and decisions have different variants")
     machine = noises(base[baseline], control, max_spread, RoundCost(gated.budget, len(control.samples), gated.seconds))
     compared = accuracies(
-        gated.dataset.test_count, gated.base.test_accuracies, gated.head.test_accuracies, gated.margins.accuracy
+        gated.dataset.test_count * gated.unit.per_sample,
+        gated.base.test_accuracies,
+        gated.head.test_accuracies,
+        gated.margins.accuracy,
     )
     return judge(base, head, machine, gated.margins, compared, must_see).outcome
 
@@ -277,7 +282,8 @@ def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
 def accuracies(
     test_count: int, base: Mapping[str, Mapping[int, float]], head: Mapping[str, Mapping[int, float]], margin: float
 ) -> dict[str, Accuracy]:
-    """Variant -> the head's test accuracies (variant -> seed -> fraction of ``test_count`` samples) minus the base's.
+    """Variant -> the head's test accuracies (variant -> seed -> fraction of ``test_count`` samples or tokens) minus the
+    base's.
 
     Raises GateError if the head lacks an accuracy.
     """

@@ -50,7 +50,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     check_current(config, names)
     margin = min(base.margins.accuracy, config.compare.margins.accuracy)
     trained = {name: _accuracies(base).get(name, {}) for name in names}
-    compared = accuracies(head.dataset.test_count, trained, _accuracies(head), margin)
+    compared = accuracies(head.dataset.test_count * head.unit.per_sample, trained, _accuracies(head), margin)
     worse = ", ".join(name for name in names if compared[name].decision == "worse")
     variants = [{name: each.bench.config["variants"][name] for name in names} for each in (base, head)]
     remarks = [

@@ -44,7 +44,7 @@ from pipeline.gate.decision import (
 )
 from pipeline.gate.settings import differences, judging, require
 from pipeline.params import Config
-from pipeline.results import Arm, Dataset, ScoreName
+from pipeline.results import Arm, Dataset, ScoreName, Unit
 
 RULERS = (
     "benchmark/arm.py",
@@ -98,7 +98,9 @@ def measured(config: Config, revision: str) -> Gated:
             trained = [_test_accuracies(root, names) for root in roots]
         baseline = effective.compare.baseline
         turns = turns_on(here["device"], effective.bench)
-        compared = accuracies(here["dataset"]["test_count"], trained[0], trained[1], effective.compare.margins.accuracy)
+        unit = _unit(roots[1], baseline) if effective.gate.accuracy else Unit()
+        tests = here["dataset"]["test_count"] * unit.per_sample
+        compared = accuracies(tests, trained[0], trained[1], effective.compare.margins.accuracy)
         specs = arms_of(names, baseline, {"base": (base, there), "head": (head, here)})
         rounds = _rounds(effective, specs, turns, compared)
 
@@ -114,6 +116,7 @@ def measured(config: Config, revision: str) -> Gated:
         against=revision,
         margins=effective.compare.margins,
         dataset=Dataset.model_validate(here["dataset"]),
+        unit=unit,
         score=ScoreName(name=here["train"].get("metric", "accuracy")),
         base=Side(
             commit=commit,
@@ -239,6 +242,12 @@ def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
             "Change the metric in a commit of its own, which is not gated, or set gate.accuracy: false on both sides."
         )
     check_seeds(base["seeds"], head["seeds"])
+
+
+def _unit(root: Path, baseline: str) -> Unit:
+    """What the head's result of the baseline counts."""
+    values = json.loads((root / results.result_file(baseline)).read_text(encoding="utf-8"))
+    return Unit.model_validate(values.get("unit", {}))
 
 
 def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, float]]:

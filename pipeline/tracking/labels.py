@@ -83,12 +83,13 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
     comparison = compared(wanted, root)
     if comparison:
-        tags |= {"sessions": str(len(comparison.get("sessions", ()))), **champion(comparison)}
+        measured = len(comparison.get("sessions", ()))
+        one = "1; in others these ratios may differ by an unknown amount"
+        tags |= {"sessions": one if measured == 1 else str(measured), **champion(comparison)}
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
-        tags[f"{REJECTIONS}.{variant}"] = (
-            _rejections(comparison, variant) or "none"
-        )  # replaces the tag of an older report
+        # "none" replaces the tag of an older report.
+        tags[f"{REJECTIONS}.{variant}"] = _rejections(comparison, variant) or "none"
     return tags
 
 
