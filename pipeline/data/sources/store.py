@@ -32,7 +32,7 @@ CONNECT_SECONDS = 5.0
 
 
 LEAST_BYTES_PER_SECOND = 1000
-"""Lowest mean rate of a transfer after ``timeout_seconds``, for a server that sends a byte now and then."""
+"""After ``timeout_seconds``, a transfer with a lower mean rate fails, such as one byte now and then."""
 
 
 class SourceError(Exception):
