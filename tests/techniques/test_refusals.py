@@ -112,7 +112,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("communication_hook", "it needs parallelism 'ddp': set that", communication_hook="post_local_sgd"),
         case("sync_batchnorm", "it needs parallelism 'ddp'", sync_batchnorm=True),
         case("scaling", "it needs parallelism 'ddp'", scaling="weak"),
-        case("bucket_mb", "say 1 or more", parallelism="ddp", compile="default", bucket_mb=0.5),
+        case("bucket_mb", "set 1 or more", parallelism="ddp", compile="default", bucket_mb=0.5),
         case("bucket_mb", "a number above 0", parallelism="ddp", bucket_mb=0),
         case("communication_hook", "'fp16', 'bf16', 'powersgd' or", parallelism="ddp", communication_hook="int8"),
         case("", APART, parallelism="ddp", static_graph=True, gradient_accumulation=2),
