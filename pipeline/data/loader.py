@@ -42,7 +42,7 @@ class WorkerBatches:
         self._epochs = 0
 
     def epoch(self, draws: Sequence[Tensor]) -> Iterator[Batch]:
-        """Yield inputs [b, ...] and targets [b, ...] on the host; ``draws``: [m, b] for each item of Draw."""
+        """Yield inputs [b, ...] and targets [b, ...] on the host. ``draws``: for each item of ``Draw``, [m, b]."""
         self._brake.release()
         self._order.draws = draws
         if self._loader is None:

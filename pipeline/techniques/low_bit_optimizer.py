@@ -7,7 +7,7 @@ from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques.base import Setup, Technique
 
 LEAST_VALUES = 4096
-"""The fewest values of a tensor whose moments bitsandbytes keeps in 8 bits."""
+"""Size, in values, of the smallest tensor whose moments bitsandbytes keeps in 8 bits."""
 
 
 class LowBitOptimizer(Technique):

@@ -15,8 +15,8 @@ class DataLoadingSettings(Section):
 
     data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
         "auto",
-        description="Where batches come from: as train.placement says (auto), data on the device, streamed from the "
-        "memory map, or PyTorch's DataLoader with loader_workers processes.",
+        description="Source of batches. auto: as in train.placement. resident: data on the device. streamed: the "
+        "memory map. dataloader: PyTorch's DataLoader with loader_workers processes.",
     )
     loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
         2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
