@@ -37,7 +37,9 @@ def said(error: BaseException) -> str | None:
     if isinstance(error, PipelineError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
-        return f"{error.filename or 'a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
+        return f"{error.filename or 'the output, or a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
+    if isinstance(error, OSError) and str(error.strerror).startswith("No usable temporary directory"):  # of tempfile
+        return f"{error.strerror}; make room in one of them, or let TMPDIR name another, and run it again."
     if isinstance(error, MemoryError):
         return "this process may not have more memory; give it more, or ask for less of it in params.yaml."
     return None

@@ -1,10 +1,11 @@
-"""The folders of the data; atomic writes: a file is written whole or not at all."""
+"""The folders of the data; atomic writes: a file, some files or a directory is written whole or not at all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +18,16 @@ PREPARED = Path("data/prepared")
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` atomically, with ``whole``."""
-    with whole(path) as file:
-        file.write(text.encode())
+    write_texts({path: text})
+
+
+def write_texts(texts: Mapping[Path, str]) -> None:
+    """Write each text to its path, with ``whole``: all files, or none if the disk has no room for all."""
+    with ExitStack() as opened:
+        for path, text in texts.items():
+            file = opened.enter_context(whole(path))
+            file.write(text.encode())
+            file.flush()
 
 
 def write_array(path: Path, array: Any) -> None:
@@ -56,6 +65,27 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             os.fsync(folder)  # the new name, too
         finally:
             os.close(folder)
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """Give a new, empty directory, which replaces ``path`` at the block's end: whole or not at all.
+
+    An interruption leaves the old or the new one, or the old one as ``.old``. Raises OSError, which names ``path``.
+    """
+    new, old = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "old"))
+    with naming(path):
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        try:
+            yield new
+            shutil.rmtree(old, ignore_errors=True)
+            if path.exists():
+                path.replace(old)
+            new.replace(path)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,40 @@ def test_on_a_full_disk_the_file_stays_and_the_error_names_it(write: Callable[[P
     assert str(path) in str(said(caught.value))
 
 
+@pytest.mark.skipif(not FULL.exists(), reason="Linux alone has it")
+def test_of_several_files_all_or_none_are_written(tmp_path: Path) -> None:
+    texts = {tmp_path / name: name for name in ("a", "in/b", "c")}
+    (tmp_path / "a").write_text("before")
+    (tmp_path / "c.partial").symlink_to(FULL)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        files.write_texts(texts)
+    assert {str(path): path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {
+        str(tmp_path / "a"): "before"
+    }
+    assert caught.value.filename == str(tmp_path / "c")
+    files.write_texts(texts)
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == texts
+
+
+def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "made"
+
+    def write(name: str, error: OSError | None = None) -> None:
+        with files.whole_directory(path) as work:
+            assert list(work.iterdir()) == []
+            (work / name).touch()
+            if error:
+                raise error
+
+    for name in ("first", "second"):
+        write(name)
+        assert [each.name for each in path.iterdir()] == [name]
+    with pytest.raises(OSError, match="No space") as caught:
+        write("third", OSError(errno.ENOSPC, "No space left on device"))
+    assert caught.value.filename == str(path)
+    assert [str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*")] == ["in", "in/made", "in/made/second"]
+
+
 def test_content_and_name_reach_the_disk_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, list[str]]] = []
 
@@ -58,6 +93,15 @@ def test_what_a_person_can_put_right_is_said_and_no_other_error() -> None:
     assert "memory" in str(said(MemoryError()))
     assert said(OSError(errno.ESPIPE, "Illegal seek")) is None
     assert said(ValueError("a fault of ours")) is None
+
+
+def test_a_machine_without_a_place_for_temporary_files_is_told_of_tmpdir(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(FileNotFoundError) as caught:
+        tempfile.mkdtemp()
+    expected = "No usable temporary directory found in ['/proc']; make room in one of them, or let TMPDIR name another"
+    assert str(said(caught.value)).startswith(expected)
 
 
 def test_a_command_ends_with_2_where_it_may_not_write(

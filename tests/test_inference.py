@@ -7,6 +7,7 @@ import importlib.util
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,13 @@ def test_forms_that_need_no_compiler_agree_with_the_plain_one(trained: Trained, 
         assert [each.batch_size for each in form.measured.throughput] == [1, 8]
         for each in form.measured.throughput:
             assert each.low_samples_per_second <= each.samples_per_second <= each.high_samples_per_second
+
+
+def test_a_full_disk_is_no_property_of_a_form(trained: Trained, digits: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "model.pt2.partial").symlink_to("/dev/full")
+    full = replace(trained, scratch=tmp_path)
+    with pytest.raises(PipelineError, match=r"^infer: exported: OSError: .*No space left .*/model\.pt2.* TMPDIR"):
+        measure(full, digits, {"exported": FORMS["exported"]})
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 from pipeline import environment, results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
+from pipeline.errors import PipelineError
 from pipeline.params import Config, Machine, Train, parse
 from pipeline.profiling import steps
 from pipeline.profiling.steps import trace
@@ -303,6 +304,12 @@ def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
     assert times.optimizer_ms > 0
     [finding] = [each for each in findings(Facts((times,), False, "streamed", {})) if each.rule == "waits_for_input"]
     assert "of the step waits for input: set train.placement: resident" in finding.text
+
+
+def test_a_trace_that_cannot_be_written_is_said(digits: Dataset, tmp_path: Path) -> None:
+    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
+    with pytest.raises(PipelineError, match=r"missing/trace\.json could not be written: make room there"):
+        profiled(digits, tmp_path / "missing" / "trace.json", alone)
 
 
 def test_a_plain_step_computes(digits: Dataset, tmp_path: Path) -> None:

@@ -79,14 +79,12 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
 
 
 def export(fetch: Fetch, directory: Path) -> None:
-    """Write the arrays of ``fetch.arrays``, a function or a saved data set, as .npy files into ``directory``.
+    """Write the arrays of ``fetch.arrays``, a function or a saved data set, as .npy files into the empty ``directory``.
 
     A function is called with ``split``, "train" and then "test". It yields dicts of ``inputs`` [n, ...] and, if there
     are any, ``targets`` [n, ...]: the split's next n samples. One chunk is in memory at a time. Raises DataError.
     """
     name = str(fetch.arrays)
-    for each in NAMES:
-        (directory / f"{each}.npy").unlink(missing_ok=True)
     for split, prefix in (("train", ""), ("test", "test_")):
         chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
         files: dict[str, GrowingArray] = {}

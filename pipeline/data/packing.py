@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ from pipeline.data.decoded import Chunk, Decoded
 from pipeline.data.growing import GrowingArray
 from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, check_batch
 from pipeline.errors import ConfigError
+from pipeline.files import whole_directory
 from pipeline.params import Config
 
 Digests = npt.NDArray[np.uint64]
@@ -39,10 +39,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     Raises DataError if the raw files cannot be decoded, a split is empty, or nothing can be learned from its values.
     """
     decoded = decode(config, raw)
-    work = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
+    with whole_directory(out) as work:
         arrays, train_digests = _write_split(work, "train", decoded.train)
         test_arrays, test_digests = _write_split(work, "test", decoded.test)
         if test_arrays != arrays:
@@ -67,9 +64,6 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         description = description.model_copy(update={"sha256": description.digest()})
         text = json.dumps(description.model_dump(mode="json"), indent=2) + "\n"
         (work / DESCRIPTION).write_text(text, encoding="utf-8")
-        _replace_directory(work, out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     rows = ", ".join(f"{name} {each.dtype} {list(each.shape)}" for name, each in arrays.items())
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
@@ -186,13 +180,3 @@ def _class_counts(split: str, arrays: Mapping[str, npt.NDArray[Any]], decoded: D
 def _check_range(what: str, values: npt.NDArray[Any], count: int, of: str) -> None:
     if values.min() < 0 or values.max() >= count:
         raise DataError(f"{what} are {values.min()} to {values.max()}, but there are {count} {of}.")
-
-
-def _replace_directory(new: Path, directory: Path) -> None:
-    """Replace ``directory`` with ``new``. An interruption leaves the old or the new one, or the old one as ``.old``."""
-    old = directory.with_name(f"{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.replace(old)
-    new.replace(directory)
-    shutil.rmtree(old, ignore_errors=True)

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from pipeline.comparison.comparison_file import Comparison
-from pipeline.files import write_text
+from pipeline.files import write_texts
 from pipeline.report.data import accuracy_csv, loss_csv, metrics, ratios_csv, verdicts
 from pipeline.report.markdown import markdown
 from pipeline.report.page import html
@@ -21,22 +21,24 @@ __all__ = ["REPORTS", "accuracy_csv", "html", "loss_csv", "markdown", "metrics",
 
 
 def write(comparison: Comparison, histories: Histories, directory: Path = REPORTS) -> None:
-    """Write the whole report into ``directory``.
+    """Write the whole report into ``directory``, or leave the files there as they are.
 
     The files: ``comparison.{json,md,html}``; ``verdicts.json``, the data of ``dvc metrics show`` and ``diff``;
     ``metrics/<variant>.json``, all figures of a variant; ``accuracy.csv``, ``loss.csv`` and ``ratios.csv``, the data of
     ``dvc plots show``. Metrics of variants that are no longer compared are removed.
     """
-    write_text(directory / "comparison.json", comparison.to_json())
-    write_text(directory / "comparison.md", markdown(comparison))
-    write_text(directory / "comparison.html", html(comparison, histories))
-    write_text(directory / "accuracy.csv", accuracy_csv(comparison, histories))
-    write_text(directory / "loss.csv", loss_csv(comparison, histories))
-    write_text(directory / "ratios.csv", ratios_csv(comparison))
-    files: dict[Path, object] = {
-        directory / f"metrics/{each.variant}.json": metrics(each) for each in comparison.variants
+    values: dict[str, object] = {f"metrics/{each.variant}.json": metrics(each) for each in comparison.variants}
+    values["verdicts.json"] = verdicts(comparison)
+    texts = {
+        "comparison.json": comparison.to_json(),
+        "comparison.md": markdown(comparison),
+        "comparison.html": html(comparison, histories),
+        "accuracy.csv": accuracy_csv(comparison, histories),
+        "loss.csv": loss_csv(comparison, histories),
+        "ratios.csv": ratios_csv(comparison),
+        **{name: json.dumps(content, indent=2, allow_nan=False) + "\n" for name, content in values.items()},
     }
+    files = {directory / name: text for name, text in texts.items()}
+    write_texts(files)
     for stale in set((directory / "metrics").glob("*.json")) - files.keys():
         stale.unlink()
-    for file, content in {directory / "verdicts.json": verdicts(comparison), **files}.items():
-        write_text(file, json.dumps(content, indent=2, allow_nan=False) + "\n")

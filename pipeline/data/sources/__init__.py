@@ -7,6 +7,7 @@ source it came from.
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -16,6 +17,7 @@ from pipeline.data.sources.local import describe_synthetic, export_digits, list_
 from pipeline.data.sources.places import Mirror
 from pipeline.data.sources.store import SourceError, Store, say
 from pipeline.errors import count
+from pipeline.files import whole_directory
 from pipeline.params import Fetch
 
 
@@ -36,9 +38,11 @@ def fetch(config: Fetch, directory: Path) -> None:
     elif config.dataset == "image_folder":
         list_images(config, target)
     elif config.dataset == "arrays":
-        if arrays.is_exported(config):
-            arrays.export(config, target)
-        list_files(arrays.KEY, arrays.root(config, target), arrays.files(config, target), target)
+        exported = arrays.is_exported(config)
+        with whole_directory(target) if exported else nullcontext(target) as place:
+            if exported:
+                arrays.export(config, place)
+            list_files(arrays.KEY, arrays.root(config, place), arrays.files(config, place), place)
     elif config.dataset in text.FOLDERS:
         list_files("fetch.text_folder", text.root(config), text.files(config), target)
     elif config.dataset == "synthetic":

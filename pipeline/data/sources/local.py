@@ -14,8 +14,8 @@ import numpy as np
 
 from pipeline.data import LIMIT_BYTES, LISTING, SYNTHETIC_DESCRIPTION, DataError, file_sha256
 from pipeline.data.sources.store import progress, say
-from pipeline.errors import printable
-from pipeline.files import write_array
+from pipeline.errors import printable, said
+from pipeline.files import naming, write_array, write_text
 from pipeline.params import Fetch, Synthetic
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -40,7 +40,7 @@ def describe_synthetic(asked: Synthetic, target: Path) -> None:
             f"fetch.synthetic: found {asked.train + asked.test:,} samples of shape {asked.shape}, which take "
             f"{needed:,} bytes, but {target} has {free:,} free; allowed: fewer or smaller samples."
         )
-    (target / SYNTHETIC_DESCRIPTION).write_text(asked.model_dump_json() + "\n", encoding="utf-8")
+    write_text(target / SYNTHETIC_DESCRIPTION, asked.model_dump_json() + "\n")
 
 
 def list_images(config: Fetch, target: Path) -> None:
@@ -93,11 +93,12 @@ def parent_instead(root: Path) -> str:
 def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None:
     """Write a listing of ``paths``, which are relative to ``root`` and stay there: path, size and SHA-256 of each.
 
-    Raises DataError, naming ``key``, if one cannot be read.
+    Raises DataError, naming ``key``, if one cannot be read, and OSError if this user has no right or the disk no room.
     """
     partial = target / f"{LISTING}.partial"
     try:
         with (
+            naming(target / LISTING),
             partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
             ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the GIL
             progress("checksums", len(paths), " files") as bar,
@@ -109,7 +110,9 @@ def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None
                 bar.update()
         partial.replace(target / LISTING)
     except OSError as error:
-        raise DataError(f"{key}: {error.filename or partial}: {error.strerror}.") from None
+        if said(error):
+            raise
+        raise DataError(f"{key}: {error.filename}: {error.strerror}.") from None
     finally:
         partial.unlink(missing_ok=True)
-    say(f"listed {len(paths)} files of {root}")
+    say(f"listed {len(paths)} files of {key}")

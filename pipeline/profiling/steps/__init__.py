@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from pipeline import environment, files, results
 from pipeline.distributed import launch
+from pipeline.errors import PipelineError
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
 from pipeline.processes.malloc import keep_freed_memory
@@ -129,6 +130,8 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
         profiler.step()
         profiled = advance()
     profiler.export_chrome_trace(str(file))
+    if not file.exists():  # torch has only logged an error
+        raise PipelineError(f"{file} could not be written: make room there, or let TMPDIR name another directory.")
     plain += advance()
     gpu = (device.index or 0) if device.type == "cuda" else None
     return trace.Trace(trace.read(file), gpu), statistics.median(plain), statistics.median(profiled)
@@ -201,13 +204,11 @@ def _memory_snapshot(training: Training, file: Path) -> bool:
 
 
 def _write(made: Profile, scratch: Path, *, on_gpu: bool) -> None:
-    """Write the variant's files; ``profile.json`` comes last."""
-    directory = results.profile_directory(made.variant)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    with (scratch / "trace.json").open("rb") as plain, gzip.open(directory / "trace.json.gz", "wb") as packed:
-        shutil.copyfileobj(plain, packed)
-    if made.has_memory_snapshot:
-        shutil.move(scratch / "memory.pickle", directory / "memory.pickle")
-    files.write_text(directory / "profile.md", markdown(made, on_gpu=on_gpu))
-    files.write_text(directory / "profile.json", made.to_json())
+    """Write the variant's files, all or none."""
+    with files.whole_directory(results.profile_directory(made.variant)) as directory:
+        with (scratch / "trace.json").open("rb") as plain, gzip.open(directory / "trace.json.gz", "wb") as packed:
+            shutil.copyfileobj(plain, packed)
+        if made.has_memory_snapshot:
+            shutil.move(scratch / "memory.pickle", directory / "memory.pickle")
+        files.write_text(directory / "profile.md", markdown(made, on_gpu=on_gpu))
+        files.write_text(directory / "profile.json", made.to_json())

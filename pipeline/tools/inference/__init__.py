@@ -5,6 +5,8 @@ A form that cannot run on this machine is in the result with the reason; none is
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import tempfile
 import time
@@ -34,6 +36,7 @@ __all__ = ["Inference", "forms_on", "run"]
 PLAIN = "eager"
 _AGAIN = "eager again"
 CALIBRATION_SAMPLES = 256
+NO_ROOM = os.strerror(errno.ENOSPC)
 _NATIVE_FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 
 
@@ -104,8 +107,8 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
         forms=tuple(forms),
         noise=tuple(noise),
     )
-    files.write_text(results.inference_file(name, "md"), markdown(found))
-    files.write_text(results.inference_file(name, "json"), found.to_json())
+    texts = {"md": markdown(found), "json": found.to_json()}
+    files.write_texts({results.inference_file(name, kind): text for kind, text in texts.items()})
     for form in found.forms:
         if form.why_not:
             print(f"{name}: {form.name} on {form.device_type} is not available: {form.why_not}", flush=True)
@@ -146,6 +149,10 @@ def forms_on(
             if name == PLAIN:
                 raise
             reasons[name] = cause(error)
+        if NO_ROOM in reasons.get(name, ""):  # no property of the form
+            raise PipelineError(
+                f"infer: {name}: {reasons[name]}. Make room there, or let TMPDIR name another directory."
+            )
     calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},

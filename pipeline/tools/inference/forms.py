@@ -14,11 +14,13 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from pipeline import files
 from pipeline.environment import software
 from pipeline.errors import first_line
 
@@ -92,7 +94,9 @@ def exported(trained: Trained) -> Made:
     run."""
     file = trained.scratch / "model.pt2"
     program = _export(trained.deployed(), trained.samples)
-    torch.export.save(program, file)
+    with BytesIO() as content, files.whole(file) as written:  # torch's writer ends the process if a disk is full
+        torch.export.save(program, content)
+        written.write(content.getbuffer())
     loaded = torch.export.load(file).module()
     return Made(loaded, bytes_of(loaded), file.stat().st_size)
 
