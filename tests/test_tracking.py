@@ -9,12 +9,13 @@ import os
 import re
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.parse
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -25,8 +26,10 @@ import mlflow
 import numpy as np
 import pytest
 import torch
+import yaml
 from mlflow.data import get_source
 from mlflow.entities import Run as MlflowRun
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from pipeline import environment, models, report, results, tracking
@@ -49,6 +52,7 @@ from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, Wa
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
+from tests import workspaces
 from tests.factories import (
     DESCRIBED,
     ENVIRONMENT,
@@ -163,12 +167,16 @@ def own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def root(tmp_path: Path, empty_database: Path) -> Path:
     """A checkout with results of two variants and a fresh store."""
     root = tmp_path / "a checkout"
+    write_checkout(root)
+    shutil.copy(empty_database, root / "mlflow.db")
+    return root
+
+
+def write_checkout(root: Path) -> None:
     for variant in VARIANTS:
         write_result(root, variant)
     write_report(root)
     (root / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    shutil.copy(empty_database, root / "mlflow.db")
-    return root
 
 
 def client_of(root: Path) -> MlflowClient:
@@ -416,6 +424,70 @@ def test_a_store_that_another_process_keeps_locked_holds_nobody_up(
         assert tracking.publish(config_of(), root).failed
     assert "mlflow.db.lock locked for 0.2 s The result files are complete" in capsys.readouterr().err
     assert tracking.publish(config_of(), root).written == 4
+
+
+@pytest.mark.slow
+def test_a_store_that_sqlite_keeps_locked_holds_nobody_up(root: Path) -> None:
+    with closing(sqlite3.connect(root / "mlflow.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        _, said = start(root, "publish").communicate()
+    held = "mlflow.db: database is locked. Another process holds it: end that one, or wait for it. The result files are"
+    assert held in said
+    assert tracking.publish(config_of(), root).written == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "(raised as a result of Query-invoked autoflush) (sqlite3.OperationalError) database or disk is full "
+            "[SQL: INSERT INTO tags (key, value) VALUES (?, ?)] [parameters: [('a', 'database is locked')]]",
+            "database or disk is full. Make room there.",
+        ),
+        (
+            "(sqlite3.OperationalError) attempt to write a readonly database\n[SQL: INSERT",
+            "attempt to write a readonly database. Let this user write there.",
+        ),
+        (
+            "(sqlite3.OperationalError) unable to open database file",
+            "unable to open database file. Let this user write there.",
+        ),
+        ("(psycopg2.OperationalError) gone", "MlflowException: (psycopg2.OperationalError) gone"),
+    ],
+)
+def test_what_sqlite_refuses_is_said_without_its_statement(error: str, said: str) -> None:
+    assert stores.describe("sqlite:///mlflow.db", MlflowException(error)) == f"MLflow at sqlite:///mlflow.db: {said}"
+
+
+@pytest.mark.slow
+def test_a_disk_that_cannot_be_written_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+
+    def publish() -> str:
+        command = [sys.executable, "-m", "pipeline", "publish"]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr, done.stderr.count("\n") <= 1) == (0, False, True), done
+        return done.stderr
+
+    with workspaces.disk(tmp_path / "disk") as place:
+        root = place / "a checkout"
+        write_checkout(root)
+        (root / "params.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
+        before = {file: file.read_bytes() for file in root.rglob("*.*") if file.is_file()}
+        workspaces.remount(place, "ro")
+        assert "mlflow.db.lock' Let this user write there. The result files are complete" in publish()
+        workspaces.remount(place, "rw")
+        for free_bytes in (0, 1 << 16, 3 << 18, 1 << 20, 5 << 18, 3 << 19, 1 << 22):  # the database has about 3 << 18
+            workspaces.fill(place, free_bytes)
+            if not (said := publish()):
+                break
+            assert ("disk is full. Make room there." in said) or ("No space left on device" in said), said
+            assert " Make room there. The result files are complete" in said
+            assert {file: file.read_bytes() for file in before} == before
+        assert free_bytes > 3 << 18
+        workspaces.fill(place, 1 << 24)
+        assert publish() == ""
+        family(root)
 
 
 def delete_run(root: Path, name: str) -> None:
@@ -906,6 +978,17 @@ def test_a_model_that_cannot_be_logged_is_named_and_the_run_stands(
     assert children["ddp-seed0"].data.tags["model"].startswith("not logged: DataError: ")
     assert "the model of ddp-seed0 is not in MLflow" in capsys.readouterr().err
     assert agrees(root, config_of(models=True))
+
+
+def test_where_no_model_can_be_exported_for_want_of_room_no_run_is_complete(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_models(root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    assert tracking.publish(config_of(models=True), root).failed
+    assert "No space left on device: '/" in (said := capsys.readouterr().err)
+    assert "' Make room there. The result files are complete" in said
+    assert not any(COMPLETE in run.data.tags for run in runs_of(root))
 
 
 # promote

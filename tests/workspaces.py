@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +34,28 @@ def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any])
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     furnish(config := parse(params))
     return config
+
+
+@contextmanager
+def disk(place: Path) -> Iterator[Path]:
+    """Mount a disk of 32 MiB at ``place`` while the block runs; skip the test where this user may not."""
+    place.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(place)]
+    if subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("root alone may mount a disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def remount(place: Path, how: str) -> None:
+    """Make the disk at ``place`` read-only ("ro") or writable ("rw")."""
+    subprocess.run(["mount", "-o", f"remount,{how}", str(place)], check=True)
+
+
+def fill(place: Path, free_bytes: int) -> None:
+    """Fill the disk at ``place`` until ``free_bytes`` are left."""
+    filler = place / "filler"
+    filler.unlink(missing_ok=True)
+    filler.write_bytes(bytes(max(0, os.statvfs(place).f_bavail * os.statvfs(place).f_frsize - free_bytes)))

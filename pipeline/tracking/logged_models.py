@@ -7,6 +7,9 @@ can run anything. docs/mlflow.md says how to load without pickles, and which ris
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
@@ -40,11 +43,15 @@ class NotLoggable(Exception):
 def log(store: Store, run_id: str, child: Child) -> LoggedModel:
     """Log the model of ``child`` under its run.
 
-    Raises NotLoggable, MLflow's errors, and ResultError if the weights here are not those that the result names.
+    Raises NotLoggable, MLflow's errors, OSError if the disk of temporary files has no room for the model, and
+    ResultError if the weights here are not those that the result names.
     """
     weights = checkpoints.weights(child.result, child.run.seed, child.root / results.MODELS)
     client = store.client
     with tempfile.TemporaryDirectory() as temporary:
+        needed = 2 * sum(tensor.nbytes for tensor in weights.values()) + (1 << 20)
+        if shutil.disk_usage(temporary).free < needed:  # torch's writer would end the process
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
         directory = Path(temporary) / "model"
         model = Model(run_id=run_id)
         try:

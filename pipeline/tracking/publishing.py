@@ -17,7 +17,7 @@ from pipeline.tracking.reconciliation import Changes, reconcile
 from pipeline.tracking.stores import Store
 
 NO_HARM = (
-    "The result files are complete and nothing is lost. Once MLflow answers, run `python -m pipeline publish` "
+    "The result files are complete and nothing is lost. Once MLflow works, run `python -m pipeline publish` "
     "(or `dvc repro`); MLFLOW_TRACKING_URI says where it is, and without it a local store is used."
 )
 

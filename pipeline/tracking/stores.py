@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -56,6 +57,20 @@ EXPERIMENT_TAGS = {
     ),
 }
 
+OF_SQLITE = re.compile(r"\(sqlite3\.\w+\) (.+?)(?: \[SQL: |$)")
+"""The reason in an SQLAlchemy error's message; its statement and values follow."""
+
+REMEDIES = {
+    "database is locked": "Another process holds it: end that one, or wait for it.",
+    "disk is full": "Make room there.",
+    os.strerror(errno.ENOSPC): "Make room there.",
+    "readonly database": "Let this user write there.",
+    "unable to open database file": "Let this user write there.",
+    os.strerror(errno.EROFS): "Let this user write there.",
+    os.strerror(errno.EACCES): "Let this user write there.",
+}
+"""Part of an error's message -> what to do."""
+
 
 class MisplacedStore(Exception):
     """The default store belongs to another directory. The message says what to do."""
@@ -85,9 +100,12 @@ def warn(message: str) -> None:
 def describe(uri: str, error: Exception) -> str:
     """What failed, in one line, without secrets."""
     reason = redacted(" ".join(str(error).split()))
-    if not isinstance(error, MisplacedStore):
+    if of_sqlite := OF_SQLITE.search(reason):
+        reason = f"{of_sqlite[1]}."
+    elif not isinstance(error, MisplacedStore):
         reason = f"{type(error).__name__}: {reason}"
-    return f"MLflow at {redacted(uri)}: {reason if len(reason) <= 400 else reason[:397] + '...'}"
+    shown = reason if len(reason) <= 400 else reason[:397] + "..."
+    return " ".join([f"MLflow at {redacted(uri)}: {shown}", *(REMEDIES[key] for key in REMEDIES if key in reason)])
 
 
 class Store:
