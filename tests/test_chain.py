@@ -36,10 +36,8 @@ RESULT, HISTORY, BENCH, DATA, HERE, PARAMETERS, REPORT = (
 PAGE = "reports/comparison.html"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job's files, as `dvc repro` leaves them."""
-    root = tmp_path_factory.mktemp("job")
+def write_job(root: Path) -> None:
+    """Write the files from which a job's comparison is made."""
     config = parse(PARAMS)
     here = ENVIRONMENT | stages.described(config, plans(config, CPU))
     save(root / HERE, here)
@@ -62,6 +60,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         results.write(measured[-1], results.result_file(name, root / "results"))
     keys = {each.variant: stages.key(here, "bench", each.variant) for each in measured}
     (root / BENCH).write_text(make_bench(measured, keys=keys).to_json(), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job's files, as `dvc repro` leaves them."""
+    root = tmp_path_factory.mktemp("job")
+    write_job(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         assert cli.main(["compare"]) == 0

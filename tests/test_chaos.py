@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import functools
+import io
+import itertools
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.benchmark import stage as benchmark
+from pipeline.cli import main
 from pipeline.data import prepared
-from pipeline.params import parse
-from tests import chaos
+from tests import chaos, workspaces
 from tests.commands import Command
 from tests.conftest import Clone
-from tests.workspaces import enter, furnish
+from tests.factories import make_bench
+from tests.test_chain import write_job
+from tests.workspaces import enter, fill, remount
 
 
 @pytest.mark.slow
@@ -36,24 +47,10 @@ def test_jobs_that_are_killed_end_as_if_they_had_not_been(
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A disk of 32 MiB as the current directory, furnished like a checkout."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(place)]
-    if subprocess.run(mounting, capture_output=True).returncode:
-        pytest.skip("root alone may mount a disk")
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("PYTHONPATH", str(chaos.ROOT))
-    furnish(parse(chaos.PARAMS))
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def fill(place: Path, free_bytes: int) -> None:
-    """Fill the disk until ``free_bytes`` are left."""
-    filler = place / "filler"
-    filler.unlink(missing_ok=True)
-    filler.write_bytes(bytes(max(0, os.statvfs(place).f_bavail * os.statvfs(place).f_frsize - free_bytes)))
+    """A small disk as the current directory, furnished like a checkout."""
+    with workspaces.disk(tmp_path / "disk") as place:
+        enter(place, monkeypatch, chaos.PARAMS)
+        yield place
 
 
 @pytest.mark.slow
@@ -61,12 +58,12 @@ def fill(place: Path, free_bytes: int) -> None:
 def test_a_job_that_cannot_write_says_so_and_ends_with_the_same_weights_once_it_can(job: str, disk: Path) -> None:
     chaos.complete(job)
     expected = chaos.outcome(job)
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    remount(disk, "ro")
     command = Command("train", job, variables=dict(os.environ))
     output = command.communicate(chaos.JOB_SECONDS)
     assert (command.returncode, "Traceback" in output) == (2, False), output
     assert "Read-only file system; let this user " in output
-    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    remount(disk, "rw")
 
     chaos.forget(job)
     for free_bytes in (0, 1 << 14, 1 << 17, 3 << 17, 3 << 18):  # the checkpoint has about 1 << 18
@@ -81,6 +78,180 @@ def test_a_job_that_cannot_write_says_so_and_ends_with_the_same_weights_once_it_
     fill(disk, 1 << 24)
     chaos.complete(job)
     assert chaos.outcome(job) == expected
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage that is to write where it cannot."""
+
+    command: tuple[str, ...]
+    edited: str = "none"
+    """A pattern of its files that are edited before, so that the stage writes something else than stood there."""
+    fetch: Mapping[str, Any] = field(default_factory=lambda: {"dataset": "digits"})
+
+
+ROWS = {"dataset": "arrays", "arrays": "own_rows:samples"}
+MADE_UP = {"dataset": "synthetic", "synthetic": {"train": 20, "test": 10, "shape": [1, 4, 4]}}
+STAGES = {
+    "environment": Stage(("environment",), "environment.json"),
+    "fetch": Stage(("fetch",)),
+    "fetch, arrays of a function": Stage(("fetch",), "data/raw/arrays/*.csv", ROWS),
+    "fetch, made-up samples": Stage(("fetch",), "data/raw/synthetic/*", MADE_UP),
+    "prepare": Stage(("prepare",), "data/prepared/*.json"),
+    "bench": Stage(("bench",), "bench.json"),
+    "bench --again": Stage(("bench", "--again"), "sessions/*"),
+    "profile": Stage(("profile", "baseline"), "profiles/baseline/*"),
+    "infer": Stage(("infer", "baseline"), "inference/*"),
+    "compare": Stage(("compare",), "reports/**/*.*"),
+}
+SMALL: dict[str, Any] = {
+    "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 10, "warmup_steps": 2, "deterministic": False},
+    "profile": {"steps": 2},
+    "infer": {"forms": ["exported"], "batch_sizes": [1], "rounds": 1, "window_seconds": 0.001},
+    "publish": {"live": False},
+    "variants": {"baseline": {}},
+}
+KINDS = {
+    "full": "No space left on device; make room there and run it again: what was finished is kept.",
+    "read-only": "Read-only file system; let this user read and write there, and run it again.",
+}
+OWN_ROWS = """
+import numpy as np
+
+def samples(split):
+    yield {"inputs": np.arange(60, dtype=np.uint8).reshape(20, 3), "targets": np.arange(20) % 2}
+"""
+
+
+def bench_at_once() -> None:
+    """Let the bench have measured already."""
+    benchmark._measured = lambda *_, **__: make_bench()  # type: ignore[assignment]
+
+
+def begin(stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Run the stage once, with what it needs, in ``folder``, the current directory from now on; return its contents."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(benchmark, "_measured", benchmark._measured)
+    bench_at_once()
+    if stage.command == ("compare",):
+        write_job(folder)
+    else:
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.delitem(sys.modules, "own_rows", raising=False)
+        Path("own_rows.py").write_text(OWN_ROWS, encoding="utf-8")
+        enter(folder, monkeypatch, SMALL | {"fetch": stage.fetch})
+    if "infer" in stage.command:
+        assert main(["train", "baseline"]) == 0
+    assert main(stage.command) == 0
+    for path in Path().glob(stage.edited):
+        path.write_text("{}", encoding="utf-8")
+    return contents()
+
+
+def contents() -> dict[str, bytes]:
+    """Return the bytes of each file of the current directory, but for those that no stage needs."""
+    found = {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    return {name: found[name] for name in found if not name.startswith((".cache/", "__pycache__/", "filler"))}
+
+
+def assert_lost_nothing(code: int | None, said: str, kind: str, before: dict[str, bytes]) -> str:
+    """Check how a stage ended that could not write; return the name in its message."""
+    assert (code, "Traceback" in said) == (2, False), said
+    error = re.search(rf"^error: (rank 0: )?(.+): {re.escape(KINDS[kind])}$", said, re.MULTILINE)
+    assert error, said
+    after = contents()
+    assert {name: after.get(name) for name in before} == before
+    assert not [name for name in after if ".partial" in name]
+    chaos.assert_whole(Path.cwd())
+    return error[2]
+
+
+@contextmanager
+def unwritable(kind: str, written: int) -> Iterator[list[str]]:
+    """Let no file below the current directory be written: on a read-only disk, none, and no directory changed; on a
+    full one, none but the first ``written``. Yield the list to which the names of those refused are added."""
+    here, opened, refused, real = Path.cwd(), itertools.count(), list[str](), io.open
+
+    def is_here(file: Any, folder: int | None = None) -> bool:
+        path = Path.cwd() / file if folder is None else Path(f"/dev/fd/{folder}").resolve() / file
+        return path.is_relative_to(here) and not path.is_relative_to(here / ".cache")
+
+    def refuse(file: Any) -> None:
+        refused.append(str(file))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
+
+    def opening(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if not isinstance(file, int) and set("wax+") & set(mode) and is_here(file):
+            if kind == "read-only":
+                refuse(file)
+            if next(opened) >= written:
+                refused.append(str(file))
+                real(file, mode).close()
+                file = "/dev/full"
+        return real(file, mode, *arguments, **named)
+
+    def changing(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(file: Any, *arguments: Any, dir_fd: int | None = None, **named: Any) -> None:
+            if is_here(file, dir_fd) and not (change is mkdir and Path(file).exists()):
+                refuse(file)
+            change(file, *arguments, **named, **({} if dir_fd is None else {"dir_fd": dir_fd}))
+
+        return changed
+
+    mkdir = os.mkdir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtins, "open", opening)
+        patch.setattr(io, "open", opening)
+        for name in ("mkdir", "rename", "replace", "rmdir", "unlink") if kind == "read-only" else ():
+            patch.setattr(os, name, changing(getattr(os, name)))
+        yield refused
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has it")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "infer")) for each in STAGES])
+def test_a_stage_that_cannot_write_says_so_and_loses_nothing(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk at any write: at the first, at the second, and so on."""
+    stage = STAGES[name]
+    before = begin(stage, tmp_path, monkeypatch)
+    for written in range(1 if kind == "read-only" else 100):
+        capfd.readouterr()
+        with unwritable(kind, written) as refused:
+            code = main(stage.command)
+        if not refused:
+            break
+        named = assert_lost_nothing(code, capfd.readouterr().err, kind, before)
+        assert refused[0].startswith(named)
+    assert written or kind == "read-only"
+    assert main(stage.command) == 0
+    assert contents().keys() == before.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [each for each in STAGES if each != "fetch, made-up samples"])  # asks for room first
+def test_so_does_a_stage_on_a_real_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = STAGES[name]
+
+    def run() -> tuple[int | None, str]:
+        command = Command(*stage.command, variables=dict(os.environ), first=bench_at_once)
+        output = command.communicate(chaos.JOB_SECONDS)
+        return command.returncode, output
+
+    with workspaces.disk(tmp_path / "disk") as place:
+        before = begin(stage, place, monkeypatch)
+        remount(place, "ro")
+        assert_lost_nothing(*run(), "read-only", before)
+        remount(place, "rw")
+        for free_bytes in (0, *(1 << power for power in range(12, 24, 2))):
+            fill(place, free_bytes)
+            code, output = run()
+            if code == 0:
+                break
+            assert_lost_nothing(code, output, "full", before)
+        assert free_bytes
+        assert (code, contents().keys()) == (0, before.keys()), output
 
 
 @pytest.fixture
