@@ -125,7 +125,7 @@ def samples(split):
 
 def bench_at_once() -> None:
     """Let the bench have measured already."""
-    benchmark._measured = lambda *_, **__: make_bench()  # type: ignore[assignment]
+    benchmark._measured = lambda *_, **__: make_bench()
 
 
 def begin(stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:

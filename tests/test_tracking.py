@@ -463,31 +463,31 @@ def test_what_sqlite_refuses_is_said_without_its_statement(error: str, said: str
 def test_a_disk_that_cannot_be_written_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
 
-    def publish() -> str:
+    def publish(checkout: Path) -> str:
         command = [sys.executable, "-m", "pipeline", "publish"]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
         assert (done.returncode, "Traceback" in done.stderr, done.stderr.count("\n") <= 1) == (0, False, True), done
         return done.stderr
 
     with workspaces.disk(tmp_path / "disk") as place:
-        root = place / "a checkout"
-        write_checkout(root)
-        (root / "params.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
-        before = {file: file.read_bytes() for file in root.rglob("*.*") if file.is_file()}
+        checkout = place / "a checkout"
+        write_checkout(checkout)
+        (checkout / "params.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
+        before = {file: file.read_bytes() for file in checkout.rglob("*.*") if file.is_file()}
         workspaces.remount(place, "ro")
-        assert "mlflow.db.lock' Let this user write there. The result files are complete" in publish()
+        assert "mlflow.db.lock' Let this user write there. The result files are complete" in publish(checkout)
         workspaces.remount(place, "rw")
         for free_bytes in (0, 1 << 16, 3 << 18, 1 << 20, 5 << 18, 3 << 19, 1 << 22):  # the database has about 3 << 18
             workspaces.fill(place, free_bytes)
-            if not (said := publish()):
+            if not (said := publish(checkout)):
                 break
             assert ("disk is full. Make room there." in said) or ("No space left on device" in said), said
             assert " Make room there. The result files are complete" in said
             assert {file: file.read_bytes() for file in before} == before
         assert free_bytes > 3 << 18
         workspaces.fill(place, 1 << 24)
-        assert publish() == ""
-        family(root)
+        assert publish(checkout) == ""
+        family(checkout)
 
 
 def delete_run(root: Path, name: str) -> None:

@@ -107,8 +107,12 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
         forms=tuple(forms),
         noise=tuple(noise),
     )
-    texts = {"md": markdown(found), "json": found.to_json()}
-    files.write_texts({results.inference_file(name, kind): text for kind, text in texts.items()})
+    files.write_texts(
+        {
+            results.inference_file(name, "md"): markdown(found),
+            results.inference_file(name, "json"): found.to_json(),
+        }
+    )
     for form in found.forms:
         if form.why_not:
             print(f"{name}: {form.name} on {form.device_type} is not available: {form.why_not}", flush=True)
