@@ -24,7 +24,7 @@ def bench_of(
     variant: tuple[float, float] = (1.0, 1.0),
     without: tuple[float, float] = (1.0, 1.0),
     alone: tuple[float, float] = (1.0, 1.0),
-    refused: dict[int, str] | None = None,
+    rejected: dict[int, str] | None = None,
     **changes: Any,
 ) -> Bench:
     """One technique, channels_last, of one stack; throughput and memory as multiples of the baseline's."""
@@ -32,7 +32,7 @@ def bench_of(
         make_arm("baseline"),
         make_arm("stack", applied=STACK, throughput=variant[0], memory=variant[1]),
         make_arm("stack", "with", "channels_last", applied={"channels_last": True}, throughput=alone[0],
-                 memory=alone[1], rejected=refused),
+                 memory=alone[1], rejected=rejected),
         make_arm("stack", "without", "channels_last", applied={"gradient_accumulation": 4}, throughput=without[0],
                  memory=without[1]),
         make_arm("baseline", "aa_control"),

@@ -561,7 +561,7 @@ def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) 
     retries += 2
     memory.close(measured=True)
     [rejection] = of_memory(memory)
-    assert "the allocator ran out of memory and flushed its cache 2 time(s)" in rejection.reason
+    assert "the allocator ran out of memory and flushed its cache 2 times" in rejection.reason
     assert rejection.voids_memory
 
 

@@ -293,7 +293,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
             "bench.json": of_json(a_little_faster, indent=1),
             "reports/comparison.json": of_json(lambda said: a_little_faster(said["bench"])),
         },
-        r"reports/comparison\.json: variants\[1\]\.throughput\.sessions\[0\]\.low is 1\.\d+ there; .* follows 1\.",
+        r"reports/comparison\.json: variants\[1\]\.throughput\.sessions\[0\]\.low is 1\.\d+ there; .* give 1\.",
     ),
     "rounds that would give another verdict": (
         {
@@ -301,7 +301,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
             "sessions/20261121T080000.json": of_json(slower, indent=1),
             "reports/comparison.json": of_json(lambda said: slower(said["bench"])),
         },
-        r'reports/metrics/ddp\.json: verdict is "pays" there; .* follows "costs"\.',
+        r'reports/metrics/ddp\.json: verdict is "pays" there; .* give "costs"\.',
     ),
     "a round of another session": (
         {"sessions/20261121T080000.json": of_json(slower, indent=1)},
@@ -309,7 +309,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "a verdict": (
         {"reports/comparison.json": of_json(lambda said: said["variants"][2].update(verdict="pays"))},
-        r'reports/comparison\.json: variants\[2\]\.verdict is "pays" there; .* follows "trades"',
+        r'reports/comparison\.json: variants\[2\]\.verdict is "pays" there; .* give "trades"',
     ),
     "an interval": (
         {"reports/comparison.json": of_json(lambda said: said["variants"][1]["throughput"].update(low=1.5))},
@@ -325,11 +325,11 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "a key more": (
         {"reports/comparison.json": of_json(lambda said: said.update(note=None))},
-        r"reports/comparison\.json: note is null there; .* follows missing",
+        r"reports/comparison\.json: note is null there; .* give missing",
     ),
     "a type": (
         {"reports/comparison.json": of_json(lambda said: said.update(parameter_count=21840.0))},
-        r"reports/comparison\.json: parameter_count is 21840\.0 there; .* follows 21840\.",
+        r"reports/comparison\.json: parameter_count is 21840\.0 there; .* give 21840\.",
     ),
     "rounds without end": (
         {"bench.json": of_json(endless, indent=1)},

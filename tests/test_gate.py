@@ -1173,7 +1173,7 @@ def test_what_got_better_or_worse_with_no_change_that_explains_it_is_asked_about
     pretended.speeds = {"head ddp": speed}
     gate.run(configured(), "main")
     remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
-    asked = [remark for remark in remarks if "Ask why" in remark]
+    asked = [remark for remark in remarks if "Find the cause" in remark]
     assert [remark.startswith(f"ddp: throughput {decision}, ") for remark in asked] == ([] if changed else [True])
 
 

@@ -109,7 +109,7 @@ def test_what_a_detector_saw_voids_the_speeds_and_stands_in_the_record(voids_mem
             {},
             "step times add up to 0.400 s, but the wall clock around them shows 1.400 s",
         ),
-        ([rank([0.1] * 4, retries=2)], {}, "flushed its cache 2 time(s)"),
+        ([rank([0.1] * 4, retries=2)], {}, "flushed its cache 2 times"),
     ],
 )
 def test_what_the_figures_say_against_themselves_voids_the_speeds(

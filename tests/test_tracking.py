@@ -1082,7 +1082,7 @@ def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.C
     write_comparison(root)
     write_gate(root)
     assert tracking.promote(config_of(), COMMIT, root) == promoting.TOO_FEW
-    assert "ddp pays in 1 session of the bench, and 3 are asked for" in capsys.readouterr().err
+    assert "ddp pays in 1 session of the bench, and 3 are required" in capsys.readouterr().err
     assert client_of(root).search_registered_models() == []
 
 
@@ -1092,7 +1092,7 @@ def test_what_passed_on_other_data_is_not_promoted(root: Path) -> None:
     write_gate(root)
     path = root / "reports/gate.json"
     write_text(path, path.read_text(encoding="utf-8").replace(DESCRIBED.sha256, "0" * 64))
-    with pytest.raises(tracking.PromotionError, match=r"another data set than .*ddp\.json is of"):
+    with pytest.raises(tracking.PromotionError, match=r"the gate measured on another data set than .*ddp\.json"):
         tracking.promote(config_of(), COMMIT, root)
 
 

@@ -50,7 +50,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     kept = (SESSIONS if again else KEPT_BENCHES) / _name(bench)
     files.write_text(kept, bench.to_json())
     if again:
-        (KEPT_BENCHES / _name(bench)).unlink()
+        (KEPT_BENCHES / _name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
             print(f"bench: an earlier bench of the same job counts too: {earlier}", flush=True)
     else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides

@@ -122,7 +122,7 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
     assert other[:-2] == outcomes
     assert too_large.startswith("variants.tried.gradient_accumulation: found 'auto', but even 64 micro-batches of 1 ")
     assert later.startswith(
-        "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples a process "
+        "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples per process "
         "(tried to allocate too much). Set variants.tried.gradient_accumulation to 'auto', "
     )
 

@@ -145,7 +145,7 @@ def _refused_on_rank(joined: World, dataset: Dataset) -> str:
 
 
 def test_a_model_without_such_a_layer_is_refused(digits: Dataset) -> None:
-    with pytest.raises(ConfigError, match=r"^variants\.tried\.loss_chunks: found 2, but what Sequential returns"):
+    with pytest.raises(ConfigError, match=r"^variants\.tried\.loss_chunks: found 2, but Sequential does not return"):
         make_training(digits, model=nn.Sequential(conv_net(), nn.ReLU()), loss_chunks=2)
     with pytest.raises(ConfigError, match=r"Twice does not return the outputs of an nn\.Linear"):
         make_training(digits, model=Twice(), loss_chunks=2)

@@ -189,7 +189,7 @@ def test_a_launcher_s_processes_are_for_what_takes_several(parallelism: str) -> 
 )
 def test_what_it_takes_is_not_foreseen(name: str, tried: dict[str, Any], digits: Dataset) -> None:
     machine = GPUS.model_copy(update={"installed": WITH_8BIT.installed})
-    with pytest.raises(ledger.PredictionError, match=f"variants.tried: what {name} takes cannot be foreseen"):
+    with pytest.raises(ledger.PredictionError, match=f"variants.tried: the memory of {name} cannot be predicted"):
         ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), task_of(digits))
 
 
