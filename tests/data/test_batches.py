@@ -252,7 +252,9 @@ def test_a_batch_larger_than_the_training_set_is_refused_by_name(size: int, digi
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_by_name(digits: Dataset) -> None:
-    with pytest.raises(ConfigError, match=r"train\.batch_size: found 96, which is not divisible by 5 processes x 2 micro-batches"):
+    with pytest.raises(
+        ConfigError, match=r"train\.batch_size: found 96, which is not divisible by 5 processes x 2 micro-batches"
+    ):
         make(digits, world_size=5, micro_batches=2)
 
 

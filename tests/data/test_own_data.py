@@ -299,7 +299,11 @@ def _wide() -> bytes:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("own.npz", lambda: _claiming((4, 1 << 30)), r"a row \(a sample\) has 1,073,741,824 bytes; allowed: 67,108,864"),
+        (
+            "own.npz",
+            lambda: _claiming((4, 1 << 30)),
+            r"a row \(a sample\) has 1,073,741,824 bytes; allowed: 67,108,864",
+        ),
         ("own.npz", lambda: _claiming((10**12, 8)), r"inputs\.npy uint8 \[1000000000000, 8\]: is cut short"),
         ("own.parquet", _wide, r"a row \(a sample\) has 80,000,000 bytes; allowed"),
     ],
