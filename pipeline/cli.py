@@ -48,6 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _reader_has_left():
             raise
         return 128 + signal.SIGPIPE
+    except SystemExit as end:
+        if end.code or command is _arms:
+            raise
+        print("error: code that this command ran, such as the model's, called sys.exit: take it out.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stopped:
         print(f"interrupted; {str(stopped) or 'to go on, run the same command again'}", file=sys.stderr)
         return 130

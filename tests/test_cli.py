@@ -216,3 +216,11 @@ def test_without_dvc_a_command_describes_the_machine_itself(tmp_path: Path, monk
     written = environment.ENVIRONMENT_FILE.stat().st_mtime_ns
     cli._ready()
     assert environment.ENVIRONMENT_FILE.stat().st_mtime_ns == written
+
+
+def test_code_of_the_user_that_exits_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_techniques", lambda _: sys.exit(0))
+    assert cli.main(["techniques"]) == 2
+    assert "called sys.exit: take it out" in capsys.readouterr().err

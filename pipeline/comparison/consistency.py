@@ -129,7 +129,7 @@ def _recorded(lock: Path) -> dict[str, str]:
     """Return output -> MD5 from dvc.lock, without directories; empty if there is no lock file."""
     try:
         text = lock.read_text(encoding="utf-8")
-        made = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).get("stages", {}).values()
+        made = yaml.safe_load(text).get("stages", {}).values()
         return {out["path"]: out["md5"] for stage in made for out in stage.get("outs", ()) if "md5" in out}
     except FileNotFoundError:
         return {}

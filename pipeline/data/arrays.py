@@ -315,7 +315,10 @@ def _size(array: _Array) -> int:
 
 def _in_numpy(path: Path) -> Iterator[_Array]:
     """Yield the array of a .npy file, or the arrays of an .npz file."""
-    for member in zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]:
+    members = zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]
+    if len(set(members)) < len(members):
+        raise ValueError("two arrays of one name")
+    for member in members:
         with _stream(path, member) as file:
             first = np.lib.format.read_magic(file) == (1, 0)
             header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0

@@ -9,6 +9,7 @@ import platform
 import struct
 import sys
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from io import BytesIO
@@ -288,6 +289,17 @@ def _claiming(shape: tuple[int, ...]) -> bytes:
     return packed.getvalue()
 
 
+def _twice() -> bytes:
+    """An .npz with two members of one name."""
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w") as opened, warnings.catch_warnings(action="ignore"):
+        for value in (1, 2):
+            member = BytesIO()
+            np.save(member, np.full((9, 2), value))
+            opened.writestr("inputs.npy", member.getvalue())
+    return packed.getvalue()
+
+
 def _wide() -> bytes:
     """A table of few bytes with one row, a list of 80 million numbers."""
     column = pyarrow.FixedSizeListArray.from_arrays(pyarrow.nulls(80_000_000, pyarrow.int8()), 80_000_000)
@@ -305,6 +317,7 @@ def _wide() -> bytes:
             r"a row \(a sample\) has 1,073,741,824 bytes; allowed: 67,108,864",
         ),
         ("own.npz", lambda: _claiming((10**12, 8)), r"inputs\.npy uint8 \[1000000000000, 8\]: is cut short"),
+        ("own.npz", _twice, "two arrays of one name"),
         ("own.parquet", _wide, r"a row \(a sample\) has 80,000,000 bytes; allowed"),
     ],
 )
