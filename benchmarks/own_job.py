@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Checkout
+from benchmarks.ready_made import ratios
 from benchmarks.stages import fashion_mnist, write_images
 from pipeline import params, results
-from pipeline.comparison import verdicts
-from pipeline.comparison.planning import cost_of
 from pipeline.data import packing, prepared, sources
 
 MOST_SECONDS = 600.0
@@ -50,17 +49,7 @@ def decided() -> dict[str, Any]:
         checkout.use(folder / "packed")
         seconds = checkout.stage("bench")
         bench = results.read_bench(checkout.path / results.BENCH_FILE)
-    baseline, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
-    assert baseline is not None
-    assert control is not None
-    margins, found = config.compare.margins, dict[str, dict[str, Any]]()
-    for quantity, margin in ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory)):
-        noise = verdicts.noise_between(baseline, control, quantity, config.compare.max_spread, cost_of(bench))
-        for arm in bench.arms:
-            if arm.role == "variant" and arm is not baseline:
-                doubt = verdicts.doubt_of(noise, quantity, arm, baseline)
-                ratio = verdicts.ratio(arm, baseline, quantity, margin, noise, doubt=doubt)
-                found.setdefault(arm.variant, {})[quantity.field] = ratio.model_dump(mode="json", exclude_none=True)
+    _, found = ratios(bench, config.compare)
     return {
         "target_ratio": 1.0,
         "lower_is_better": True,
@@ -68,7 +57,10 @@ def decided() -> dict[str, Any]:
         "seconds": seconds,
         "rounds": bench.rounds,
         "steps": bench.steps,
-        "variants": found,
+        "variants": {
+            name: {field: ratio.model_dump(mode="json", exclude_none=True) for field, ratio in each.items()}
+            for name, each in found.items()
+        },
         "samples": {
             arm.name: [[each.samples_per_second, each.peak_memory_bytes] for each in arm.samples] for arm in bench.arms
         },

@@ -55,40 +55,45 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
             return None
         checkout.stage("bench")
         bench = results.read_bench(checkout.path / results.BENCH_FILE)
-    reference, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
-    assert reference is not None
-    assert control is not None
-    margins, most = config.compare.margins, config.compare.max_spread
-    quantities = ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory))
-    noises = [verdicts.noise_between(reference, control, quantity, most, cost_of(bench)) for quantity, _ in quantities]
+    noises, found = ratios(bench, config.compare)
     return {
         "commit": environment.checked_out(),
         "optimizer": values["train"]["optimizer"],
         "seconds": round(bench.seconds),
         "steps": bench.steps,
-        "rounds": len(reference.samples),
+        "rounds": bench.rounds,
         "noise": [noise.model_dump(mode="json") for noise in noises],
         "variants": {
             arm.variant: {
                 "world_size": arm.world_size,
                 "skipped": arm.skipped,
                 "decided": arm.decided,
-                **{
-                    quantity.field: verdicts.ratio(
-                        arm,
-                        reference,
-                        quantity,
-                        margin,
-                        noise,
-                        doubt=verdicts.doubt_of(noise, quantity, arm, reference),
-                    ).model_dump(mode="json")
-                    for (quantity, margin), noise in zip(quantities, noises, strict=True)
-                },
+                **{field: ratio.model_dump(mode="json") for field, ratio in found[arm.variant].items()},
             }
             for arm in bench.arms
-            if arm.role == "variant" and arm is not reference
+            if arm.variant in found and arm.role == "variant"
         },
     }
+
+
+def ratios(
+    bench: results.Bench, settings: params.Compare
+) -> tuple[list[verdicts.Noise], dict[str, dict[str, verdicts.Ratio]]]:
+    """The noise of each of ``FIELDS``, and variant -> field -> its ratio to the baseline."""
+    baseline, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
+    assert baseline is not None
+    assert control is not None
+    margins = settings.margins
+    noises, found = [], dict[str, dict[str, verdicts.Ratio]]()
+    for quantity, margin in ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory)):
+        noise = verdicts.noise_between(baseline, control, quantity, settings.max_spread, cost_of(bench))
+        noises.append(noise)
+        for arm in bench.arms:
+            if arm.role == "variant" and arm is not baseline:
+                doubt = verdicts.doubt_of(noise, quantity, arm, baseline)
+                ratio = verdicts.ratio(arm, baseline, quantity, margin, noise, doubt=doubt)
+                found.setdefault(arm.variant, {})[quantity.field] = ratio
+    return noises, found
 
 
 def page(figures: Mapping[str, Any]) -> str:

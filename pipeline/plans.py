@@ -103,8 +103,11 @@ def plan(
         if processes < available:
             skipped[f"{available - processes} of {available} GPUs"] = why_fewer
     devices_per_process = machine.gpus if requested.parallelism == "data_parallel" and on_gpu else 1
-    changes = _without_parallelism(requested, processes, on_gpu and devices_per_process == 1, skipped)
-    changes |= _without_emulated(requested, changes, machine, train, on_gpu, where, skipped)
+    without = _alone(requested, processes, on_gpu and devices_per_process == 1)
+    without |= _emulated(requested, machine, train, on_gpu, where)
+    skipped |= without
+    applied = catalogue.without(requested, (each for each in catalogue.requested(requested) if each.name in without))
+    changes: dict[str, Any] = {}
 
     model_processes = processes // requested.replicas if requested.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes
@@ -131,7 +134,7 @@ def plan(
     return Plan(
         name=name,
         requested=requested,
-        applied=requested.model_copy(update=changes),
+        applied=applied.model_copy(update=changes),
         skipped=skipped,
         device="cuda" if on_gpu else "cpu",
         processes=processes,
@@ -160,48 +163,32 @@ def _most_processes(
     return processes, why_fewer
 
 
-def _without_parallelism(requested: Variant, processes: int, one_gpu: bool, skipped: dict[str, str]) -> dict[str, Any]:
-    """Return the changes that remove the parallelism, and what needs it, from a variant that runs in one process; empty
-    for other variants. Adds to ``skipped``."""
+def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
+    """Return why the parallelism, and each technique that needs it, is skipped where a variant runs in one process;
+    empty for other variants."""
     alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
     if requested.parallelism == "none" or not alone:
         return {}
-    skipped[requested.parallelism] = (
-        "there is only one process, so the batch is not shared"
-        if requested.parallelism in PARALLELISMS
-        else "there is one GPU"
-    )
-    changes: dict[str, Any] = {}
-    for option in catalogue.requested(requested):
-        if option.needs:
-            skipped[option.name] = f"it goes with {requested.parallelism}, which is skipped"
-        if option.needs or option.name == requested.parallelism:
-            changes |= catalogue.unrequested(requested.model_copy(update=changes), option)
-    return changes
+    only = "process, so the batch is not shared" if requested.parallelism in PARALLELISMS else "GPU"
+    options = [each.name for each in catalogue.requested(requested) if each.needs]
+    why = f"it goes with {requested.parallelism}, which is skipped"
+    return {requested.parallelism: f"there is only one {only}", **dict.fromkeys(options, why)}
 
 
-def _without_emulated(
-    requested: Variant,
-    changes: dict[str, Any],
-    machine: Machine,
-    train: Train,
-    on_gpu: bool,
-    where: str,
-    skipped: dict[str, str],
-) -> dict[str, Any]:
-    """Return ``changes`` and those that remove what the machine only emulates, if ``train.without_native`` says so.
-    Adds to ``skipped``. Raises ConfigError for a technique that cannot run here."""
+def _emulated(requested: Variant, machine: Machine, train: Train, on_gpu: bool, where: str) -> dict[str, str]:
+    """Return why each technique is skipped that the machine only emulates, if ``train.without_native`` skips it. Raises
+    ConfigError for a technique that cannot run here."""
+    found = {}
     for technique in catalogue.requested(requested):
-        found = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
+        what = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
         if reason := technique.why_refused(requested, machine, on_gpu) or technique.why_not_with(train):
-            raise ConfigError(f"{found} {reason}; take it out.")
+            raise ConfigError(f"{what} {reason}; take it out.")
         reason = technique.emulated(machine, on_gpu)
         if reason and train.without_native == "refuse":
-            raise ConfigError(f"{found} {reason}; take it out, or set train.without_native to 'leave_out' or 'run'.")
+            raise ConfigError(f"{what} {reason}; take it out, or set train.without_native to 'leave_out' or 'run'.")
         if reason and train.without_native == "leave_out":
-            skipped[technique.name] = reason
-            changes |= catalogue.unrequested(requested.model_copy(update=changes), technique)
-    return changes
+            found[technique.name] = reason
+    return found
 
 
 def plans(config: Config, machine: Machine) -> dict[str, Plan]:

@@ -87,6 +87,7 @@ def measured(config: Config, revision: str) -> Gated:
             check_imports(side, ["pipeline", *sorted(own)])
         fingerprints = [environment.read(root / ENVIRONMENT_FILE) for root in roots]
         trained: list[dict[str, dict[int, float]]] = [{}, {}]
+        unit = Unit()
         if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
             # Differences that DVC does not see, so that it would reuse one side's training for the other: packages that
@@ -95,10 +96,10 @@ def measured(config: Config, revision: str) -> Gated:
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side in sides:
                 dvc(side, "repro", *anew, *(f"{results.stage_of(effective.variants[name])}@{name}" for name in names))
-            trained = [_test_accuracies(root, names) for root in roots]
+            trained[0], _ = _test_accuracies(roots[0], names)
+            trained[1], unit = _test_accuracies(roots[1], names)
         baseline = effective.compare.baseline
         turns = turns_on(here["device"], effective.bench)
-        unit = _unit(roots[1], baseline) if effective.gate.accuracy else Unit()
         tests = here["dataset"]["test_count"] * unit.per_sample
         compared = accuracies(tests, trained[0], trained[1], effective.compare.margins.accuracy)
         specs = arms_of(names, baseline, {"base": (base, there), "head": (head, here)})
@@ -244,22 +245,18 @@ def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
     check_seeds(base["seeds"], head["seeds"])
 
 
-def _unit(root: Path, baseline: str) -> Unit:
-    """What the head's result of the baseline counts."""
-    values = json.loads((root / results.result_file(baseline)).read_text(encoding="utf-8"))
-    return Unit.model_validate(values.get("unit", {}))
-
-
-def _test_accuracies(root: Path, names: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Variant -> seed -> test accuracy, from the results in ``root``. Reads only the keys that every version writes."""
-    found = {}
+def _test_accuracies(root: Path, names: Sequence[str]) -> tuple[dict[str, dict[int, float]], Unit]:
+    """Variant -> seed -> test accuracy, from the results in ``root``, and what the accuracies count. Reads only the
+    keys that every version writes; without a unit, samples count."""
+    found, unit = {}, Unit()
     for name in names:
         file = root / results.result_file(name)
         try:
-            runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
+            result = json.loads(file.read_text(encoding="utf-8"))
+            runs, unit = result["runs"], Unit.model_validate(result.get("unit", {}))
             found[name] = {run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise GateError(
                 f"{file} has no test accuracies, which the stage that trains {name} should write: {error!r}"
             ) from None
-    return found
+    return found, unit
