@@ -262,7 +262,7 @@ def test_what_dvc_recorded_is_as_it_was(file: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("text", ["[]", "stages: [", "stages: {a: {outs: [1]}}", "stages: 7", "\x00"])
+@pytest.mark.parametrize("text", ["[]", "stages: [", "[" * 100_000, "stages: {a: {outs: [1]}}", "stages: 7", "\x00"])
 def test_a_lock_that_cannot_be_read_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("dvc.lock").write_text(text, encoding="utf-8")
     refused("compare", "dvc.lock cannot be read", capsys)

@@ -10,7 +10,8 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_any_arrays_make_the_same_global_batches_for_any_world(
     batch_size, start = world_size * micro_batches * micro_batch_size, min(start, steps - 1)
     count = steps * batch_size + left_over % batch_size
     rows = (torch.arange(count * math.prod(shape)) % 251).reshape(count, *shape).to(dtype)
-    split = Split({"inputs": rows, "targets": torch.arange(count)})
+    split = Split({"inputs": rows, "targets": torch.arange(count), "weights": -torch.arange(count)})
     dataset = Dataset("any", "0" * 64, (), None, {}, split, split)
     made = [
         TrainBatches(
@@ -139,14 +140,22 @@ def test_any_arrays_make_the_same_global_batches_for_any_world(
     for step in range(start, steps):
         first = (step - start) * micro_batches
         micros = [micro for rank in found for micro in rank[first : first + micro_batches]]
-        for inputs, targets in micros:
+        for inputs, weighted in micros:
             assert inputs.dtype == dtype
+            targets, weights = weighted.unbind(1)
             assert torch.equal(inputs.long(), rows.long()[targets])
-        assert torch.equal(torch.cat([micro[1] for micro in micros]), expected[step * batch_size :][:batch_size])
+            assert torch.equal(weights, -targets)
+        numbers = torch.cat([micro[1] for micro in micros])[:, 0]
+        assert torch.equal(numbers, expected[step * batch_size :][:batch_size])
 
 
 class _Plain(Task):
-    """Rows as they are."""
+    """Rows as they are, the weights beside the targets."""
+
+    arrays = ("inputs", "targets", "weights")
+
+    def raw(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows[0], torch.stack((rows[1], rows[2]), 1)
 
     @property
     def preprocess(self) -> torch.nn.Module:
@@ -469,6 +478,9 @@ def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:
             task_of(DATA[other], settings_of(name))
     with pytest.raises(TaskError, match="has no labels; allowed: regression"):
         task_of(DATA["regression"])
+    split = Split({**DATA["regression"].train.arrays, "weight": torch.ones(1)})
+    with pytest.raises(TaskError, match="has the arrays inputs, targets, weight, but regression takes inputs, targets"):
+        task_of(replace(DATA["regression"], train=split), settings_of("regression"))
     with pytest.raises(TaskError, match="regression takes tolerance, a number above 0"):
         task_of(DATA["regression"], settings_of("regression", task_options={"tolerance": "much"}))
     with pytest.raises(ModelError, match=r"gpt is made for .*vocabulary.*, but the job's data have features, outputs"):

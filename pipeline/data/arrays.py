@@ -1,15 +1,17 @@
-"""The user's own arrays: ``inputs`` and, unless the inputs contain them, ``targets``.
+"""The user's own arrays: ``inputs``, ``targets`` unless the inputs contain them, and what else a task of theirs takes.
 
 They lie in .npy files of a folder, in one .npz or .safetensors file or in a Parquet table, or a function yields them.
 Their types say what they are. Integer targets, one per sample, are labels; other targets are numbers to predict.
-Integer inputs [N, L] without targets are tokens. uint8 inputs stay bytes, all others become float32. ``test_inputs``
-and ``test_targets`` are for testing; without them, a share of the samples is held out.
+Integer inputs [N, L] without targets are tokens. uint8 stays bytes; other inputs and targets become float32, as do the
+floats of further arrays, whose integers become int64. ``test_inputs``, ``test_targets`` and so on are for testing;
+without them, a share of the samples is held out.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -38,7 +40,8 @@ LIMIT_HEADER_BYTES = 1 << 20
 LIMIT_ROW_BYTES = 64 << 20
 """Largest row. A chunk holds at least one row, and a small file can declare, or hold in compressed form, a row of any
 size."""
-NAMES = ("inputs", "targets", "test_inputs", "test_targets")
+TEST = "test_"
+"""What the name of an array of the test split begins with."""
 KEY = "fetch.arrays"
 FILES = (".npz", ".safetensors", ".parquet")
 """Suffixes of a file that holds all arrays."""
@@ -62,14 +65,14 @@ def is_exported(fetch: Fetch) -> bool:
 def files(fetch: Fetch, directory: Path) -> list[str]:
     """The one file, or the .npy files of the folder. Raises DataError without inputs."""
     place = Path(fetch.arrays or "")
-    names, top = [f"{name}.npy" for name in NAMES], root(fetch, directory)
+    top = root(fetch, directory)
     if place.suffix in FILES:
-        names = [place.name]
+        found, needed = [place.name] if (top / place.name).is_file() else [], place.name
     else:
-        for path in sorted(top.glob("*.npy")):
-            _check_name(path.name, top)
-    found = [name for name in names if (top / name).is_file()]
-    if names[0] not in found:
+        found, needed = sorted(path.name for path in top.glob("*.npy")), "inputs.npy"
+        for name in found:
+            _check_name(name, top)
+    if needed not in found:
         raise DataError(
             f"fetch.arrays: found {fetch.arrays!r}; expected a file of type {', '.join(FILES)}, a folder with "
             "inputs.npy (and targets.npy, test_inputs.npy and test_targets.npy, where they exist), a folder that the "
@@ -82,10 +85,11 @@ def export(fetch: Fetch, directory: Path) -> None:
     """Write the arrays of ``fetch.arrays``, a function or a saved data set, as .npy files into the empty ``directory``.
 
     A function is called with ``split``, "train" and then "test". It yields dicts of ``inputs`` [n, ...] and, if there
-    are any, ``targets`` [n, ...]: the split's next n samples. One chunk is in memory at a time. Raises DataError.
+    are any, ``targets`` [n, ...] and others: the split's next n samples. One chunk is in memory at a time. Raises
+    DataError.
     """
     name = str(fetch.arrays)
-    for split, prefix in (("train", ""), ("test", "test_")):
+    for split, prefix in (("train", ""), ("test", TEST)):
         chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
         files: dict[str, GrowingArray] = {}
         with ExitStack() as opened:
@@ -123,11 +127,12 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
 
 def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
     """The chunk's arrays. Raises DataError."""
-    if not isinstance(chunk, Mapping) or not {"inputs"} <= set(chunk) <= set(NAMES[:2]):
+    if not isinstance(chunk, Mapping) or "inputs" not in chunk or any(str(key).startswith(TEST) for key in chunk):
         found = f"the keys {', '.join(map(str, chunk))}" if isinstance(chunk, Mapping) else repr(type(chunk))
         raise DataError(f"{KEY}: {name} yielded {found}; expected a dict of inputs and, if there are any, targets.")
     arrays = {}
     for key, values in chunk.items():
+        _check_name(str(key), name)
         try:
             arrays[key] = np.asarray(values)
         except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that need a gradient
@@ -140,30 +145,29 @@ def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
 def decode(config: Config, directory: Path) -> Decoded:
     """Decode the arrays in the files that ``directory``'s listing names. Raises DataError."""
     found = _opened(root(config.fetch, directory), directory / LISTING)
-    train, test = ([found[name] for name in names if name in found] for names in (NAMES[:2], NAMES[2:]))
-    if "inputs" not in found or len(test) not in (0, len(train)):
+    train = {name: each for name, each in found.items() if not name.startswith(TEST)}
+    test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
+    if "inputs" not in train or (test and test.keys() != train.keys()):
         raise DataError(
             f"fetch.arrays: {config.fetch.arrays} has {', '.join(found) or 'none of the arrays'}; expected inputs, and "
             "in a test split the same arrays as in the training split."
         )
-    for arrays in (train, test):
+    for arrays in (train.values(), test.values()):
         if len({array.shape[0] for array in arrays}) > 1:
             raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples.")
-    inputs, labels, vocabulary, classes = train[0], None, None, 0
-    types: list[np.dtype[Any]] = [np.dtype(np.float32)] * len(train)
-    if inputs.dtype == np.uint8:
-        types[0] = inputs.dtype
-    if len(train) == 1 and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
-        vocabulary = _checked(train, test, 0, LIMIT_VOCABULARY, "tokens in the vocabulary")
+    inputs, targets, labels, vocabulary, classes = train["inputs"], train.get("targets"), None, None, 0
+    types = {name: _prepared_type(name, each.dtype) for name, each in train.items()}
+    if not targets and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
+        vocabulary = _checked(train, test, "inputs", LIMIT_VOCABULARY, "tokens in the vocabulary")
         if inputs.shape[1] < 2:
             raise DataError(f"{inputs}: a row needs two tokens or more; expected windows [N, length + 1].")
-        types[0] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
-    if len(train) == 2 and train[1].dtype.kind in "iu":
-        if len(train[1].shape) > 1:
-            raise DataError(f"{train[1]}: integers are labels; expected one per sample, or floats.")
-        classes = _checked(train, test, 1, LIMIT_CLASSES, "classes")
-        labels = _labels(train[1], classes)
-        types[1] = np.dtype(np.int64)
+        types["inputs"] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
+    if targets and targets.dtype.kind in "iu":
+        if len(targets.shape) > 1:
+            raise DataError(f"{targets}: integers are labels; expected one per sample, or floats.")
+        classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
+        labels = _labels(targets, classes)
+        types["targets"] = np.dtype(np.int64)
     out, kept = None, config.prepare
     if not test:
         count = inputs.shape[0]
@@ -173,23 +177,31 @@ def decode(config: Config, directory: Path) -> Decoded:
     return Decoded(
         train=_rows(train, types, None if out is None else ~out, kept.train_limit),
         test=_rows(test or train, types, out, kept.test_limit),
+        arrays=tuple(types),
         classes=tuple(map(str, range(classes))),
         vocabulary=vocabulary,
     )
 
 
-def _checked(train: list[_Array], test: list[_Array], index: int, limit: int, of: str) -> int:
-    """One more than the largest number in the array ``index`` of ``train``. Raises DataError for numbers out of range.
+def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in which the array ``name`` is prepared, unless it holds tokens or labels."""
+    if dtype == np.uint8 and name != "targets":
+        return dtype
+    return np.dtype(np.int64 if dtype.kind in "iu" and name not in ("inputs", "targets") else np.float32)
+
+
+def _checked(train: Mapping[str, _Array], test: Mapping[str, _Array], name: str, limit: int, of: str) -> int:
+    """One more than the largest number in the array ``name`` of ``train``. Raises DataError for numbers out of range.
 
     They are checked in the file's own type, because a conversion would wrap a number that is out of range.
     """
     count = 0
-    for arrays in filter(None, (train, test)):
-        ranges = [(int(each.min()), int(each.max())) for each in arrays[index].chunks() if each.size]
+    for array in (arrays[name] for arrays in (train, test) if arrays):
+        ranges = [(int(each.min()), int(each.max())) for each in array.chunks() if each.size]
         least, most = min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
         count = count or min(max(most, 0) + 1, limit)
         if least < 0 or most >= count:
-            raise DataError(f"{arrays[index]}: found {least} to {most}, but there are {count} {of}.")
+            raise DataError(f"{array}: found {least} to {most}, but there are {count} {of}.")
     return count
 
 
@@ -287,7 +299,7 @@ def _opened(folder: Path, listing: Path) -> dict[str, _Array]:
                     )
                 if not array.columns and array.offset + array.shape[0] * array.row_bytes > _size(array):
                     raise DataError(f"{array}: is cut short; write it again and {AGAIN}")
-    return {name: found[name] for name in NAMES if name in found}
+    return {name: found[name] for name in sorted(found, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
 
 
 def headers(fetch: Fetch) -> dict[str, _Array]:
@@ -299,10 +311,13 @@ def headers(fetch: Fetch) -> dict[str, _Array]:
     return {Path(array.member).stem: array for array in found}
 
 
-def _check_name(name: str, path: Path) -> None:
-    """Raise DataError for an array that is not one of ``NAMES``. Otherwise nobody would notice a misspelled name."""
-    if Path(name).stem not in NAMES:
-        raise DataError(f"{path} has an array {name!r}; expected {', '.join(NAMES)}: rename it, or remove it.")
+def _check_name(name: str, place: Path | str) -> None:
+    """Raise DataError for a name that cannot be an array's."""
+    if not re.fullmatch("[a-z][a-z0-9_]{0,49}", Path(name).stem):
+        raise DataError(
+            f"{place} has an array {name!r}; expected inputs, targets, test_inputs, test_targets or, for a task of "
+            "your own, names of small letters, digits and underscores: rename it."
+        )
 
 
 def _size(array: _Array) -> int:
@@ -340,6 +355,8 @@ def _in_safetensors(path: Path) -> Iterator[_Array]:
     for name, each in header.items():
         if name != "__metadata__":
             dtype, (start, end) = np.dtype(_SAFETENSORS.get(each["dtype"], object)), each["data_offsets"]
+            if start < 0:
+                raise ValueError(f"{name} starts {-start:,} bytes before the values")
             array = _Array(path, name, tuple(each["shape"]), dtype, 8 + length + start)
             if dtype.kind != "O" and math.prod(array.shape) * dtype.itemsize != end - start:
                 raise ValueError(f"{name} has {end - start:,} bytes")
@@ -347,26 +364,31 @@ def _in_safetensors(path: Path) -> Iterator[_Array]:
 
 
 def _in_table(path: Path) -> Iterator[_Array]:
-    """Yield ``targets`` and ``inputs``: the column named inputs or, without it, all other columns together.
+    """Yield each column as an array; without a column inputs, all but targets together are the inputs.
 
     A column holds numbers. A single column may instead hold lists of numbers, all of the length that its type declares.
     """
     from pyarrow.parquet import ParquetFile  # imported here: it takes a quarter of a second
+    from pyarrow.types import is_floating, is_integer
 
     with ParquetFile(path) as table:
         schema, count = table.schema_arrow, table.metadata.num_rows
-    others = tuple(name for name in schema.names if name != "targets")
-    if "inputs" in others:
-        for name in others:
-            _check_name(name, path)
-        others = ("inputs",)
-    for member, columns in (("inputs", others), ("targets", ("targets",))):
+    members = {name: (name,) for name in schema.names}
+    if "inputs" not in members:
+        members = {"inputs": tuple(name for name in schema.names if name != "targets"), "targets": ("targets",)}
+    for member, columns in members.items():
         types = [schema.field(name).type for name in columns if name in schema.names]
         shape: tuple[int, ...] = (count, len(columns))
         if columns == (member,) and types:
             shape = (count,)
             while _is_list(types[0]):
                 shape, types = (*shape, types[0].list_size), [types[0].value_type]
+        for name, kind in zip(columns, types, strict=False):
+            if not (is_integer(kind) or is_floating(kind)):
+                raise DataError(
+                    f"{path}: the column {name!r} holds {kind}; expected numbers, or, in a column named inputs or "
+                    "targets, lists of numbers whose type declares their one length."
+                )
         if types:
             dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))
             yield _Array(path, member, shape, dtype, columns=columns)
@@ -414,9 +436,13 @@ def _stream(path: Path, member: str) -> Iterator[IO[bytes]]:
 
 
 def _rows(
-    arrays: list[_Array], types: list[np.dtype[Any]], chosen: npt.NDArray[np.bool_] | None, limit: int | None
+    named: Mapping[str, _Array],
+    types: Mapping[str, np.dtype[Any]],
+    chosen: npt.NDArray[np.bool_] | None,
+    limit: int | None,
 ) -> Iterator[Chunk]:
     """Yield the ``chosen`` rows (None: all) of all arrays together, at most ``limit``, as ``types``."""
+    arrays = [named[name] for name in types]
     length = max(1, CHUNK_BYTES // (sum(array.row_bytes for array in arrays) or 1))
     start, left = 0, arrays[0].shape[0] if limit is None else limit
     for chunk in zip(*(array.chunks(length) for array in arrays), strict=True):
@@ -424,7 +450,8 @@ def _rows(
             raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples; write them again.")
         rows = slice(None) if chosen is None else chosen[start : start + len(chunk[0])]
         kept = tuple(
-            _as(dtype, each[rows][:left], str(name)) for each, dtype, name in zip(chunk, types, arrays, strict=True)
+            _as(dtype, each[rows][:left], str(name))
+            for each, dtype, name in zip(chunk, types.values(), arrays, strict=True)
         )
         start, left = start + len(chunk[0]), left - len(kept[0])
         yield kept
@@ -433,12 +460,18 @@ def _rows(
 
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
-    """Return ``rows`` as ``dtype``. Raises DataError for integers that float32 would round."""
-    if rows.dtype.kind in "iu" and dtype.kind == "f" and rows.size:
-        low, high = int(rows.min()), int(rows.max())
-        if max(-low, high) > 1 << 24:
+    """Return ``rows`` as ``dtype``. Raises DataError for numbers that it cannot hold, or would round to others."""
+    if rows.size and rows.dtype != dtype:
+        integers = rows.dtype.kind in "iu"
+        low, high = (int(rows.min()), int(rows.max())) if integers else (float(rows.min()), float(rows.max()))
+        if integers and dtype.kind == "f" and max(-low, high) > 1 << 24:
             raise DataError(
                 f"{name}: integers from {low:,} to {high:,} are to become float32, which is exact only up to 2^24; "
                 "write them as floats, and scale them down if small differences matter."
+            )
+        largest = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
+        if largest < max(-low, high) < math.inf:
+            raise DataError(
+                f"{name}: {low:g} to {high:g} are to become {dtype}, at most {largest:.3g}: scale them down."
             )
     return rows.astype(dtype)

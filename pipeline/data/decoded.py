@@ -17,7 +17,7 @@ from pipeline.data import DataError
 
 AGAIN = "run `dvc repro --force fetch`."
 Chunk = tuple[npt.NDArray[Any], ...]
-"""Inputs [n, ...] and, unless the inputs contain them, targets [n, ...]."""
+"""The arrays' next n rows [n, ...], the inputs first."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Decoded:
     train: Iterable[Chunk]
     """Iterate over it once, before ``test``."""
     test: Iterable[Chunk]
+    arrays: tuple[str, ...] = ("inputs", "targets")
+    """Names of the arrays in a chunk, in order; targets may be absent."""
     classes: tuple[str, ...] = ()
     """Names of the classes in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None = None

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,6 @@ Digests = npt.NDArray[np.uint64]
 
 STATISTICS_CHUNK_BYTES = 16 << 20
 
-ARRAYS = ("inputs", "targets")
-"""Names of the arrays in a decoded chunk, in order; targets may be absent."""
-
 
 def prepare(config: Config, raw: Path, out: Path) -> None:
     """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
@@ -40,13 +37,13 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     """
     decoded = decode(config, raw)
     with whole_directory(out) as work:
-        arrays, train_digests = _write_split(work, "train", decoded.train)
-        test_arrays, test_digests = _write_split(work, "test", decoded.test)
+        arrays, train_digests = _write_split(work, "train", decoded.arrays, decoded.train)
+        test_arrays, test_digests = _write_split(work, "test", decoded.arrays, decoded.test)
         if test_arrays != arrays:
             raise DataError(f"the test split has rows of {test_arrays}, but the train split of {arrays}.")
         train, test = ({name: _open(work, split, name) for name in arrays} for split in ("train", "test"))
         counts = [_class_counts(name, each, decoded) for name, each in (("train", train), ("test", test))]
-        codes = {name for name, coded in (("targets", decoded.classes), ("inputs", decoded.vocabulary)) if coded}
+        numbers = {name for name, coded in (("inputs", decoded.vocabulary), ("targets", decoded.classes)) if not coded}
         description = Description(
             name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),
             classes=decoded.classes,
@@ -58,7 +55,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             test_class_counts=counts[1],
             test_in_train_count=_count_known(train_digests, test_digests),
             test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
-            statistics={name: statistics(name, train[name]) for name in arrays if name not in codes},
+            statistics={name: statistics(name, train[name]) for name in arrays if name in numbers},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
         description = description.model_copy(update={"sha256": description.digest()})
@@ -129,13 +126,15 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
     return tuple(mean), tuple(std)
 
 
-def _write_split(directory: Path, split: str, chunks: Iterable[Chunk]) -> tuple[dict[str, Form], Digests]:
+def _write_split(
+    directory: Path, split: str, names: Sequence[str], chunks: Iterable[Chunk]
+) -> tuple[dict[str, Form], Digests]:
     """Write one file per array. Returns the arrays' forms and the inputs' sorted digests, 8 bytes of each SHA-256."""
     files: dict[str, GrowingArray] = {}
     digests = array("Q")
     with ExitStack() as opened:
         for chunk in chunks:
-            for name, rows in zip(ARRAYS, chunk, strict=False):
+            for name, rows in zip(names, chunk, strict=False):
                 assert len(rows) == len(chunk[0])
                 if name not in files:
                     files[name] = opened.enter_context(GrowingArray(directory / f"{split}_{name}.npy"))

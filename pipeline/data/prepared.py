@@ -4,7 +4,8 @@
 
     data/prepared/train_inputs.npy    integers or floats [N, ...], C-contiguous: what a model learns from
     data/prepared/train_targets.npy   [N, ...]: what it learns to predict, such as int64 labels; absent for tokens
-    data/prepared/test_inputs.npy, test_targets.npy
+    data/prepared/train_NAME.npy      [N, ...]: what else a task of the user's own takes
+    data/prepared/test_inputs.npy, test_targets.npy, test_NAME.npy
     data/prepared/dataset.json        name, classes, counts, types and shapes, statistics, checksums
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +33,8 @@ if TYPE_CHECKING:  # packing imports this module without torch; publish, without
 DESCRIPTION = "dataset.json"
 CACHED_FRACTION = 0.5
 """An array larger than this share of the memory may not stay in the page cache. Then the system must not read ahead:
-rows are read in random order, so pages that are read ahead are dropped before they are used."""
+rows are read in random order, so pages that are read ahead are dropped before they are used. The reader names the rows
+that come next instead."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Dataset:
     vocabulary: int | None
     """Number of different tokens, which are the integers from 0 on; None if the inputs are not tokens."""
     statistics: Mapping[str, Statistics]
-    """Statistics of each array, by its name, except for labels and tokens."""
+    """Statistics of the inputs, unless they are tokens, and of the targets, unless they are labels."""
     train: Split
     test: Split
     test_in_train_count: int | None = None
@@ -134,11 +138,12 @@ def read(directory: Path) -> Dataset:
     """Open a prepared data set; the arrays are memory-mapped.
 
     Writing to the tensors does not change the files. Raises DataError if the arrays' types or shapes differ from
-    dataset.json; only ``verify`` checks their content.
+    dataset.json, or the content of a file that was written after it.
     """
     import torch
 
     description = described(directory)
+    _verify_newer(directory, description)
 
     def split(name: str, count: int) -> Split:
         return Split(
@@ -170,13 +175,21 @@ def check_batch(batch_size: int, name: str, samples: int) -> None:
         )
 
 
-def verify(directory: Path) -> None:
-    """Read every byte of a prepared data set. Raises DataError if a file's SHA-256 differs from dataset.json."""
-    for name, expected in described(directory).files.items():
-        path = directory / name
-        found = file_sha256(path) if path.is_file() else "missing"
+def _verify_newer(directory: Path, description: Description) -> None:
+    """Raise DataError if a file that was written after dataset.json, by an edit or a checkout, has another SHA-256.
+
+    ``prepare`` writes dataset.json last. It is touched here, so that the next process need not read the files again.
+    """
+    path = directory / DESCRIPTION
+    arrays = [directory / name for name in description.files]
+    newer = [each for each in arrays if not each.exists() or each.stat().st_mtime_ns >= path.stat().st_mtime_ns]
+    for each in newer:
+        expected, found = description.files[each.name], file_sha256(each) if each.is_file() else "missing"
         if found != expected:
-            raise DataError(f"{path}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
+            raise DataError(f"{each}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
+    if newer:
+        with suppress(OSError):  # a read-only data set
+            os.utime(path)
 
 
 def described(directory: Path) -> Description:
@@ -204,10 +217,7 @@ def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.gene
     import mmap
 
     import numpy as np
-    import psutil
     from numpy.lib.format import open_memmap
-
-    from pipeline import environment
 
     try:
         # "c": copy on write. Read-only memory would make torch warn, and a stray write must not reach the file.
@@ -216,7 +226,15 @@ def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.gene
         raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")
-    memory = min([psutil.virtual_memory().total, *environment.memory_limits()])
-    if isinstance(array.base, mmap.mmap) and array.nbytes > memory * CACHED_FRACTION and hasattr(mmap, "MADV_RANDOM"):
+    if isinstance(array.base, mmap.mmap) and exceeds_cache(array.nbytes) and hasattr(mmap, "MADV_RANDOM"):
         array.base.madvise(mmap.MADV_RANDOM)
     return np.asarray(array)
+
+
+def exceeds_cache(size: int) -> bool:
+    """Whether an array of ``size`` bytes may not stay in the page cache."""
+    import psutil
+
+    from pipeline import environment
+
+    return size > CACHED_FRACTION * min([psutil.virtual_memory().total, *environment.memory_limits()])

@@ -21,10 +21,17 @@ _OWN = {"classification": Classification, "language_model": LanguageModel, "regr
 
 
 def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
-    """The task ``train.task``, with the job's settings, on the data set. Raises TaskError if the two do not fit."""
+    """The task ``train.task``, with the job's settings, on the data set. Raises TaskError if the two do not fit, and
+    for an array that the task does not take: otherwise nobody would notice a misspelled name."""
     task = find(train.task)(train, dataset, device)
     if not isinstance(task, Task):
         raise TaskError(f"train.task: {train.task} returned {task!r}; expected a pipeline.tasks.Task.")
+    found, takes = set(dataset.train.arrays), set(task.arrays)
+    if takes - found or found - takes - {"inputs", "targets"}:
+        raise TaskError(
+            f"train.task: {dataset.name} has the arrays {', '.join(sorted(found))}, but {train.task} takes "
+            f"{', '.join(task.arrays)}: rename or drop arrays, or name them in `arrays` of a task of your own."
+        )
     return task
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision.transforms import functional as reference
 
+from pipeline.data import reader
 from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
 from pipeline.data.batches import TrainBatches, choose_placement, evaluation_batches
 from pipeline.data.prepared import Dataset
@@ -336,6 +339,30 @@ def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPat
     next(epoch)
     assert loaded.acquire(timeout=5)
     del epoch
+
+
+def test_the_system_knows_the_next_rows_of_arrays_that_memory_may_not_hold(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int, int]] = []
+
+    def madvise(*arguments: int) -> None:
+        told.append(arguments)  # type: ignore[arg-type]
+        assert system(*arguments) == 0
+
+    system = reader._madvise
+    monkeypatch.setattr(reader, "_madvise", madvise)
+    monkeypatch.setattr(reader, "exceeds_cache", lambda size: size == digits.train.inputs.nbytes)
+    epoch = make(tagged(digits), placement="streamed").epoch(0)
+    _, numbers = next(epoch)
+    while len(told) < 2 * 96:
+        time.sleep(0.001)
+    numbers = torch.cat([numbers, *(each[1] for each in epoch)])
+    ranges = [(digits.train.inputs[row].data_ptr(), 64) for row in numbers.tolist()]
+    assert len(told) == len(ranges) == 14 * 96
+    for (place, size, advice), (first, length) in zip(told, ranges, strict=True):
+        assert (place % mmap.PAGESIZE, advice) == (0, mmap.MADV_WILLNEED)
+        assert first - mmap.PAGESIZE < place <= first < first + length == place + size
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +17,10 @@ import torch
 from PIL import Image
 
 from pipeline import environment
-from pipeline.data import DataError, packing
+from pipeline.data import DataError, file_sha256, packing, prepared
 from pipeline.data.datasets import decode
 from pipeline.data.packing import pixel_statistics, prepare, statistics
-from pipeline.data.prepared import read, verify
+from pipeline.data.prepared import read
 from pipeline.data.sources import fetch
 from pipeline.params import Config, Train, parse
 
@@ -192,7 +193,6 @@ def test_an_image_folder_is_packed_in_chunks_and_without_its_broken_images(tmp_p
     found = {image.numpy().transpose(1, 2, 0).tobytes() for image in (*dataset.train.inputs, *dataset.test.inputs)}
     whole = [path for path in (tmp_path / "pictures" / "train").rglob("*.png") if path.read_bytes() != b"broken"]
     assert found == {np.asarray(Image.open(path)).tobytes() for path in whole}
-    verify(tmp_path / "prepared")
 
 
 def test_labels_outside_the_classes_and_empty_splits_are_refused(raw: Path, tmp_path: Path) -> None:
@@ -234,16 +234,35 @@ def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> N
     images = np.load(digits / "train_inputs.npy")
     for wrong in (images[:-1], images.astype(np.int16), images[:, :, :4], np.asfortranarray(images)):
         np.save(digits / "train_inputs.npy", wrong)
+        os.utime(digits / "train_inputs.npy", (0, 0))  # older than the description, so that nobody sums it
         with pytest.raises(
             DataError, match=r"train_inputs\.npy holds .* but dataset\.json says uint8 \(1438, 1, 8, 8\)"
         ):
             read(digits)
     (digits / "train_inputs.npy").write_bytes(b"junk")
+    os.utime(digits / "train_inputs.npy", (0, 0))
     with pytest.raises(DataError, match=r"train_inputs\.npy cannot be read"):
         read(digits)
     (digits / "train_inputs.npy").unlink()
-    with pytest.raises(DataError, match=r"train_inputs\.npy cannot be read .* run `dvc repro --force prepare`"):
+    with pytest.raises(DataError, match=r"train_inputs\.npy: SHA-256 is missing.* run `dvc repro --force prepare`"):
         read(digits)
+
+
+def test_an_array_that_a_checkout_wrote_anew_is_read_whole_once(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[str] = []
+
+    def sha256(path: Path) -> str:
+        summed.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(prepared, "file_sha256", sha256)
+    os.utime(digits / "dataset.json", (1, 1))
+    os.utime(digits / "test_inputs.npy", (0, 0))
+    read(digits)
+    assert sorted(summed) == ["test_targets.npy", "train_inputs.npy", "train_targets.npy"], "of one time or newer"
+    os.utime(digits / "dataset.json", (2**31, 2**31))
+    read(digits)
+    assert len(summed) == 3
 
 
 def test_a_description_that_is_missing_or_foreign_is_refused(digits: Path, tmp_path: Path) -> None:
@@ -256,14 +275,14 @@ def test_a_description_that_is_missing_or_foreign_is_refused(digits: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_verification_finds_a_single_changed_byte(name: str, digits: Path) -> None:
-    verify(digits)
+def test_reading_finds_a_single_byte_changed_after_preparing(name: str, digits: Path) -> None:
+    read(digits)
     content = bytearray((digits / name).read_bytes())
     position = content.index(b'"mean": [\n        0.') + 24 if name == "dataset.json" else len(content) - 5
     content[position] ^= 1
     (digits / name).write_bytes(content)
     with pytest.raises(DataError, match=re.escape(name)):
-        verify(digits)
+        read(digits)
 
 
 def test_neither_fetching_nor_packing_waits_for_torch() -> None:
