@@ -212,8 +212,8 @@ def best_of(
     seen, told, held, ahead = [], [], 0, 0
     for _ in range(trials):
         base, control = random.normal(0, one, (2, sessions, rounds))
-        sittings = random.normal(0, between, (variants, sessions, 1))
-        logs = math.log(truth) + sittings + random.normal(0, one, (variants, sessions, rounds)) - base
+        effects = random.normal(0, between, (variants, sessions, 1))
+        logs = math.log(truth) + effects + random.normal(0, one, (variants, sessions, rounds)) - base
         doubts = [doubt_of(interval_of(control[part], base[part])) for part in range(sessions)]
         medians = np.median(logs, axis=2)
         first, second = np.argsort(medians.mean(axis=1))[:-3:-1]

@@ -1,4 +1,4 @@
-"""The benchmarks of differences between sittings: known answers."""
+"""The benchmarks of differences between sessions: known answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_components_of_variance_are_those_that_were_drawn(servers: float, pr
 
 
 @pytest.mark.slow
-def test_one_session_holds_the_truth_too_seldom_where_sittings_differ_and_three_do_not() -> None:
+def test_one_session_holds_the_truth_too_seldom_where_sessions_differ_and_three_do_not() -> None:
     one, three = (over_many(sessions, between=0.1, within=0.05, trials=80)["coverage"] for sessions in (1, 3))
     assert one < 0.6
     assert three > 0.85

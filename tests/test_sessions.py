@@ -197,8 +197,8 @@ def test_the_same_rounds_of_the_baseline_are_one_session_though_one_lacks_a_vari
 
 
 def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) -> Bench:
-    sitting = session(1, faster).session.model_copy(update={"start_utc": at(time), "boot_id": boot})
-    return session(1, faster, **changes).model_copy(update={"session": sitting, "seconds": 600.0})
+    began = session(1, faster).session.model_copy(update={"start_utc": at(time), "boot_id": boot})
+    return session(1, faster, **changes).model_copy(update={"session": began, "seconds": 600.0})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pipeline import environment, files
 from pipeline.benchmark import ablation_arms, machine_state
@@ -16,7 +16,7 @@ from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, meas
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
 from pipeline.errors import count
-from pipeline.params import Config, Machine
+from pipeline.params import Config, Machine, Margins
 from pipeline.plans import plans
 from pipeline.results import (
     BENCH_FILE,
@@ -90,15 +90,9 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
             print(f"bench: goes on from {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
-            steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
-            ledgers, flops = earlier.ledgers, earlier.flops
+            calibrated = _Calibrated(earlier.steps, earlier.seconds / earlier.rounds, earlier.ledgers, earlier.flops)
         else:
-            samples = _first_looks(specs, ledgers=not again)
-            ledgers, flops = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
-            others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
-            # The baseline is measured anew: its first look included the start of the server.
-            steps, samples[baseline] = steps_of(control, settings.window_seconds, others)
-            round_seconds = sum(samples[arm.variant].seconds(steps) for arm in arms)
+            calibrated = _calibrated(arms, settings.window_seconds, ledgers=not again)
         before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
         limits: dict[str, Any] = {
             "seconds": _left(60 * settings.max_minutes, spent),
@@ -119,8 +113,8 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
                 seconds=spent + rounds.seconds,
                 interrupted=rounds.interrupted,
                 arms=rounds.arms,
-                ledgers=ledgers,
-                flops=flops,
+                ledgers=calibrated.ledgers,
+                flops=calibrated.flops,
                 not_ablated=not_ablated,
                 session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
                 keys=keys,
@@ -132,20 +126,15 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
 
         known = [each for each in read_sessions(KEPT_BENCHES) if each.keys.get(baseline) == keys[baseline]]
         deviation = deviation_of(known[-1]) if known else None
-        said = outlook(len(arms), steps, round_seconds, before=before, deviation=deviation, **limits)
+        steps = calibrated.steps
+        said = outlook(len(arms), steps, calibrated.round_seconds, before=before, deviation=deviation, **limits)
         print(f"bench: {said}", flush=True)
         rounds = measure(
             arms,
             **limits,
             steps=steps,
             turns=turns_on(about["device"], settings),
-            # Like max_minutes, the margins change how much is measured, not what. dvc.yaml does not name them, so a
-            # changed margin is applied to the rounds that exist.
-            margins={
-                "samples_per_second": config.compare.margins.throughput,
-                "peak_memory_bytes": config.compare.margins.memory,
-                **({"joules_per_sample": margin} if (margin := config.compare.margins.energy) else {}),
-            },
+            margins=_margins(config.compare.margins),
             max_spread=config.compare.max_spread,
             earlier=earlier.arms if earlier else (),
             keep=keep,
@@ -153,13 +142,42 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     return bench_of(rounds)
 
 
-def _first_looks(specs: Sequence[ArmSpec], *, ledgers: bool) -> dict[str, Calibration]:
-    """Return a short sample of each variant. This is also a warm-up: from here on the files are in the page cache."""
-    samples = {}
+class _Calibrated(NamedTuple):
+    """What is known of the arms before their rounds."""
+
+    steps: int
+    round_seconds: float
+    """What a round is expected to take."""
+    ledgers: dict[str, Ledgers]
+    flops: dict[str, Flops]
+
+
+def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool) -> _Calibrated:
+    """Take a short sample of each variant. This is also a warm-up: from here on the files are in the page cache.
+
+    ``arms``: the variants', those of the ablation, and the baseline's control, which is last.
+    """
+    specs, samples = [arm for arm in arms if arm.role == "variant"], {}
     for number, spec in enumerate(specs, 1):
         print(f"bench: a first look at {spec.name}, {number} of {len(specs)}", flush=True)
         samples[spec.name] = calibrate(spec, ledgers=ledgers)
-    return samples
+    baseline = arms[-1].variant
+    others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
+    # The baseline is measured anew: its first look included the start of the server.
+    steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
+    return _Calibrated(
+        steps=steps,
+        round_seconds=sum(samples[arm.variant].seconds(steps) for arm in arms),
+        ledgers=_known(samples, "ledgers", Ledgers),
+        flops=_known(samples, "flops", Flops),
+    )
+
+
+def _margins(margins: Margins) -> dict[str, float]:
+    """Return the margin of each quantity that can settle a variant. Like max_minutes, they change how much is measured,
+    not what. dvc.yaml does not name them, so a changed margin is applied to the rounds that exist."""
+    of_energy = {"joules_per_sample": margins.energy} if margins.energy else {}
+    return {"samples_per_second": margins.throughput, "peak_memory_bytes": margins.memory, **of_energy}
 
 
 def _left(limit: N, used: N) -> N:

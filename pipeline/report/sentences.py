@@ -31,8 +31,8 @@ from pipeline.results import Bench, Dataset, ScoreName, rejected, rejections
 FEW_TEST_SAMPLES = 2_000
 """Fewer test samples are a small sample themselves; an interval over seeds does not show that."""
 
-SITTINGS = 1.2
-"""Speeds of two sittings on one machine differ by 10 to 20%; so may the ratio of two trainings run one after the
+BETWEEN_SESSIONS = 1.2
+"""Speeds of two sessions on one machine differ by 10 to 20%; so may the ratio of two trainings run one after the
 other."""
 
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
@@ -317,19 +317,19 @@ def remarks(each: Compared) -> list[str]:
 def contradicted(each: Compared, baseline: Compared) -> list[str]:
     """A sentence if a variant's trainings and its bench give ratios of speed that differ beyond the noise of both.
 
-    The trainings' ratio ranges over all pairs of seeds, widened by ``SITTINGS``. Empty if they agree, and with fewer
-    than two seeds, which show no noise.
+    The trainings' ratio ranges over all pairs of seeds, widened by BETWEEN_SESSIONS. Empty if they agree, and with less
+    than two seeds: one shows no noise.
     """
     both, ratio = (each.runs, baseline.runs), each.throughput
     ours, theirs = ([run.samples_per_second for run in runs if run.samples_per_second] for runs in both)
     if not (ratio and ratio.low and ratio.high) or ratio.decision == "untrusted" or min(len(ours), len(theirs)) < 2:
         return []
     low, high = min(ours) / max(theirs), max(ours) / min(theirs)
-    if low / SITTINGS <= ratio.high and ratio.low <= high * SITTINGS:
+    if low / BETWEEN_SESSIONS <= ratio.high and ratio.low <= high * BETWEEN_SESSIONS:
         return []
     return [
         f"Bench and trainings contradict each other: {estimate(ratio)} the throughput ({interval(ratio)}) in the bench "
-        f"but {low:.2f} to {high:.2f} times the baseline's in the trainings: more than sittings differ. Look for what "
+        f"but {low:.2f} to {high:.2f} times the baseline's in the trainings: more than sessions differ. Look for what "
         "the variant does differently in the bench."
     ]
 

@@ -12,7 +12,7 @@ from tests.factories import make_bench, make_comparison, make_result, make_run
     ("trained", "benched", "told"),
     [
         ((20_000.0, 20_000.0), 1.3, True),
-        ((20_000.0, 20_000.0), 1.15, False),  # two sittings
+        ((20_000.0, 20_000.0), 1.15, False),  # two sessions
         ((20_000.0, 24_000.0), 1.3, False),  # what seeds differ by
         ((20_000.0, 20_000.0), 0.7, True),
         ((20_000.0,), 1.3, False),  # a single seed tells no noise
