@@ -94,17 +94,15 @@ def advice(comparison: Comparison) -> str:
     if best:
         gain = f": {interval(best.ratio)} times the {best.quantity}" if best.ratio else ""
         take.append(f"`{best.variant}`{gain}")
-    for each in judged:
-        if each.verdict == "trades" and each.on_front:
-            (need, gain), *_ = _decided(each, "better")
-            losses = " and ".join(loss for _, loss in _decided(each, "worse"))
-            take.append(f"`{each.variant}` if {need}: {gain} at {losses}")
+    saving = {each.variant: said for each in judged if each.on_front and (said := _saving(each))}
+    take += saving.values()
     parts = [f"take {'; '.join(take)}"] if take else []
     speeds = {each.throughput.decision for each in others if each.throughput}
     if take and not {"better", "undecided", "untrusted"} & speeds:
         parts.append("nothing here is faster")
     for verdict, words in ("undecided", "not decided yet"), (UNTRUSTED, "not to be trusted"):
-        if unclear := [f"`{each.variant}`" for each in others if each.verdict == verdict]:
+        unclear = [f"`{each.variant}`" for each in others if each.verdict == verdict and each.variant not in saving]
+        if unclear:
             parts.append(f"{', '.join(unclear)} {'is' if len(unclear) == 1 else 'are'} {words}")
     if not judged:
         parts = [part for each in others if (part := _despite(each))]
@@ -112,13 +110,26 @@ def advice(comparison: Comparison) -> str:
     return sentences(["; ".join(parts) or f"keep `{comparison.baseline}`: nothing here is better"])[0]
 
 
+def _saving(each: Compared) -> str:
+    """When to use a variant that gains something, and at what price, decided or bounded; empty if there is none."""
+    gains, price = (_figures(each, decision) for decision in ("better", "worse"))
+    if each.verdict == "undecided":
+        price += [(need, f"{text} (not decided yet)") for need, text in _figures(each, "undecided")]
+    ends = [ratio.low for ratio in (each.throughput, each.memory) if ratio]
+    ends += [each.accuracy.low_fraction] if each.accuracy else []
+    if each.verdict not in ("trades", "undecided") or not gains or None in ends:
+        return ""
+    (need, gain), *_ = gains
+    return f"`{each.variant}` if {need}: {gain} at {' and '.join(text for _, text in price)}"
+
+
 def _despite(each: Compared) -> str:
     """The decided gains and losses of a variant whose verdict is untrusted."""
-    said = [text for decision in ("better", "worse") for _, text in _decided(each, decision)]
+    said = [text for decision in ("better", "worse") for _, text in _figures(each, decision)]
     return f"`{each.variant}` takes {' and '.join(said)}" if said else ""
 
 
-def _decided(each: Compared, decision: str) -> list[tuple[str, str]]:
+def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
     """For each quantity with this ``decision``: when that quantity matters, and how large the difference is."""
     found = []
     if each.throughput and each.throughput.decision == decision:
@@ -128,7 +139,9 @@ def _decided(each: Compared, decision: str) -> list[tuple[str, str]]:
     if each.energy and each.energy.margin and each.energy.decision == decision:
         found.append(("energy counts most", f"{interval(each.energy)} times the energy"))
     if each.accuracy and each.accuracy.decision == decision:
-        found.append(("accuracy counts most", f"{points(each.accuracy.mean_fraction)}{JOINED}points of accuracy"))
+        of = each.accuracy
+        shown = points_interval(of) if decision == "undecided" else points(of.mean_fraction)
+        found.append(("accuracy counts most", f"{shown}{JOINED}points of accuracy"))
     return found
 
 

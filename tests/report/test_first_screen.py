@@ -44,6 +44,22 @@ def test_it_says_if_nothing_is_faster_and_what_is_open() -> None:
     assert advised(noisy).endswith(" times the speed; `open` is not to be trusted.")
 
 
+def test_a_saving_counts_though_its_price_is_not_decided() -> None:
+    def of(seeds: int) -> Made:
+        measured = [
+            make_result(name, [make_run(seed, test_correct=correct) for seed in range(seeds)])
+            for name, correct in (("baseline", 9000), ("small", 9001))
+        ]
+        return made(measured, throughput={"small": 0.96}, memory={"small": 0.5}, rejected={}, noise=0.02)
+
+    assert re.fullmatch(
+        r"Take `small` if memory is short: 0\.\d+ to 0\.5\d* times the memory at 0\.9\d to 1\.\d\d times the speed "
+        r"\(not decided yet\)\.",
+        advised(of(3)),
+    )
+    assert advised(of(1)) == "`small` is not decided yet.", "what it costs in accuracy is not bounded"
+
+
 @pytest.mark.parametrize("name", ["alone", "stopped"])
 def test_there_is_no_advice_where_nothing_is_trusted(name: str) -> None:
     assert advised(REPORTS[name]()) == ""
