@@ -43,12 +43,12 @@ from pipeline.params import parse
 JOBS = {
     "small-cnn": Job("small_cnn", "fashion_mnist", 256),
     "small-cnn-ddp": Job("small_cnn", "fashion_mnist", 256, processes=2),
-    "resnet18": Job("resnet18", "image_folder", 64),
-    "resnet18-ddp": Job("resnet18", "image_folder", 64, processes=2),
+    "resnet18": Job("resnet18", "image_folder", 64, learning_rate=0.01),
+    "resnet18-ddp": Job("resnet18", "image_folder", 64, learning_rate=0.01, processes=2),
     "step": Job("nothing", "ready", 32, epochs=1),
 }
 AGREEMENT = "agreement"
-IMAGES = {"train": 1024, "test": 512}
+IMAGES = {"train": 512, "test": 256}
 """Images in the ResNet's folder: the first ones of Fashion-MNIST, with a border to 32x32, as RGB."""
 SYNTHETIC = {"train": 160_000, "test": 320, "shape": [1, 8, 8]}
 """Data of the job "step": enough for every step to take a new batch."""

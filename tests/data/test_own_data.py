@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from pipeline.data import DataError, arrays, text
+from pipeline.data import DataError, array_files, arrays, text
 from pipeline.data.decoded import held_out
 from pipeline.data.packing import prepare, statistics
 from pipeline.data.prepared import Dataset, read
@@ -97,7 +97,7 @@ def saved(folder: Path, kind: str, **values: npt.NDArray[Any]) -> str:
 def test_a_table_is_packed_as_it_is_and_split_by_class(
     kind: str, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(array_files, "CHUNK_BYTES", chunk_bytes)
     inputs, labels = RANDOM.normal(5, 2, (60, 4)), np.arange(60) % 3
     dataset = packed(tmp_path, "arrays", saved(tmp_path, kind, inputs=inputs, targets=labels), test_fraction=0.25)
     assert (dataset.classes, dataset.vocabulary, dataset.shape) == (("0", "1", "2"), None, (4,))
@@ -217,7 +217,7 @@ def test_further_arrays_stay_with_their_samples(kind: str, tmp_path: Path) -> No
 
 def test_preparing_takes_few_bytes_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of digests took 100 bytes a row, and the choice of test samples as much again."""
-    monkeypatch.setattr(arrays, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(array_files, "CHUNK_BYTES", 1 << 14)
     monkeypatch.setattr("pipeline.data.packing.STATISTICS_CHUNK_BYTES", 1 << 14)
     peaks = []
     for count in (40_000, 10_000):  # the first imports what both need
@@ -288,7 +288,7 @@ def test_a_bad_safetensors_file_is_refused_and_named(content: bytes, message: st
 
 def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.parquet").write_bytes(table({"inputs": ROWS, "targets": np.arange(9) % 2}))
-    array = next(arrays._in_table(tmp_path / "own.parquet"))
+    array = next(array_files._in_table(tmp_path / "own.parquet"))
     assert sum(map(len, array.chunks(4))) == 9
     with pytest.raises(DataError, match=r"inputs float64 \[12, 2\]: has 9 rows"):
         list(array._replace(shape=(12, 2)).chunks(4))

@@ -1,0 +1,228 @@
+"""Arrays in files: .npy files, .npz and .safetensors files of several arrays, Parquet tables. A file is not trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data import DataError
+from pipeline.data.decoded import AGAIN
+from pipeline.errors import first_line
+
+Rows = npt.NDArray[Any]
+
+CHUNK_BYTES = 16 << 20
+LIMIT_HEADER_BYTES = 1 << 20
+"""Largest header of a .safetensors file: more than enough for the descriptions of many arrays."""
+LIMIT_ROW_BYTES = 64 << 20
+"""Largest row. A chunk holds at least one row, and a small file can declare, or hold in compressed form, a row of any
+size."""
+
+
+class Array(NamedTuple):
+    """A .npy file, a member of an .npz or .safetensors file, or columns of a table."""
+
+    path: Path
+    member: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int = 0
+    """Offset of the first value, in bytes."""
+    columns: tuple[str, ...] = ()
+    """Columns of a table: several with one number per row, or one with a number or a list of numbers per row."""
+
+    def __str__(self) -> str:
+        return f"{self.path.parent / self.member} {self.dtype} {list(self.shape)}"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    def chunks(self, length: int | None = None) -> Iterator[Rows]:
+        """Yield the array in chunks of at most ``length`` rows (None: by size). Raises DataError if it is cut short."""
+        length = length or max(1, CHUNK_BYTES // (self.row_bytes or 1))
+        with naming(self.path):
+            yield from self._of_table(length) if self.columns else self._of_stream(length)
+
+    def _of_stream(self, length: int) -> Iterator[Rows]:
+        with _stream(self.path, self.member) as file:
+            file.seek(self.offset)
+            for start in range(0, self.shape[0], length):
+                count = min(length, self.shape[0] - start)
+                content = file.read(count * self.row_bytes)
+                if len(content) < count * self.row_bytes:
+                    raise DataError(f"{self}: is cut short; write it again and {AGAIN}")
+                yield np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
+
+    def _of_table(self, length: int) -> Iterator[Rows]:
+        from pyarrow.parquet import ParquetFile
+
+        left = self.shape[0]
+        with ParquetFile(self.path) as table:
+            for batch in table.iter_batches(length, columns=list(self.columns)):
+                left -= batch.num_rows
+                found = [self._values(batch.column(name)) for name in self.columns]
+                yield (np.stack(found, 1) if self.columns != (self.member,) else found[0]).reshape(-1, *self.shape[1:])
+        if left:
+            raise DataError(f"{self}: has {self.shape[0] - left} rows; write it again and {AGAIN}")
+
+    def _values(self, column: Any) -> Rows:
+        while column.null_count == 0 and _is_list(column.type):
+            column = column.flatten()
+        if column.null_count:
+            raise DataError(f"{self}: has empty fields; fill them, or leave out such rows, and {AGAIN}")
+        values: Rows = column.to_numpy(zero_copy_only=False)
+        return values.astype(self.dtype)
+
+
+def read(path: Path) -> Iterator[Array]:
+    """Yield the file's arrays, from its header. Raises DataError for a damaged file, or other values than numbers in
+    rows of one shape."""
+    with naming(path):
+        for array in _READERS[path.suffix](path):
+            check_name(array.member, path)
+            if not array.shape or array.dtype.kind not in "iuf":
+                raise DataError(
+                    f"{array}: expected numbers in C order, in rows of one shape (ragged rows make an array "
+                    "of objects: pad them)."
+                )
+            if array.row_bytes > LIMIT_ROW_BYTES:
+                raise DataError(
+                    f"{array}: a row (a sample) has {array.row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}."
+                )
+            if not array.columns and array.offset + array.shape[0] * array.row_bytes > _size(array):
+                raise DataError(f"{array}: is cut short; write it again and {AGAIN}")
+            yield array
+
+
+def check_name(name: str, place: Path | str) -> None:
+    """Raise DataError for a name that cannot be an array's."""
+    if not re.fullmatch("[a-z][a-z0-9_]{0,49}", Path(name).stem):
+        raise DataError(
+            f"{place} has an array {name!r}; expected inputs, targets, test_inputs, test_targets or, for a task of "
+            "your own, names of small letters, digits and underscores: rename it."
+        )
+
+
+def _size(array: Array) -> int:
+    """Bytes of the file, or of the unpacked member of an .npz file."""
+    if array.path.suffix != ".npz":
+        return array.path.stat().st_size
+    with zipfile.ZipFile(array.path) as opened:
+        return opened.getinfo(array.member).file_size
+
+
+def _in_numpy(path: Path) -> Iterator[Array]:
+    """Yield the array of a .npy file, or the arrays of an .npz file."""
+    members = zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]
+    if len(set(members)) < len(members):
+        raise ValueError("two arrays of one name")
+    for member in members:
+        with _stream(path, member) as file:
+            first = np.lib.format.read_magic(file) == (1, 0)
+            header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = header(file)
+            yield Array(path, member, shape, np.dtype(object) if is_fortran else dtype, file.tell())
+
+
+def _in_safetensors(path: Path) -> Iterator[Array]:
+    """Yield the tensors.
+
+    Format, from https://github.com/huggingface/safetensors: the header's length in 8 bytes, little endian; the header
+    in JSON; the values. A tensor's two ``data_offsets`` are the start and end of its values after the header.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > LIMIT_HEADER_BYTES:
+            raise ValueError(f"a header of {length:,} bytes")
+        header = json.loads(file.read(length))
+    for name, each in header.items():
+        if name != "__metadata__":
+            dtype, (start, end) = np.dtype(_SAFETENSORS.get(each["dtype"], object)), each["data_offsets"]
+            if start < 0:
+                raise ValueError(f"{name} starts {-start:,} bytes before the values")
+            array = Array(path, name, tuple(each["shape"]), dtype, 8 + length + start)
+            if dtype.kind != "O" and math.prod(array.shape) * dtype.itemsize != end - start:
+                raise ValueError(f"{name} has {end - start:,} bytes")
+            yield array
+
+
+def _in_table(path: Path) -> Iterator[Array]:
+    """Yield each column as an array; without a column inputs, all but targets together are the inputs.
+
+    A column holds numbers. A single column may instead hold lists of numbers, all of the length that its type declares.
+    """
+    from pyarrow.parquet import ParquetFile  # imported here: it takes a quarter of a second
+    from pyarrow.types import is_floating, is_integer
+
+    with ParquetFile(path) as table:
+        schema, count = table.schema_arrow, table.metadata.num_rows
+    members = {name: (name,) for name in schema.names}
+    if "inputs" not in members:
+        members = {"inputs": tuple(name for name in schema.names if name != "targets"), "targets": ("targets",)}
+    for member, columns in members.items():
+        types = [schema.field(name).type for name in columns if name in schema.names]
+        shape: tuple[int, ...] = (count, len(columns))
+        if columns == (member,) and types:
+            shape = (count,)
+            while _is_list(types[0]):
+                shape, types = (*shape, types[0].list_size), [types[0].value_type]
+        for name, kind in zip(columns, types, strict=False):
+            if not (is_integer(kind) or is_floating(kind)):
+                raise DataError(
+                    f"{path}: the column {name!r} holds {kind}; expected numbers, or, in a column named inputs or "
+                    "targets, lists of numbers whose type declares their one length."
+                )
+        if types:
+            dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))
+            yield Array(path, member, shape, dtype, columns=columns)
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether an Arrow type is a list of a fixed length."""
+    from pyarrow.types import is_fixed_size_list
+
+    return bool(is_fixed_size_list(kind))
+
+
+_SAFETENSORS = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+}
+_READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensors, ".parquet": _in_table}
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an error of the block into a DataError: a damaged file can raise nearly anything."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} cannot be read ({first_line(error)}); write it again and {AGAIN}") from None
+
+
+@contextmanager
+def _stream(path: Path, member: str) -> Iterator[IO[bytes]]:
+    if path.suffix == ".npz":
+        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+            yield file
+    else:
+        with path.open("rb") as file:
+            yield file
