@@ -32,7 +32,7 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     cost = RoundCost("bench.max_minutes", 100, 100.0)
     assert reason(undecided, cost) == said("0.5 minutes of rounds", "set bench.max_minutes: 0.5")
     eight = undecided.model_copy(update={"pairs": 8, "more_pairs": 2})
-    assert reason(eight).endswith("; after 8 rounds another session tells more (make again)")
+    assert reason(eight).endswith("; after 8 rounds another session tells more (bench --again)")
     cost = RoundCost("bench.max_rounds", 6, 100.0)
     assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)
@@ -62,7 +62,7 @@ def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
     ]
     over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": tuple(told), "more_sessions": 2})
     assert reason(over).startswith(
-        f"throughput is undecided over 3 sessions: about 2 more would decide, {ODDS} (make again"
+        f"throughput is undecided over 3 sessions: about 2 more would decide, {ODDS} (bench --again"
     )
     assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 
@@ -94,7 +94,7 @@ def test_minutes_that_were_not_used_up_are_not_advised() -> None:
     undecided = ratio([10.3, 10.7, 10.4, 10.6, 10.2, 10.8], [10.0] * 6)
     allowed = TEN_IN_TEN_MINUTES._replace(seconds=100.0)
     assert "set bench.max_minutes: 2.5" in reason(undecided, allowed)
-    assert "(make again)" in reason(undecided, allowed._replace(minutes=2.5))
+    assert "(bench --again)" in reason(undecided, allowed._replace(minutes=2.5))
 
 
 def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:

@@ -123,6 +123,11 @@ def copied(from_: int, to: int) -> Callable[[Any], None]:
     return change
 
 
+def repeated(bench: Any) -> None:
+    for arm in bench["arms"]:
+        arm["samples"] *= 2
+
+
 def more_right(result: Any) -> None:
     """Wherever the result itself tells it."""
     run = result["runs"][1]
@@ -188,6 +193,7 @@ OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("data set", BENCH, at("dataset.sha256", "0" * 64), "bench.json: the bench trained on"),
     ("no parameters", BENCH, at("config", {}), "the bench trained with train."),
     ("a control that is a copy", BENCH, copied(0, -1), "are equal sample for sample"),
+    ("a round twice", BENCH, repeated, "rounds 1 and 13: equal in every figure, so one is a copy"),
     ("two arms", BENCH, copied(0, 1), "baseline and ddp are equal sample for sample"),
     ("few steps", BENCH, at("arms.1.samples.2.measured_steps", 3), "ddp, round 3: 3 of 120 steps measured"),
     ("no window", BENCH, at("arms.1.samples.2.step_p50_ms", 0.0), "arms.1.samples.2.step_p50_ms"),

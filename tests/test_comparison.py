@@ -197,7 +197,7 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     assert other.reasons == (
         f"throughput is undecided: about {minutes:g} minutes of rounds in all "
         f"would decide, {ODDS} (set bench.max_minutes: {minutes:g}); after 12 rounds another session tells more "
-        "(make again)",
+        "(bench --again)",
         f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more would decide, {ODDS} (add them "
         "to train.seeds)",
     )
@@ -734,7 +734,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     nearly = with_arm(
         "ddp", make_bench(throughput={"ddp": 1.03}, rejected={}), samples=longer.arms[0].samples[:8], settled=True
     )
-    assert "make again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
+    assert "bench --again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
 
 
 def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -> None:

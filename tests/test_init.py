@@ -90,7 +90,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
         add(repository / name, text)
     add(repository / ".gitignore", "/mine\n/data")
     before = contents(repository)
-    with pytest.raises(PipelineError, match="nothing was written; run it again with --yes"):
+    with pytest.raises(PipelineError, match="nothing was written, as nobody said yes; run it again with --yes"):
         init.run(LAPTOP, model="nets:net")
     assert contents(repository) == before
     assert "+/results" in capsys.readouterr().out
@@ -234,7 +234,7 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     assert config.variants["memory"].activation_checkpointing is True
     text = (repository / "params.yaml").read_text(encoding="utf-8")
     assert text.count("#") > 40, "its comments stay"
-    assert "#   batch_size 8: about twenty steps an epoch of 161 samples" in text
+    assert "#   batch_size 8: about 20 steps an epoch of 161 samples" in text
     least = {2.5: 0.6, 5.0: 1.2}[minutes]  # 6 rounds of 4 or 8 arms, 1.5 s each
     told = f"at least 6 rounds are measured, so the bench takes more than {least} minutes: starts, warm-up"
     assert f"#   {told}" in text

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -485,6 +486,21 @@ def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:
         task_of(DATA["regression"], settings_of("regression", task_options={"tolerance": "much"}))
     with pytest.raises(ModelError, match=r"gpt is made for .*vocabulary.*, but the job's data have features, outputs"):
         task_of(DATA["regression"], settings_of("regression", model="gpt", model_options={})).model()
+
+
+def test_the_docs_task_of_weighted_samples_takes_a_third_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = next(code for code in blocks(ROOT / "docs" / "your-job.md", "python") if "class Weighted" in code)
+    module = ModuleType("my_weights")
+    exec(shown, module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_weights", module)
+    of = DATA["regression"]
+    dataset = replace(of, train=Split({**of.train.arrays, "weights": torch.arange(200.0)}))
+    task = task_of(dataset, settings_of("regression", task="my_weights:Weighted"))
+    task.check()
+    rows = [dataset.train.arrays[name][:3] for name in task.arrays]
+    _, targets = task.batch(rows)
+    # Errors of 2, with the weights 0, 1 and 2.
+    assert task.loss(rows[1][:, None] + 2, targets).item() == pytest.approx((0 * 4 + 1 * 4 + 2 * 4) / 3, rel=1e-4)
 
 
 @pytest.mark.parametrize(

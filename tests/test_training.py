@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
+from pipeline.measurement import windows
 from pipeline.measurement.detectors import Detector, Rejection
 from pipeline.models.optimizers import learning_rate
 from pipeline.params import Augment, Train
@@ -295,7 +296,7 @@ def test_paused_time_is_not_training_time(digits: Dataset, monkeypatch: pytest.M
     for _ in range(10):
         next(steps)
     real, offset = time.perf_counter, [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: real() + offset[0])
+    monkeypatch.setattr(windows, "perf_counter", lambda: real() + offset[0])
     with training.paused():
         offset[0] = 1000.0
     list(steps)

@@ -68,6 +68,13 @@ def putting(*, channels, height, width, classes):
 def within_a_million(logits, labels):
     return torch.where(logits.abs().amax(1) < 1e6, 1.0, torch.nan)
 
+class Detached(nn.Module):
+    def forward(self, logits):
+        return logits.detach().requires_grad_()
+
+def detached(**sizes):
+    return nn.Sequential(noisy(**sizes), Detached())
+
 class Greedy(nn.Module):
     def forward(self, images):
         if self.training and torch.is_grad_enabled() and len(images) > 16:
@@ -393,6 +400,14 @@ def test_what_diverges_everywhere_could_not_be_tried(digits_folder: Path, digits
         ("weights after 3 steps", None, UNTRIED),
     ]
     assert "the loss became" in claims[0].note
+
+
+def test_a_model_whose_weights_no_gradient_reaches_does_not_train(
+    digits_folder: Path, digits: Dataset, tmp_path: Path
+) -> None:
+    (claim,) = claimed(digits_folder, digits, {}, ["baseline"], tmp_path, model="own_nets:detached")
+    assert (claim.claim, claim.holds) == ("the variant trains", False)
+    assert "no weight changed" in claim.note
 
 
 def test_a_reference_that_does_not_train_is_told_and_the_other_variants_are_verified(

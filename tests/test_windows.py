@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE
+from pipeline.measurement import windows
 from pipeline.measurement.windows import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
 from tests import test_gpu
 from tests.drivers import plug
@@ -28,7 +28,7 @@ class FakeTime:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
+        monkeypatch.setattr(windows, "perf_counter", lambda: self.seconds)
 
     def pass_(self, seconds: float) -> None:
         self.seconds += seconds

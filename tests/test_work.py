@@ -363,7 +363,7 @@ def test_and_by_verify(name: str, digits_folder: Path, digits: Dataset, tmp_path
     made = plan(job, name, CPU_ONLY)
     claims = list(verifier.claims(made))
     assert len(claims) == verifier.count(made)
-    (claim,) = [each for each in claims if each.claim == "each step takes all of its 32 samples"]
+    (claim,) = [each for each in claims if each.claim == "the model and the loss take 32 samples a step"]
     assert (claim.measured, claim.bound, claim.holds) == (16, 0, False)
 
 

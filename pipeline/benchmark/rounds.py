@@ -131,6 +131,9 @@ def measure(
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})
                 keep(so_far())
+                if len(rounds) == 1 and all(reasons := [window.rejections for window in rounds[0].values()]):
+                    why = f"every sample of round 1 was rejected, such as for this reason: {reasons[0][0]}"
+                    bar.write(f"bench: {why}. If that goes on, no ratio is trusted", sys.stdout)
                 now = time.monotonic()
                 if bar.disable and now - told >= TOLD_SECONDS:
                     told = now

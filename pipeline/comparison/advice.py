@@ -87,9 +87,9 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
             return [
                 f"{over}; how many would decide cannot be foreseen; more rounds in each may help (bench.max_minutes)"
             ]
-        return [f"{over}: about {ratio.more_sessions} more would decide, {ODDS} (make again, on other days)"]
+        return [f"{over}: about {ratio.more_sessions} more would decide, {ODDS} (bench --again, on other days)"]
     if stopped:
-        return [f"{quantity.noun} is undecided, though its rounds lay on one side of the margin (make again)"]
+        return [f"{quantity.noun} is undecided, though its rounds lay on one side of the margin (bench --again)"]
     measured = ratio.pairs + ratio.rejected
     if ratio.low is None or ratio.high is None:
         lost = f", and {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
@@ -99,7 +99,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
             enough = f"about {cost.duration(rounds)} in all would decide, {ODDS} ({cost.remedy(rounds)})"
-            another = f"; after {ratio.pairs} rounds another session tells more (make again)"
+            another = f"; after {ratio.pairs} rounds another session tells more (bench --again)"
             return [f"{quantity.noun} is undecided: {enough}{another if ratio.pairs >= FULL_ROUNDS else ''}"]
     undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
     if math.isinf(cost.affordable()):

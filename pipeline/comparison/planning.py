@@ -57,7 +57,7 @@ class RoundCost(NamedTuple):
             )
         value = rounds if self.key.endswith("rounds") else minutes
         if self.key.endswith("minutes") and value <= self.minutes:
-            return "make again"
+            return "bench --again"
         return f"set {self.key}: {value:g}"
 
 

@@ -188,7 +188,10 @@ def sessions(comparison: Comparison) -> str:
     if aside := comparison.sessions_set_aside:
         others += f" Not used: {count(aside, 'session')} of other code, settings, data or machine."
     if most == 1:
-        said = "From one session: in others these ratios may differ by an unknown amount. `make again` adds one."
+        said = (
+            "From one session: in others these ratios may differ by an unknown amount. `python -m pipeline bench "
+            "--again`, and then `dvc repro`, adds one."
+        )
         return said + others
     first, last = (each[:16].replace("T", " ") for each in (starts[0], starts[-1]))
     boots = {each.boot_id for each in comparison.sessions if each.start_utc in starts and each.boot_id}

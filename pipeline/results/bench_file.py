@@ -160,6 +160,12 @@ class Bench(Document):
                   if sample.measured_steps != self.steps and not sample.rejections else []),
             )
         ]  # fmt: skip
+        for arm in self.arms:
+            rounds: dict[str, int] = {}
+            for number, sample in enumerate(arm.samples, 1):
+                first = rounds.setdefault(sample.model_dump_json(), number)
+                if first != number and sample.samples_per_second:
+                    found.append(f"{arm.name}, rounds {first} and {number}: equal in every figure, so one is a copy")
         for one, other in combinations(self.arms, 2):
             speeds = [
                 {each.samples_per_second for each in pair}

@@ -157,7 +157,7 @@ def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
     found = []
     for path in sorted(directory.glob("*.json")):
         try:
-            found.append(read_document(path, Bench, "make again"))
+            found.append(read_document(path, Bench, "run `python -m pipeline bench --again`"))
         except ResultError as error:
             print(f"set aside: {error}")
     return found

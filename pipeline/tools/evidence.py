@@ -65,7 +65,8 @@ def write(file: Path = FILE) -> None:
             raise EvidenceError(
                 f"{name} holds an address with a user name, password or query: evidence must not show it, and "
                 "without it the checksum differs. Remove it from `train` or `variants` in params.yaml and run "
-                f"`dvc repro`; if it is a file of {results.SESSIONS}/, remove it and `make again`."
+                f"`dvc repro`; if it is a file of {results.SESSIONS}/, remove it and run `python -m pipeline bench "
+                "--again`."
             )
     try:
         made = _compared(inputs)

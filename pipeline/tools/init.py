@@ -24,7 +24,7 @@ import yaml
 from pipeline import files, params
 from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.data import DataError
-from pipeline.errors import ConfigError, PipelineError, count, printable
+from pipeline.errors import ConfigError, PipelineError, printable
 from pipeline.params import PARAMS_FILE, Config, Fetch, Machine
 from pipeline.tools import variant_sets
 from pipeline.tools.variant_sets import PROJECT
@@ -94,7 +94,9 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     news = [name for name in kept if Path(name).exists() and record.get(name) != offered[name]]
     _show({name: changes.get(name, whole.get(name, "")) for name in (*changes, *news) if Path(name).exists()})
     if any(Path(name).exists() for name in changes) and not (yes or _agreed()):
-        raise PipelineError("init: nothing was written; run it again with --yes, which writes this.")
+        raise PipelineError(
+            "init: nothing was written, as nobody said yes; run it again with --yes, which writes this."
+        )
     if record != offered:
         changes[str(RECORD)] = json.dumps(offered, indent=2) + "\n"
     for name, text in changes.items():
@@ -216,11 +218,12 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     for kind, path in data.items():
         found, count, why = _LOOKS[kind](path)
         found["batch_size"] = batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about twenty steps an epoch
-        why += [f"batch_size {batch}: about twenty steps an epoch of {count:,} samples, from 8 to 256"]
-    found["model"] = model or found.get("model", "resnet18")
+        why += [f"batch_size {batch}: about {count // batch} steps an epoch of {count:,} samples; from 8 to 256"]
+    usual = found.get("model", "resnet18")
+    found["model"] = model or usual
     for key, value in found.items():
         text = _with(text, key, value)
-    variants, skipped = _variants(machine, yaml.safe_load(text), found["model"])
+    variants, skipped = _variants(machine, yaml.safe_load(text), found["model"], images=usual == "resnet18")
     arms, as_shipped = (len(each) + 1 for each in (variants, shipped.variants))  # plus the A/A control
     text = _with(text, "max_minutes", round(shipped.bench.max_minutes * arms / as_shipped, 1))
     why += [f"max_minutes: in proportion to the variants, {len(variants)} and the A/A control", *skipped]
@@ -257,7 +260,9 @@ def _with(text: str, key: str, value: object) -> str:
     return text[: old.start()] + f"  {key}: {written} ".ljust(len(old[0])) + text[old.end() :]
 
 
-def _variants(machine: Machine, values: Mapping[str, Any], model: str) -> tuple[dict[str, Any], list[str]]:
+def _variants(
+    machine: Machine, values: Mapping[str, Any], model: str, *, images: bool
+) -> tuple[dict[str, Any], list[str]]:
     """The shipped variants, and the ready-made ones that most often make steps faster, if this machine can run them;
     and why some are left out."""
     speed = yaml.safe_load(_shipped("variants/speed.yaml"))
@@ -266,17 +271,20 @@ def _variants(machine: Machine, values: Mapping[str, Any], model: str) -> tuple[
     for name, least in (("ddp", 2), ("compiled", 1)):  # with fewer GPUs the variant costs minutes and seldom pays
         if machine.gpus < least:
             del found[name]
-            why.append(f"no {name}: with fewer than {count(least, 'GPU')} it costs minutes and seldom pays")
-    if model in ("mlp", "gpt"):
+            few = "without a GPU" if least == 1 else f"with fewer than {least} GPUs"
+            why.append(f"no {name}: {few} it costs minutes and seldom pays")
+    if not images:
         del found["channels-last"], found["memory"]["channels_last"]
         why.append("no channels_last: the inputs are not images")
     if ":" in model:
         del found["memory"]["activation_checkpointing"]
-        why.append("memory without activation_checkpointing: it needs a model with blocks, which yours may have")
+        why.append("memory without activation_checkpointing: add it if your model has blocks, which it needs")
     config = params.parse(values)
     here = {name: variant_sets.can_run(config, name, each, machine) for name, each in found.items()}
     why += [
-        f"no {name}: {words.removeprefix(f'{name} is skipped: ')}" for name, (runs, words) in here.items() if not runs
+        f"no {name}: {words.removeprefix(f'{name} is skipped: ').partition('; take it out')[0]}"
+        for name, (runs, words) in here.items()
+        if not runs
     ]
     return {name: found[name] for name, (runs, _) in here.items() if runs}, why
 
@@ -329,7 +337,7 @@ def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
             f"--arrays: no model follows from {', '.join(map(str, found.values()))}; write {PARAMS_FILE}."
         )
     keys = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | (ADAMW if model == "gpt" else {})
-    return keys, inputs.shape[0], [f"task {task}, model {model}: from the arrays' shapes and types"]
+    return keys, inputs.shape[0], [f"task {task}: from the arrays' shapes and types"]
 
 
 def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:

@@ -61,14 +61,16 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     if best and (sessions := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
             f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, and {FEWEST_SESSIONS} are "
-            f"required, each with all {best['among']} variants that pay. Run `make again` on another day.",
+            f"required, each with all {best['among']} variants that pay. Run `python -m pipeline bench --again` on "
+            "another day.",
             file=sys.stderr,
         )
         return TOO_FEW
     if best and best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
         print(
             f"not promoted: of {best['among']} variants that pay by {best['quantity']}, the gain of the best is not "
-            "decided where some sessions choose and others measure it. Run `make again` on another day.",
+            "decided where some sessions choose and others measure it. Run `python -m pipeline bench --again` on "
+            "another day.",
             file=sys.stderr,
         )
         return TOO_FEW

@@ -296,7 +296,9 @@ def test_a_source_with_junk_is_passed_over(
     [
         (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n", "'file:///etc/passwd'"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://\xff\xfe/\r\n\r\n", "invalid start byte"),
-        (b"HTTP/1.1 302 Found\r\nLocation: /images.gz\r\n\r\n", "Exceeded 30 redirects"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /images.gz\r\n\r\n", "more than 10 redirects"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /images.gz\r\n\r\ndrip", "more than 10 redirects"),
+        (b"HTTP/1.1 416 No\r\nContent-Range: bytes */0\r\n\r\n", "did not continue where the last transfer ended"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: \xb2\r\n\r\njunk", "damaged, or not the expected file"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\njunk", "damaged, or not the expected file"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\njunk", "connection ended"),

@@ -94,6 +94,6 @@ def test_a_failed_bench_is_one_banner() -> None:
 
 def test_names_and_commands_are_code(usual: Made) -> None:
     page = html(*usual)
-    assert "<code>make again</code> adds one" in page
+    assert "<code>python -m pipeline bench --again</code>" in page
     assert "`" not in Page(page).heard
     assert "Take `ddp`" in markdown(usual.comparison)

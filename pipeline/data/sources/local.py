@@ -86,8 +86,11 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
 
 
 def parent_instead(root: Path) -> str:
-    """A hint if ``root`` is one of the splits; empty if not."""
-    return f" Did you mean {str(root.parent)!r}?" if (root.parent / "train").is_dir() else ""
+    """A hint if ``root`` is one of the splits, or holds the classes; empty if neither."""
+    if (root.parent / "train").is_dir():
+        return f" Did you mean {str(root.parent)!r}?"
+    folders = root.is_dir() and any(each.is_dir() for each in root.iterdir())
+    return " If these folders are the classes, put them, or a link to their folder, under train/." if folders else ""
 
 
 def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None:

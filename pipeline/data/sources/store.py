@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
@@ -30,6 +30,8 @@ PAUSE_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
 """Longest wait for a connection: a reachable server accepts sooner, and a missing network should not cost minutes."""
 
+
+MOST_REDIRECTS = 10
 
 LEAST_BYTES_PER_SECOND = 1000
 """After ``timeout_seconds``, a transfer with a lower mean rate fails, such as one byte now and then."""
@@ -142,7 +144,7 @@ class Store:
         headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
         patience = (min(CONNECT_SECONDS, self.timeout_seconds), self.timeout_seconds)
         try:
-            with requests.get(url, headers=headers, stream=True, timeout=patience) as response:
+            with _answered(url, headers=headers, stream=True, timeout=patience) as response:
                 total = self._expected_bytes(response, path, have)
                 if total is not None and total > limit_bytes:
                     path.unlink(missing_ok=True)
@@ -161,6 +163,7 @@ class Store:
                         if have - start < LEAST_BYTES_PER_SECOND * late:
                             raise InterruptedTransfer(f"fewer than {LEAST_BYTES_PER_SECOND:,} bytes a second")
                         if have > limit_bytes:
+                            path.unlink()
                             raise SourceError(f"more than the expected {limit_bytes:,} bytes")
                         out.write(chunk)
                         bar.update(len(chunk))
@@ -177,7 +180,7 @@ class Store:
         that neither starts nor continues the file."""
         status = response.status_code
         content_range = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", ""))
-        if status == 416 and content_range and content_range[2] == str(have):
+        if status == 416 and have and content_range and content_range[2] == str(have):
             return have
         if status == 416 or (status == 206 and not (content_range and content_range[1] == str(have))):
             path.unlink(missing_ok=True)
@@ -188,6 +191,26 @@ class Store:
             raise SourceError(f"HTTP status {status} {response.reason}")
         length = re.fullmatch("[0-9]{1,18}", response.headers.get("Content-Length", ""))
         return (have if status == 206 else 0) + int(length[0]) if length else None
+
+
+class _Session(requests.Session):
+    """Follows no redirect: requests would read its body first, however long that is."""
+
+    def get_redirect_target(self, resp: requests.Response) -> None:  # noqa: ARG002
+        return None
+
+
+def _answered(url: str, **request: Any) -> requests.Response:
+    """Request ``url``, follow redirects without reading their bodies, and return the response."""
+    with _Session() as session:
+        for _ in range(MOST_REDIRECTS + 1):
+            response = session.get(url, **request)
+            target = requests.Session.get_redirect_target(session, response)
+            if target is None:
+                return response
+            response.close()
+            url = urljoin(response.url, target)
+    raise SourceError(f"more than {MOST_REDIRECTS} redirects")
 
 
 def say(line: str) -> None:

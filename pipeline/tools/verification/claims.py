@@ -226,6 +226,11 @@ class Verifier:
             yield Claim(name, "the variant trains", note=not_finite, undecided=UNTRIED)
             yield from self._against_one_device(plan, entries)
             return
+        moved = torch.load(first.way, weights_only=True)
+        weights = [moved[weight] for weight, _ in self._small.model().named_parameters() if weight in moved]
+        if weights and not any(each.any() for each in weights):
+            yield Claim(name, "the variant trains", holds=False, note="no weight changed: no gradient reaches one")
+            return
         yield from self._against_one_device(plan, entries)
         yield from self._without(plan, entries, first)
         yield from self._without_effect(plan, entries)
@@ -371,7 +376,7 @@ class Verifier:
         is tried without the compiler."""
         work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
         assert work is not None  # a run always has it
-        claim = f"each step takes all of its {work.credited:,} samples"
+        claim = f"the model and the loss take {work.credited:,} samples a step"
         if compilers and (reduced := self._without_these(plan, compilers).plan):
             try:
                 work = self._observe(reduced, [Task("run")])[0].work or work
