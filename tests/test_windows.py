@@ -215,3 +215,10 @@ def test_the_look_for_steps_that_wait_stays_on_for_no_other_test(
     monkeypatch.setattr(test_gpu, "on_gpu", lambda: ALONE)
     test_gpu.test_steps_do_not_wait_for_the_device(digits)
     assert modes == ["error", "default"]
+
+
+def test_a_clock_that_the_user_s_code_replaces_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(CPU)
+    before = clock.now()
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    assert clock.now() >= before > 0
