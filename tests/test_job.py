@@ -347,7 +347,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
         [hanging] = set(psutil.Process().children()) - before
         assert os.getpgid(hanging.pid) == hanging.pid, "a terminal's Ctrl-C is not for it"
     assert not hanging.is_running()
-    assert "The live mirror is still behind; `publish` completes it." in capsys.readouterr().err
+    assert "MLflow does not show all of this training yet; the stage publish completes it." in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pipeline.params import CATALOGUE, Entry, Machine, entries, exclusions
 
 CHANGES = {
     "nothing": "the trained weights are the same, bit for bit",
-    "rounding": "the same mathematics, rounded differently",
+    "rounding": "the same mathematics, rounded differently, unless a layer mixes samples, as BatchNorm does",
     "statistics": "other gradients or samples: equal only over several runs, if at all",
 }
 

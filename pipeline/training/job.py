@@ -336,7 +336,8 @@ def _followed(variant: str) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             follower.kill()
             follower.wait()
-            print("The live mirror is still behind; `publish` completes it.", file=sys.stderr, flush=True)
+            said = "MLflow does not show all of this training yet; the stage publish completes it."
+            print(said, file=sys.stderr, flush=True)
 
 
 def _announce(plan: Plan, world: World, device_name: str) -> None:
