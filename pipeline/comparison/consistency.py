@@ -16,7 +16,7 @@ from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, s
 from pipeline.errors import PipelineError, count
 from pipeline.files import PREPARED
 from pipeline.params import Config, Train, Variant
-from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, contradictions
+from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
 
 
 class ComparisonError(PipelineError, ValueError):
@@ -219,11 +219,26 @@ def _job_problems(result: Result, baseline: Result) -> list[str]:
         problems.append(
             f"{name} trained on {_described(result.dataset)}, {base} on {_described(baseline.dataset)}. {again}"
         )
+    problems += [f"{each}." for each in _thread_problems({base: baseline, name: result})]
     ours, theirs = result.config.get("train", {}), baseline.config.get("train", {})
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in {"seeds", *Train.OF_RESUMING} and ours.get(key) != theirs.get(key):
             problems.append(
                 f"{name} trained with train.{key} {ours.get(key)!r}, {base} with {theirs.get(key)!r}. {again}"
+            )
+    return problems
+
+
+def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
+    """List where, of ``runs`` by name, those with as many processes computed with other numbers of threads."""
+    first: dict[int, tuple[str, int]] = {}
+    problems = []
+    for name, each in runs.items():
+        other, threads = first.setdefault(each.world_size, (name, each.threads_per_process))
+        if threads != each.threads_per_process:
+            problems.append(
+                f"{name} computed with {count(each.threads_per_process, 'thread')} per process, {other} with {threads}: "
+                "the job's code changes the number (torch.set_num_threads). Let all variants have as many"
             )
     return problems
 
@@ -275,6 +290,7 @@ def _bench_problems(
                 f"set {arm.placement}, but it was trained with {result.parameter_count:,} and the data set "
                 f"{result.placement}: the model's code has changed, or memory was short (then set train.placement)"
             )
+    problems += _thread_problems({arm.name: arm for arm in bench.arms})
     counts = {arm.name: len(arm.samples) for arm in bench.arms if arm.variant == bench.baseline}
     if set(counts.values()) != {bench.rounds}:
         problems.append(f"the bench holds fewer samples of the baseline than {bench.rounds} rounds give: {counts}")
