@@ -195,7 +195,7 @@ OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("a control that is a copy", BENCH, copied(0, -1), "are equal sample for sample"),
     ("a round twice", BENCH, repeated, "rounds 1 and 13: equal in every figure, so one is a copy"),
     ("two arms", BENCH, copied(0, 1), "baseline and ddp are equal sample for sample"),
-    ("threads", BENCH, at("arms.2.threads_per_process", 1), "computed with 1 thread per process, baseline with 2"),
+    ("threads", BENCH, at("arms.2.threads_per_process", 1), "computed with 1 thread per process, baseline"),
     ("few steps", BENCH, at("arms.1.samples.2.measured_steps", 3), "ddp, round 3: 3 of 120 steps measured"),
     ("no window", BENCH, at("arms.1.samples.2.step_p50_ms", 0.0), "arms.1.samples.2.step_p50_ms"),
     ("a negative speed", BENCH, at("arms.1.samples.2.samples_per_second", -2.0), "arms.1.samples.2.samples_per_second"),
