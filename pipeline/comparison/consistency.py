@@ -237,8 +237,8 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
         other, threads = first.setdefault(each.world_size, (name, each.threads_per_process))
         if threads != each.threads_per_process:
             problems.append(
-                f"{name} computed with {count(each.threads_per_process, 'thread')} per process, {other} with {threads}: "
-                "the job's code changes the number (torch.set_num_threads). Let all variants have as many"
+                f"{name} computed with {count(each.threads_per_process, 'thread')} per process, {other} with {threads}"
+                ": the job's code changes it (torch.set_num_threads). Let all variants have as many"
             )
     return problems
 
