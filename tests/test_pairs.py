@@ -19,6 +19,7 @@ from pipeline.environment import machine
 from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Config, Entry, Machine, entry, exclusions, parse
 from pipeline.plans import Plan, plan
+from pipeline.training.counting import Work
 from tests.factories import alone, setting_of
 from tests.nets import assembly_of
 from tests.ranks import run_ranks
@@ -193,7 +194,7 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
             with assembly_of(each, world, dataset, placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
-                assert training.work() == (each.train.batch_size,) * 3
+                assert training.work() == Work(*(each.train.batch_size,) * 3)
                 assert all(map(math.isfinite, losses)), losses
                 assert training.score is not None
                 assert training.score.count == len(dataset.test)

@@ -52,7 +52,7 @@ def entry(name):
 half, later, fewer, padded, whole, twice, busy = map(
     entry, ("half", "later", "fewer", "padded", "whole", "twice", "busy")
 )
-replayed, misrecorded = map(entry, ("replayed", "misrecorded"))
+replayed, misrecorded, repeats = map(entry, ("replayed", "misrecorded", "repeats"))
 inside = replace(entry("inside"), layer="model")
 
 
@@ -154,6 +154,20 @@ class Twice(Technique):
         step.forward = lambda images, labels: (forward(images, labels) + forward(images, labels)) / 2
 
 
+class Repeats(Technique):
+    name = "repeats"
+
+    def change_step(self, setup):
+        step, first = setup.step, []
+        forward = step.forward
+
+        def again(images, labels):
+            first[:] = first or [images, labels]
+            return forward(*first)
+
+        step.forward = again
+
+
 class Busy(Technique):
     name = "busy"
 
@@ -165,7 +179,7 @@ class Busy(Technique):
                 values.mul_(1.0)
         threading.Thread(target=work, daemon=True).start()
 """
-NAMES = ("half", "later", "inside", "fewer", "padded", "whole", "twice", "busy", "replayed", "misrecorded")
+NAMES = ("half", "later", "inside", "fewer", "padded", "whole", "twice", "busy", "replayed", "misrecorded", "repeats")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -250,6 +264,18 @@ def test_of_steps_that_are_replayed_the_one_that_is_recorded_counts(digits: Data
         training.counted_steps.update(range(6, 9))
         training.advance(9)
         assert training.work() == Work(32, found, found)
+
+
+def test_a_step_that_takes_the_samples_of_another_is_found(digits: Dataset) -> None:
+    repeating, plain = make_training(digits, extra={"repeats": {}}), make_training(digits)
+    repeating.advance(3)
+    repeating.advance_counted()
+    work = repeating.work()
+    assert work == Work(32, 32, 32, repeated=True)
+    assert (work.missing, str(work)) == (32, "a step took the same 32 samples as another")
+    plain.counted_steps.update(range(100))
+    plain.advance(100)  # more than two epochs
+    assert plain.work() == Work(32, 32, 32)
 
 
 @pytest.mark.parametrize(

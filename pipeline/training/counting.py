@@ -1,7 +1,8 @@
-"""Count a step's work instead of assuming it: the samples that enter the model and the loss."""
+"""Count a step's work instead of assuming it: the samples that enter model and loss, and whether they are new ones."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,12 +27,18 @@ class Work(NamedTuple):
     """Samples that entered the model, not counting passes that only recompute."""
     loss: int | None
     """Samples that entered the step's criterion; None if a technique calls its own loss instead."""
+    repeated: bool = False
+    """Whether another counted step took the same inputs in the same order."""
 
     @property
     def missing(self) -> int:
+        if self.repeated:
+            return self.credited
         return max(0, self.credited - min(self.model, self.model if self.loss is None else self.loss))
 
     def __str__(self) -> str:
+        if self.repeated:
+            return f"a step took the same {self.credited:,} samples as another"
         loss = "" if self.loss is None else f" and {self.loss:,} the loss"
         return f"of a step's {self.credited:,} samples, {self.model:,} entered the model{loss}"
 
@@ -42,6 +49,8 @@ class Counted:
     def __init__(self) -> None:
         self.model: list[int] = []
         self.loss: list[int] = []
+        self.inputs = ""
+        """SHA-256 over the inputs of all calls of the model; empty without any."""
 
 
 @contextmanager
@@ -54,8 +63,15 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     inward = [each for each in step.model.modules() if each is model or isinstance(each, torch._dynamo.OptimizedModule)]
     entrance = inward[0] if model in inward else step.model
 
+    digest = hashlib.sha256()
+
     def entering(_: nn.Module, arguments: Sequence[Any], named: dict[str, Any]) -> None:
-        seen.model.append(len(next(iter((*arguments, *named.values())))))
+        inputs = next(iter((*arguments, *named.values())))
+        seen.model.append(len(inputs))
+        # A fake tensor has no content, and no content can be read while a CUDA graph is recorded.
+        if type(inputs) is torch.Tensor and not (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):
+            digest.update(inputs.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+            seen.inputs = digest.hexdigest()
 
     def into_loss(criterion: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def counting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -80,9 +96,22 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
         hook.remove()
 
 
+FEWEST_COMPARED = 8
+"""Fewer samples a step may recur in the same order by chance."""
+
+
 def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Work:
     """Add up the counts of all ``ranks``. Every ``model_processes`` consecutive ranks hold one model: its inputs enter
     on the first of them, and its loss is computed on the last."""
     losses = [each.loss for each in ranks[model_processes - 1 :: model_processes]]
     model = sum(sum(each.model) for each in ranks[::model_processes])
     return Work(credited, model, sum(map(sum, losses)) if all(losses) else None)
+
+
+def most_missing(steps: Sequence[Sequence[Counted]], credited: int, model_processes: int) -> Work | None:
+    """Return the work of the step, of ``steps`` with the counts of all ranks, that left out most; None if empty."""
+    works = [work_of(ranks, credited, model_processes) for ranks in steps]
+    taken = [tuple(each.inputs for each in ranks[::model_processes]) for ranks in steps]
+    if credited >= FEWEST_COMPARED and any(any(each) and taken.count(each) > 1 for each in taken):
+        return works[0]._replace(repeated=True)
+    return max(works, key=lambda work: work.missing, default=None)

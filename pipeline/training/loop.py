@@ -21,7 +21,7 @@ from pipeline.results import HistoryRow
 from pipeline.step import Losses
 from pipeline.training import checkpoints
 from pipeline.training.composition import Composed
-from pipeline.training.counting import Counted, Work, counted, work_of
+from pipeline.training.counting import Counted, Work, counted, most_missing
 from pipeline.training.evaluation import Score, evaluate
 from pipeline.training.failures import (
     OutOfMemory,
@@ -173,9 +173,8 @@ class Training:
 
         All ranks call it together.
         """
-        steps = zip(*self.world.gather(self._counted), strict=True)
-        works = [work_of(ranks, self.train.batch_size, self.plan.model_processes) for ranks in steps]
-        return max(works, key=lambda work: work.missing, default=None)
+        steps = list(zip(*self.world.gather(self._counted), strict=True))
+        return most_missing(steps, self.train.batch_size, self.plan.model_processes)
 
     def restart_measuring(
         self, warmup_steps: int, detectors: Sequence[Detector] = (), energy: Energy | None = None

@@ -22,6 +22,7 @@ from pipeline.techniques.distillation import Distillation
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
+from pipeline.training.counting import Work
 from pipeline.training.loop import Training
 from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of, training_of
 from tests.ranks import run_ranks
@@ -115,7 +116,7 @@ def test_the_teacher_stays_as_it_is_and_draws_nothing(digits: Dataset) -> None:
     assert state_sha256(teacher.state_dict()) == before
     assert torch.equal(random, torch.get_rng_state())
     assert not any(each.requires_grad or each.grad is not None for each in teacher.parameters())
-    assert training.work() == (32, 32, 32)  # what the teacher sees is no work of the model
+    assert training.work() == Work(32, 32, 32)  # what the teacher sees is no work of the model
 
 
 @pytest.mark.parametrize("model", ["resnet18", "mobilenet_v3_small"])
