@@ -13,6 +13,11 @@ from torch import nn
 from pipeline.errors import PipelineError
 from pipeline.step import TrainingStep
 
+FEWEST_COMPARED = 8
+"""Fewer samples a step may recur in the same order by chance."""
+COMPARED_SAMPLES, COMPARED_VALUES = 64, 1 << 14
+"""About as many samples, and of their values, by which the inputs of two steps are compared."""
+
 
 class WorkLeftOut(PipelineError):
     """A step took fewer samples than it is credited with."""
@@ -49,8 +54,17 @@ class Counted:
     def __init__(self) -> None:
         self.model: list[int] = []
         self.loss: list[int] = []
-        self.inputs = ""
-        """SHA-256 over the inputs of all calls of the model; empty without any."""
+        self.inputs: list[torch.Tensor] = []
+        """Some thousand values of the inputs of each call of the model, on the device: a step does not wait for it."""
+        self.digest = ""
+        """SHA-256 over these values, once they were read; empty without any."""
+
+    def read(self) -> Counted:
+        """Wait for the device, and read ``inputs``; return this object."""
+        if self.inputs:
+            content = b"".join(each.contiguous().view(torch.uint8).cpu().numpy().tobytes() for each in self.inputs)
+            self.digest, self.inputs = hashlib.sha256(content).hexdigest(), []
+        return self
 
 
 @contextmanager
@@ -63,15 +77,13 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     inward = [each for each in step.model.modules() if each is model or isinstance(each, torch._dynamo.OptimizedModule)]
     entrance = inward[0] if model in inward else step.model
 
-    digest = hashlib.sha256()
-
     def entering(_: nn.Module, arguments: Sequence[Any], named: dict[str, Any]) -> None:
         inputs = next(iter((*arguments, *named.values())))
         seen.model.append(len(inputs))
-        # A fake tensor has no content, and no content can be read while a CUDA graph is recorded.
+        # A fake tensor has no content, and what is copied while a CUDA graph is recorded changes with each replay.
         if type(inputs) is torch.Tensor and not (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):
-            digest.update(inputs.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
-            seen.inputs = digest.hexdigest()
+            some = inputs.detach()[:: max(1, len(inputs) // COMPARED_SAMPLES)].flatten()
+            seen.inputs.append(some[:: max(1, len(some) // COMPARED_VALUES)].clone())
 
     def into_loss(criterion: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def counting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -96,10 +108,6 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
         hook.remove()
 
 
-FEWEST_COMPARED = 8
-"""Fewer samples a step may recur in the same order by chance."""
-
-
 def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Work:
     """Add up the counts of all ``ranks``. Every ``model_processes`` consecutive ranks hold one model: its inputs enter
     on the first of them, and its loss is computed on the last."""
@@ -111,7 +119,7 @@ def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Wo
 def most_missing(steps: Sequence[Sequence[Counted]], credited: int, model_processes: int) -> Work | None:
     """Return the work of the step, of ``steps`` with the counts of all ranks, that left out most; None if empty."""
     works = [work_of(ranks, credited, model_processes) for ranks in steps]
-    taken = [tuple(each.inputs for each in ranks[::model_processes]) for ranks in steps]
+    taken = [tuple(each.digest for each in ranks[::model_processes]) for ranks in steps]
     if credited >= FEWEST_COMPARED and any(any(each) and taken.count(each) > 1 for each in taken):
         return works[0]._replace(repeated=True)
     return max(works, key=lambda work: work.missing, default=None)

@@ -173,7 +173,7 @@ class Training:
 
         All ranks call it together.
         """
-        steps = list(zip(*self.world.gather(self._counted), strict=True))
+        steps = list(zip(*self.world.gather([each.read() for each in self._counted]), strict=True))
         return most_missing(steps, self.train.batch_size, self.plan.model_processes)
 
     def restart_measuring(
