@@ -621,6 +621,8 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
     assert said[-2:] == [
         f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline, A/A control")
     ]
+    (warned,) = [line for line in said if line.startswith("bench: every sample of round 1 was rejected")]
+    assert said.index(warned) < len(said) - 3
     assert limits["margins"] == MARGINS
     stage.run(parse(params), CPU_ONLY, again=True)
     (added,), first = results.read_sessions(), read_bench()

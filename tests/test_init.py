@@ -291,6 +291,17 @@ def test_one_of_the_splits_is_no_image_folder_and_its_parent_is_named(repository
     images(repository / "shots", [8])
     with pytest.raises(ConfigError, match=r"found 'shots/train'; expected .* Did you mean 'shots'"):
         init.run(LAPTOP, images="shots/train")
+    (repository / "shots/train").rename(repository / "classes")
+    with pytest.raises(ConfigError, match=r"If these folders are the classes, put them, or a link .*, under train/"):
+        init.run(LAPTOP, images="classes")
+
+
+def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) -> None:
+    add(repository / "nets.py", NET)
+    np.savez(repository / "mine.npz", inputs=np.ones((40, 3)), targets=np.ones(40))
+    init.run(SERVER, model="nets:net", arrays="mine.npz")
+    assert "channels-last" not in load().variants
+    assert "model mlp" not in (repository / "params.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

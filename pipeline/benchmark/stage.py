@@ -161,12 +161,12 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
     for number, spec in enumerate(specs, 1):
         print(f"bench: a first look at {spec.name}, {number} of {len(specs)}", flush=True)
         samples[spec.name] = calibrate(spec, ledgers=ledgers)
-    ledgers_of, flops = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
+    known = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
     # The baseline's speed is measured anew: its first look included the start of the server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
-    return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), ledgers_of, flops)
+    return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), *known)
 
 
 def _margins(margins: Margins) -> dict[str, float]:
