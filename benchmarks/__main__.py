@@ -28,7 +28,11 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "turns": turns.noise,
     "default_job": stages.default_job,
 }
-BY_NAME = {"beyond_memory": beyond_memory.training, "own_job": own_job.decided}
+BY_NAME = {
+    "beyond_memory": beyond_memory.training,
+    "beyond_memory_heavier": lambda: beyond_memory.training(pool=2),
+    "own_job": own_job.decided,
+}
 """Those that need root, or ten minutes."""
 
 
