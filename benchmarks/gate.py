@@ -3,12 +3,13 @@
 ``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
 whose training step takes 10% longer. ``rates`` draws trials from these rounds, each of as many consecutive rounds as
 the default budget gives, so that the machine's drift stays in, and lets the gate's own code decide; ``power`` tries
-other losses. ``trial`` runs complete gates and adds them to a file: only these are independent, and their count bounds
-the rates.
+other losses. ``simulate`` draws the rounds as well, so that its trials are many and independent. ``trial`` runs
+complete gates and adds them to a file: no other trials are both real and independent, and their count bounds the rates.
 
     python -m benchmarks.gate pool FILE --minutes 180
     python -m benchmarks.gate rates FILE
     python -m benchmarks.gate power FILE docs/gate-power.svg
+    python -m benchmarks.gate simulate
     python -m benchmarks.gate trial --minutes 40
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -33,11 +35,14 @@ from pipeline.processes import let_threads_sleep
 
 let_threads_sleep()  # as `python -m pipeline` does
 
+import numpy as np
 from matplotlib import pyplot
 from scipy.special import betaincinv
 
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
+from benchmarks.simulations import AUTOCORRELATIONS, rounds_of
+from benchmarks.simulations import FILE as SIMULATIONS_FILE
 from benchmarks.stages import fashion_mnist
 from pipeline import environment, files, params
 from pipeline.benchmark import machine_state
@@ -71,6 +76,9 @@ TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """
 """Code appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by exactly that
 fraction."""
+
+LOSSES = (0.03, 0.05, 0.10, 0.15)
+"""Losses of speed that ``simulate`` tries."""
 
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
 CONTROL = (", A/A control", " again")
@@ -140,7 +148,7 @@ def error_rates(
     heads = [("equal", "head", 0.0), ("slower", "slow", 0.0), *((f"{loss:.0%}", "head", loss) for loss in losses)]
     outcomes: dict[str, Counter[str]] = {kind: Counter() for kind, *_ in heads}
     used: dict[str, list[int]] = {kind: [] for kind in outcomes}
-    for start in (draw.choice(possible) for _ in range(trials)):
+    for start in possible if len(possible) == trials else [draw.choice(possible) for _ in range(trials)]:
         block = {name: _cut(arm, start, start + rounds) for name, arm in arms.items()}
         for kind, side, loss in heads:
             judged, looked = _gated(block, side, loss)
@@ -154,6 +162,30 @@ def error_rates(
         "outcomes": {kind: dict(counted.most_common()) for kind, counted in outcomes.items()},
         "mean_rounds": {kind: round(statistics.fmean(each), 1) for kind, each in used.items()},
     }
+
+
+def gate_of_drawn_rounds(
+    within: float, autocorrelation: float, *, rounds: int = 21, trials: int = 1000, losses: Sequence[float] = ()
+) -> dict[str, Any]:
+    """``error_rates`` of independent gates of one variant, whose rounds are drawn instead of recorded.
+
+    ``within``: the standard deviation of the logarithm of a round's ratio, half of its variance from each arm;
+    ``autocorrelation``: of an arm's round with its next (AR(1)). Seeded.
+    """
+    random_numbers, arms = np.random.default_rng(0), ("base baseline, A/A control", "base baseline", "head baseline")
+    logs = [rounds_of(random_numbers, within / math.sqrt(2), autocorrelation, len(arms), rounds) for _ in range(trials)]
+    recorded: dict[str, Any] = {
+        "rounds": [rounds] * trials,
+        "seconds_per_gate_round": 1.0,
+        "slowdown_fraction": SLOWDOWN_FRACTION,
+        "arms": {
+            name: {"samples_per_second": np.exp(drawn).ravel().tolist(), "peak_memory_bytes": [2**26] * drawn.size}
+            for name, drawn in zip(arms, np.stack(logs, axis=1), strict=True)
+        },
+    }
+    slower = np.divide(recorded["arms"]["head baseline"]["samples_per_second"], 1 + SLOWDOWN_FRACTION)
+    recorded["arms"]["slow baseline"] = {**recorded["arms"]["head baseline"], "samples_per_second": slower.tolist()}
+    return error_rates(recorded, trials, rounds / 60, losses)
 
 
 def power(
@@ -376,6 +408,7 @@ def main() -> None:
     for command, trials in ((rating, 1000), (drawing, 300)):
         command.add_argument("--trials", type=int, default=trials)
         command.add_argument("--minutes", type=float, help="the budget of a gate; default: that of params.yaml")
+    commands.add_parser("simulate", help="error rates of independent gates, drawn; adds to simulations.json")
     whole = commands.add_parser("trial", help="complete gates, one at least")
     whole.add_argument("--file", type=Path, default=machines.FIGURES / "gate-trials.json")
     whole.add_argument("--minutes", type=float, default=40.0, help="no gate begins later")
@@ -387,6 +420,15 @@ def main() -> None:
     elif arguments.command == "rates":
         recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
         print(json.dumps(error_rates(recorded, arguments.trials, arguments.minutes), indent=1))
+    elif arguments.command == "simulate":
+        simulated = {
+            f"noise {within:g}, autocorrelation {each}": gate_of_drawn_rounds(within, each, losses=LOSSES)
+            for within in (0.02, 0.04, 0.08)
+            for each in AUTOCORRELATIONS
+        }
+        figures = json.loads(SIMULATIONS_FILE.read_text(encoding="utf-8"))
+        files.write_text(SIMULATIONS_FILE, json.dumps({**figures, "gate": simulated}, indent=1) + "\n")
+        print(json.dumps(simulated, indent=1))
     elif arguments.command == "power":
         recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
         print(json.dumps(power(recorded, arguments.picture, arguments.trials, arguments.minutes), indent=1))

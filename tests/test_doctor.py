@@ -564,6 +564,10 @@ def test_the_job_s_own_parts_are_tried(tmp_path: Path, monkeypatch: pytest.Monke
     assert said.endswith("-> correct params.yaml, or the module of yours that it names")
     assert "has no directory 'train'; expected" in parts(folder="shots/train").failure
     assert "train.batch_size: found 3, but " in parts(batch_size=3).failure
+    shutil.rmtree(tmp_path / "shots/test")
+    for name in ("2.png", "3.png", "4.png", "5.png"):
+        (tmp_path / "shots/train/a" / name).touch()
+    assert "5 training samples" in parts().found["data"], "one of a's five is for testing"
 
 
 def test_torch_is_asked_in_a_process_of_its_own() -> None:

@@ -1078,6 +1078,28 @@ def test_a_change_may_be_stricter_than_its_base(pretended: Pretended) -> None:
     assert json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["margins"] == Margins().model_dump()
 
 
+@pytest.mark.parametrize(
+    ("base", "head", "measured"),
+    [
+        (["baseline"], ["baseline"], ["baseline"]),
+        (["ddp"], ["ddp"], ["baseline", "ddp"]),  # whose noise counts
+        (["ddp"], ["baseline"], ["baseline", "ddp"]),
+        ([], ["baseline"], ["baseline", "ddp"]),
+        (["baseline"], [], ["baseline", "ddp"]),
+    ],
+)
+def test_chosen_variants_are_those_that_either_side_chooses(
+    pretended: Pretended, base: list[str], head: list[str], measured: list[str]
+) -> None:
+    pretended.about[0]["gate"]["variants"] = base
+    assert gate.run(configured(gate={"variants": head}), "main") == 0
+    assert [each.split()[1] for each in pretended.asked[1::2]] == measured
+    assert pretended.ran[-1] == f"head repro {' '.join(f'train@{name}' for name in measured)}"
+    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    assert [row["variant"] for row in values["variants"]] == measured
+    assert ("Not measured, by gate.variants: ddp." in values["remarks"]) is (measured == ["baseline"])
+
+
 def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended: Pretended, tmp_path: Path) -> None:
     base, head = pretended.about
     head["variants"]["gone"] = base["variants"]["gone"] = Variant(channels_last=True).model_dump(mode="json")

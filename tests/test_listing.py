@@ -42,8 +42,9 @@ def test_without_a_word_each_has_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert max(map(len, lines)) <= 100
     assert lines[-1].endswith("python -m pipeline techniques NAME, or a word such as AMP")
     listing.show(LAPTOP, ["ddp"], as_json=False)
-    (shown,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert shown == "  parallelism: ddp"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("  ") and line[2] != " "] == ["  parallelism: ddp"]
+    assert any(line.startswith("    with      processes: auto") for line in lines)
 
 
 def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

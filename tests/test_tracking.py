@@ -1004,7 +1004,9 @@ def one_session_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_gate(root: Path, outcome: str = "passed", commit: str = COMMIT) -> None:
     head, base = {"commit": commit}, {"commit": "b" * 40}
-    gate = {"outcome": outcome, "against": "main", "head": head, "base": base, "dataset": {"sha256": DESCRIBED.sha256}}
+    variants = [{"variant": name} for name in ("baseline", "ddp")]
+    decided = {"outcome": outcome, "against": "main", "dataset": {"sha256": DESCRIBED.sha256}, "variants": variants}
+    gate = decided | {"head": head, "base": base}
     write_text(root / "reports/gate.json", json.dumps(gate))
     write_text(root / "reports/gate.md", "**Nothing got worse.**\n")
 
@@ -1093,6 +1095,17 @@ def test_what_passed_on_other_data_is_not_promoted(root: Path) -> None:
     path = root / "reports/gate.json"
     write_text(path, path.read_text(encoding="utf-8").replace(DESCRIBED.sha256, "0" * 64))
     with pytest.raises(tracking.PromotionError, match=r"the gate measured on another data set than .*ddp\.json"):
+        tracking.promote(config_of(), COMMIT, root)
+
+
+@pytest.mark.usefixtures("one_session_is_enough")
+def test_a_variant_that_the_gate_did_not_measure_is_not_promoted(root: Path) -> None:
+    write_comparison(root)
+    write_gate(root)
+    path = root / "reports/gate.json"
+    gate = json.loads(path.read_text(encoding="utf-8"))
+    write_text(path, json.dumps(gate | {"variants": [row for row in gate["variants"] if row["variant"] != "ddp"]}))
+    with pytest.raises(tracking.PromotionError, match=r"the gate measured baseline, not ddp \(gate\.variants\)"):
         tracking.promote(config_of(), COMMIT, root)
 
 

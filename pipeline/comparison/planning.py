@@ -75,14 +75,13 @@ def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
 
 def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
     """Say what may help on a machine that ``stats.distrust`` calls noisy. ``rejected``: rounds without a valid pair."""
-    found = [why_rejected] if why_rejected else []
-    if aa.low > 0 and not found:
-        found = ["let nothing else run here"]
+    quiet = why_rejected or ("let nothing else run here" if aa.low > 0 else None)
+    more = None
     if calm := calm_pairs(aa, max_spread):
         rounds = rounds_for(calm, aa.count, rejected)
-        if not found or rounds <= cost.affordable():
-            found.append(cost.remedy(rounds))
-    return "; or ".join(found)
+        if not quiet or rounds <= cost.affordable():
+            more = cost.remedy(rounds)
+    return "; or ".join(filter(None, (quiet, more) if why_rejected else (more, quiet)))
 
 
 def pairs_needed(interval: Interval, margin: float) -> int | None:

@@ -18,6 +18,10 @@ def _more_rounds(base: int | None, head: int | None) -> int | None:
     return None if base is None or head is None else max(base, head)
 
 
+def _more_variants(base: list[str], head: list[str]) -> list[str]:
+    return list(dict.fromkeys([*base, *head])) if base and head else []
+
+
 STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "compare.baseline": lambda base, _: base,  # its noise decides which figures are trusted
     "compare.margins.accuracy": min,
@@ -27,6 +31,7 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "gate.accuracy": max,
     "gate.max_minutes": max,
     "gate.must_see": min,
+    "gate.variants": _more_variants,
     "bench.max_foreign_load": min,
     "bench.max_input_wait": min,
     "bench.max_minutes": max,

@@ -81,7 +81,9 @@ def measured(config: Config, revision: str) -> Gated:
         told = {key: here["dataset"].get(key) for key in there["dataset"]}  # a newer version may have more keys
         if problems := differing(there["dataset"], told, "dataset"):
             raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
-        names = held_variants(there["variants"], here["variants"], revision)
+        baseline, every = effective.compare.baseline, held_variants(there["variants"], here["variants"], revision)
+        chosen = {baseline, *effective.gate.variants} if effective.gate.variants else set(every)
+        names = [name for name in every if name in chosen]
         own = {module for each in (there, here) for module in own_modules(each["train"])}
         for side in sides:
             check_imports(side, ["pipeline", *sorted(own)])
@@ -98,7 +100,6 @@ def measured(config: Config, revision: str) -> Gated:
                 dvc(side, "repro", *anew, *(f"{results.stage_of(effective.variants[name])}@{name}" for name in names))
             trained[0], _ = _test_accuracies(roots[0], names)
             trained[1], unit = _test_accuracies(roots[1], names)
-        baseline = effective.compare.baseline
         turns = turns_on(here["device"], effective.bench)
         tests = here["dataset"]["test_count"] * unit.per_sample
         compared = accuracies(tests, trained[0], trained[1], effective.compare.margins.accuracy)
@@ -138,6 +139,7 @@ def measured(config: Config, revision: str) -> Gated:
             *([] if packages else unexplained(found, *fingerprints)),
             *said,
             *unshared(there["variants"], config.variants),
+            *([f"Not measured, by gate.variants: {', '.join(left)}."] if (left := sorted(set(every) - chosen)) else []),
             *differing(there["train"], here["train"], "train"),
             *differences(there, config.model_dump(mode="json")),
             *differing(variants[0], variants[1], "variants"),

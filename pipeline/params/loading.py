@@ -174,6 +174,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     listed = {
         "bench.ablate": config.bench.ablate,
+        "gate.variants": config.gate.variants,
         "profile.variants": config.profile.variants,
         "infer.variants": config.infer.variants,
     }

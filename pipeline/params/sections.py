@@ -311,6 +311,9 @@ class Gate(Section):
         "if a loss of must_see is then neither shown nor excluded.",
     )
     must_see: PositiveFloat = Field(0.1, description="A pass must exclude a loss this large, of throughput or memory.")
+    variants: list[str] = Field(
+        default_factory=list, description="Variants to measure, beside compare.baseline; empty: all of both commits."
+    )
     accuracy: bool = Field(True, description="Also compare accuracies; both commits must have been trained.")
 
 

@@ -17,6 +17,8 @@ CHANGES = {
     "statistics": "other gradients or samples: equal only over several runs, if at all",
 }
 
+PROCESSES = "processes: auto, which is one a GPU, and two without GPUs; or a number of them"
+
 
 def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
     """Print the techniques that match ``words``, or without words a line for each. Raises ConfigError if none matches.
@@ -154,6 +156,7 @@ def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -
                 "costs": f"{entry.costs}.",
                 "changes": f"{entry.changes}: {CHANGES[entry.changes]}.",
                 "excludes": "; ".join(f"{name} ({why})" for name, why in sorted(exclusions(entry, installed).items())),
+                "with": PROCESSES if entry.key == "parallelism" else "",
                 "here": _here(entry, machine, on_gpu),
                 "also": ", ".join(entry.searched_for),
             }

@@ -80,6 +80,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         raise PromotionError(f"the comparison is of {variant!r}, which is not under variants; run `dvc repro`.")
     if gate["dataset"]["sha256"] != child.result.dataset.sha256:
         raise PromotionError(f"the gate measured on another data set than {child.result_file}. {GATE_AGAIN}")
+    if variant not in (measured := [row["variant"] for row in gate["variants"]]):
+        raise PromotionError(f"the gate measured {', '.join(measured)}, not {variant} (gate.variants). {GATE_AGAIN}")
     if child.model_file is None:
         raise PromotionError(
             f"the model of {child.name} cannot be made here: that takes publish.models, its weights and {PREPARED}; "
@@ -131,6 +133,7 @@ def _passed(root: Path, commit: str | None) -> dict[str, Any]:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
         outcome, judged, against = gate["outcome"], gate["head"]["commit"], gate["against"]
         _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # the champion's tags hold them
+        _ = [row["variant"] for row in gate["variants"]]
     except FileNotFoundError:
         raise PromotionError(f"{GATE[0]} is missing: only what has passed the gate is promoted. {GATE_AGAIN}") from None
     except (KeyError, TypeError, ValueError) as error:

@@ -237,17 +237,24 @@ def _data(config: params.Config) -> tuple[Dataset, int] | None:
     of training samples; None if neither is known yet. Raises DataError."""
     import torch
 
+    from pipeline.data.decoded import held_out
     from pipeline.data.prepared import DESCRIPTION, Dataset, Split, Statistics, read
     from pipeline.data.sources.local import images_of
 
     if config.fetch.dataset == "image_folder":
         root, paths = images_of(config.fetch)
         train = [path for path in paths if path.startswith("train/")]
-        classes = tuple(sorted({path.split("/")[1] for path in train}))
+        names = [path.split("/")[1] for path in train]
+        classes = tuple(sorted(set(names)))
+        count = len(train)
+        if count == len(paths):
+            labels = [classes.index(name) for name in names]
+            count -= int(held_out(train, labels, config.prepare.test_fraction).sum())
         inputs = torch.zeros((1, 3, *(config.prepare.image_size or ())), dtype=torch.uint8)
         split = Split({"inputs": inputs, "targets": torch.zeros(1, dtype=torch.int64)})
         form = Statistics(mean=(0.5,) * 3, std=(0.5,) * 3)
-        return Dataset(str(root), "", classes, None, {"inputs": form}, split, split), len(train)
+        dataset = Dataset(str(root), "", classes, None, {"inputs": form}, split, split)
+        return dataset, min(count, config.prepare.train_limit or count)
     if not (PREPARED / DESCRIPTION).exists():
         return None
     dataset = read(PREPARED)
