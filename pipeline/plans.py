@@ -284,9 +284,9 @@ def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where:
             if samples % count == 0:
                 return count
     raise ConfigError(
-        f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages has idle ones with fewer "
-        f"micro-batches than stages, and {samples} samples a step must be a multiple of them; allowed: {stages} or "
-        f"more, better {MICRO_BATCHES_A_STAGE * stages}."
+        f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages needs at least {stages} "
+        f"micro-batches, otherwise some are idle. Their number must divide the {samples} samples of a step; best is "
+        f"{MICRO_BATCHES_A_STAGE * stages}."
     )
 
 

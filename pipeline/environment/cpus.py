@@ -66,7 +66,7 @@ def control_groups(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         for hierarchy in (controllers, controller) if controllers else ("", "unified"):
-            # A container may see its own group as the mount itself, so try every level that exists.
+            # In a container the mount may already be the process's own group, so the parents' paths count too.
             for level in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
                 yield CGROUP_MOUNT / hierarchy / level
 

@@ -101,7 +101,7 @@ def check(file: Path = FILE) -> int:
         for entry in archive.infolist():
             members[entry.filename] = archive.read(entry)
         if _zipped(members) != content:
-            raise Difference("the archive around its files is not as `evidence` writes it.")
+            raise Difference("the zip archive differs from what `evidence` writes for the same files.")
         sums = {name: members.pop(name) for name in (MANIFEST,) if name in members}
         _hold(sums, {MANIFEST: _manifest(members)})
         reports = {name: members[name] for name in members if name.startswith(f"{results.REPORTS}/")}

@@ -68,7 +68,7 @@ def log(store: Store, run_id: str, child: Child) -> LoggedModel:
         client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=child.run.steps)])
         model.model_id = model.model_uuid = logged.model_id
         model.artifact_path = logged.artifact_location
-        # An exported program stays on the device it was exported on; pyfunc would ask for a GPU where there is one.
+        # An exported program cannot leave the device of its export. By default pyfunc would move it to a GPU.
         model.flavors["python_function"]["config"]["device"] = "cpu"
         model.save(str(directory / "MLmodel"))
         client.log_model_artifacts(logged.model_id, str(directory))

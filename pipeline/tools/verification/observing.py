@@ -243,8 +243,8 @@ def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
 
     def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point():
-            # The noise is a function of the value: like rounding, it keeps equal values equal, and so max pooling's
-            # choice among them.
+            # The noise depends on the value alone. Like rounding, it keeps equal values equal, so max pooling still
+            # chooses the same one of them.
             return output * (1 + 2**0.5 * task.noise * (output.detach().float() * 2.0 ** (20 + task.draw)).cos())
         return output
 

@@ -86,7 +86,7 @@ def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
 
 
 def _without_traceback(note: str) -> list[str]:
-    """The note's lines; of a traceback only the exception and the user's own line; --json has all of it."""
+    """The note's lines. A traceback is cut to its exception and the user's own line; --json prints it whole."""
     found = note.splitlines()
     first = next((index for index, line in enumerate(found) if "Traceback (most recent call last)" in line), None)
     if first is None:
