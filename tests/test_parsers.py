@@ -136,6 +136,7 @@ GATE = {
     "head": {"commit": "c"},
     "base": {"commit": None},
     "dataset": {"sha256": "d"},
+    "variants": [{"variant": "baseline"}],
 }
 
 

@@ -150,6 +150,28 @@ def test_the_file_by_which_ranks_meet_is_nobody_elses_and_goes_with_them() -> No
     assert not file.parent.exists()
 
 
+def test_ranks_end_with_a_block_that_a_signal_leaves_while_they_run_to_their_end() -> None:
+    def leave(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, leave)
+    try:
+        with (  # noqa: PT012  it is the block's end that raises
+            pytest.raises(TimeoutError),
+            forked(_sleep_at_the_end, (), 2, preload=["pipeline.training.loop"]) as ask,
+        ):
+            pids = ask(None)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def _sleep_at_the_end() -> Generator[int, None, None]:
+    yield os.getpid()
+    time.sleep(600)
+
+
 @pytest.mark.slow
 def test_under_another_launcher_the_command_is_a_worker(config: Config) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

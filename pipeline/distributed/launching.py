@@ -132,15 +132,20 @@ def forked(
                 started.append(process)
                 pipes.append(here)
             yield partial(_ask, pipes, started)
-        except BaseException:
+            _close(pipes, started)
+        except BaseException:  # also of a signal's handler while the ranks run to their end
             for process in started:
                 process.kill()
+            _close(pipes, started)
             raise
-        finally:
-            for pipe in pipes:
-                pipe.close()
-            for process in started:
-                process.join()
+
+
+def _close(pipes: Sequence[Connection], processes: Sequence[Any]) -> None:
+    """Let ranks that live run to their end, and wait for them."""
+    for pipe in pipes:
+        pipe.close()
+    for process in processes:
+        process.join()
 
 
 def _variables(rank: int, size: int, store: Path) -> dict[str, str]:

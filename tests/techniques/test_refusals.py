@@ -89,7 +89,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("train.batch_size", "into 4 processes x 1", GPUS, {"batch_size": 6}, parallelism="fsdp", replicas=2),
         case("train.batch_size", "1 replica x 3", CPU, {}, parallelism="pipeline", gradient_accumulation=3),
         # Of each other: several processes
-        case("gradient_accumulation", "better 16", parallelism="pipeline", processes=4, gradient_accumulation=2),
+        case("gradient_accumulation", "best is 16", parallelism="pipeline", processes=4, gradient_accumulation=2),
         case("replicas", "divide 4 processes into", parallelism="fsdp", processes=4, replicas=4),
         case("replicas", "more; allowed: 1, 2.", parallelism="fsdp", processes=4, replicas=4),
         case("replicas", "divide 8 processes into", parallelism="pipeline", processes=8, replicas=3),
