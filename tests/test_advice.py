@@ -3,7 +3,8 @@ from __future__ import annotations
 from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.advice import ODDS, accuracy_reasons, certain, ratio_reasons
 from pipeline.comparison.planning import RoundCost
-from pipeline.comparison.verdicts import THROUGHPUT, Accuracy, Ratio, SessionRatio
+from pipeline.comparison.stats import Decision
+from pipeline.comparison.verdicts import ANY, THROUGHPUT, Accuracy, Outcomes, Ratio, SessionRatio
 from tests.test_verdicts import TEN_IN_TEN_MINUTES, ratio
 
 
@@ -42,17 +43,19 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
 
 
 def test_what_an_undecided_verdict_leaves_certain_is_said() -> None:
-    assert certain({"throughput": "undecided", "accuracy": "same", "memory": "better"}) == [
-        "saves memory; pays or trades"
-    ]
-    assert certain({"throughput": "worse", "accuracy": "undecided"}) == ["slower; trades or costs"]
-    assert (
-        certain({"throughput": "undecided", "accuracy": "same", "memory": "same"}) == []
-    )  # nothing but what is the same
-    assert certain({"throughput": "better", "accuracy": "same", "memory": "worse"}) == []  # all is decided
-    untrusted = certain({"throughput": "untrusted", "accuracy": "same", "memory": "better"})
-    assert untrusted == ["decided nevertheless: saves memory"]
-    assert certain({"throughput": "untrusted", "accuracy": "same", "memory": "untrusted"}) == []
+    assert said_of(ANY, "same", "better") == ["saves memory; pays or trades"]
+    assert said_of(("same", "worse"), "same", "better") == ["saves memory; pays or trades"]
+    assert said_of(("better", "same"), "same", "better") == []  # it pays either way
+    assert said_of("worse", ANY) == ["slower; trades or costs"]
+    assert said_of(ANY, "same", "same") == []  # nothing but what is the same
+    assert said_of("better", "same", "worse") == []  # all is decided
+    assert said_of("untrusted", "same", "better") == ["decided nevertheless: saves memory"]
+    assert said_of("untrusted", "same", "untrusted") == []
+
+
+def said_of(*quantities: Outcomes | Decision) -> list[str]:
+    outcomes: list[Outcomes] = [(each,) if isinstance(each, str) else each for each in quantities]
+    return certain(dict(zip(("throughput", "accuracy", "memory"), outcomes, strict=False)))
 
 
 def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:

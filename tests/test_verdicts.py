@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from pipeline.comparison import verdicts
 from pipeline.comparison.advice import accuracy_reasons
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Decision
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, verdict
+from pipeline.comparison.verdicts import ANY, MEMORY, THROUGHPUT, Noise, Outcomes, Quantity, Ratio, verdict
 from pipeline.results import Arm
 from tests.conftest import ROOT
 from tests.factories import make_arm, make_window
@@ -407,20 +407,48 @@ def test_accuracy_lost_and_gained_mirror_each_other(differences: list[float], ma
 
 # The verdict of all decisions
 
-DECISIONS: tuple[Decision, ...] = get_args(Decision)
+OUTCOMES: tuple[Outcomes, ...] = (
+    ("better",), ("same",), ("worse",), ("untrusted",), ("better", "same"), ("same", "worse"), ANY,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("decisions", list(product(DECISIONS, repeat=3)))
-def test_the_verdict_is_what_every_way_of_turning_out_has_in_common(decisions: tuple[Decision, ...]) -> None:
-    """Of all 125 combinations, by another road: from what is certain and what is possible."""
-    found = verdict(decisions)
-    open_ended = "undecided" in decisions
-    if "untrusted" in decisions:
+@pytest.mark.parametrize("quantities", list(product(OUTCOMES, repeat=3)))
+def test_the_verdict_is_what_all_outcomes_have_in_common(quantities: tuple[Outcomes, ...]) -> None:
+    """Of all 343 combinations, by another road: from what is certain and what is possible."""
+    found = verdict(quantities)
+    can = ["better" in sum(quantities, ()), "worse" in sum(quantities, ())]
+    must = [("better",) in quantities, ("worse",) in quantities]
+    words = {(True, True): "trades", (True, False): "pays", (False, True): "costs", (False, False): "neutral"}
+    if ("untrusted",) in quantities:
         assert found == "untrusted"
-    elif {"better", "worse"} <= set(decisions):
-        assert found == "trades"
-    elif open_ended:
-        assert found == "undecided"
+    elif all(must) or can == must:
+        assert found == words[must[0], must[1]]
     else:
-        words = {(True, False): "pays", (False, True): "costs", (False, False): "neutral"}
-        assert found == words["better" in decisions, "worse" in decisions]
+        assert found == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "faster", "smaller"),
+    [
+        (0.93, 1.01, ("same", "worse"), ("better", "same")),
+        (0.99, 1.07, ("better", "same"), ("same", "worse")),
+        (0.93, 1.07, ANY, ANY),
+        (None, None, ANY, ANY),
+    ],
+)
+def test_an_undecided_ratio_can_turn_out_as_its_interval_allows(
+    low: float | None, high: float | None, faster: Outcomes, smaller: Outcomes
+) -> None:
+    found = verdicts.Ratio(
+        estimate=1.0, low=low, high=high, pairs=6, rejected=0, margin=0.02, decision="undecided", more_pairs=None,
+        why_untrusted=None,
+    )  # fmt: skip
+    assert set(found.outcomes(verdicts.THROUGHPUT)) == set(faster)
+    assert set(found.outcomes(verdicts.MEMORY)) == set(smaller)
+
+
+def test_an_undecided_accuracy_can_turn_out_as_its_interval_allows() -> None:
+    lost = verdicts.accuracy([-0.02, -0.01, 0.0], 0.01, 0.9)
+    assert (lost.decision, lost.outcomes) == ("undecided", ("same", "worse"))
+    assert verdicts.accuracy([-0.02, -0.01], 0.01, 0.9).outcomes == ANY  # too few seeds to say
+    assert verdicts.accuracy([-0.02, -0.021, -0.022], 0.01, 0.9).outcomes == ("worse",)

@@ -57,7 +57,9 @@ def shares(
         trained = _trained(bench, alone, accuracies) if alone else None
         accuracy = accuracies[trained] if trained else None
         unmeasurable = verdicts.unmeasurable([arm for arm in (alone, base) if arm], MEMORY)
-        judged = (added[0], None if unmeasurable else added[1], accuracy)
+        judged = [accuracy.outcomes] if accuracy else []
+        judged += [added[0].outcomes(THROUGHPUT)] if added[0] else []
+        judged += [added[1].outcomes(MEMORY)] if added[1] and not unmeasurable else []
         found.append(
             Share(
                 variant=variant,
@@ -68,7 +70,7 @@ def shares(
                 stacked_memory=stacked[1],
                 accuracy=accuracy,
                 accuracy_from=trained,
-                verdict=verdicts.verdict([each.decision for each in judged if each]) if alone else None,
+                verdict=verdicts.verdict(judged) if alone else None,
                 interaction=_interaction(added, stacked),
             )
         )

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
-from pipeline.comparison.stats import Decision
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Outcomes, Quantity, Ratio
 from pipeline.errors import count
 from pipeline.results import Bench
 
@@ -21,36 +20,34 @@ cases, and twice as many pairs in 70 to 94% (``benchmarks.simulations.forecasts`
 FULL_ROUNDS = 8
 """More rounds than this narrow the interval of one session only, which says nothing about the next one."""
 
-_CERTAIN = {
-    ("throughput", "better"): "faster",
-    ("throughput", "worse"): "slower",
-    ("memory", "better"): "saves memory",
-    ("memory", "worse"): "needs more memory",
-    ("energy", "better"): "saves energy",
-    ("energy", "worse"): "needs more energy",
-    ("accuracy", "better"): "more accurate",
-    ("accuracy", "worse"): "less accurate",
+_CERTAIN: dict[tuple[str, Outcomes], str] = {
+    ("throughput", ("better",)): "faster",
+    ("throughput", ("worse",)): "slower",
+    ("memory", ("better",)): "saves memory",
+    ("memory", ("worse",)): "needs more memory",
+    ("energy", ("better",)): "saves energy",
+    ("energy", ("worse",)): "needs more energy",
+    ("accuracy", ("better",)): "more accurate",
+    ("accuracy", ("worse",)): "less accurate",
 }
 
 
-def certain(decisions: Mapping[str, Decision]) -> list[str]:
+def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
     """Return the decided part of an undecided verdict and its possible outcomes, or the decided part of an untrusted
     one. Empty if nothing is decided for better or worse, or the verdict is neither.
 
-    >>> certain({"throughput": "undecided", "accuracy": "same", "memory": "better"})
+    >>> certain({"throughput": ("better", "same", "worse"), "accuracy": ("same",), "memory": ("better",)})
     ['saves memory; pays or trades']
-    >>> certain({"throughput": "untrusted", "accuracy": "undecided", "memory": "better"})
+    >>> certain({"throughput": ("untrusted",), "accuracy": ("same", "worse"), "memory": ("better",)})
     ['decided nevertheless: saves memory']
     """
-    said, verdict = (
-        [_CERTAIN[each] for each in decisions.items() if each in _CERTAIN],
-        verdicts.verdict(list(decisions.values())),
-    )
+    said = [_CERTAIN[each] for name, outcomes in quantities.items() if (each := (name, outcomes)) in _CERTAIN]
+    verdict = verdicts.verdict(list(quantities.values()))
     if not said or verdict not in ("undecided", "untrusted"):
         return []
     if verdict == "untrusted":
         return [f"decided nevertheless: {', '.join(said)}"]
-    return [f"{', '.join(said)}; {' or '.join(verdicts.possible(list(decisions.values())))}"]
+    return [f"{', '.join(said)}; {' or '.join(verdicts.possible(list(quantities.values())))}"]
 
 
 def reasons(

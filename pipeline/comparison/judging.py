@@ -54,17 +54,17 @@ def judge(
         1 / (baseline.dataset.test_count * baseline.unit.per_sample),
         identical=_weights(result) == _weights(baseline),
     )
-    decisions = {"throughput": throughput.decision, "accuracy": accuracy.decision}
+    outcomes = {"throughput": throughput.outcomes(THROUGHPUT), "accuracy": accuracy.outcomes}
     arms = [arm_of(own.compared, "variant", each.variant) for each in (result, baseline)]
-    decisions |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.decision}
+    outcomes |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.outcomes(MEMORY)}
     reasons = advice.reasons(throughput, memory, accuracy, own.compared, stopped=arms[0].settled)
     energy = over_sessions(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.compared.arms) else None
     if energy and margins.energy and not verdicts.unmeasurable(arms, ENERGY):
-        decisions["energy"] = energy.decision
+        outcomes["energy"] = energy.outcomes(ENERGY)
     if energy and (margins.energy or energy.decision == "untrusted"):
         reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.compared), stopped=arms[0].settled))
-    verdict = verdicts.verdict(list(decisions.values()))
-    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(decisions), *reasons))
+    verdict = verdicts.verdict(list(outcomes.values()))
+    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(outcomes), *reasons))
 
 
 def _weights(result: Result) -> dict[int, str]:

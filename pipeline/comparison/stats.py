@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -44,14 +44,23 @@ def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) 
     With a margin of 0.02: *better* if the whole interval lies above 1.02, *worse* if it lies below 1 / 1.02, *same* if
     it lies between the two, else *undecided*. *Better* and *worse* are swapped where lower is better.
     """
-    bound = 1 + margin
-    if interval.low > bound:
-        return "better" if higher_is_better else "worse"
-    if interval.high < 1 / bound:
-        return "worse" if higher_is_better else "better"
-    if 1 / bound <= interval.low and interval.high <= bound:
-        return "same"
-    return "undecided"
+    found = outcomes(interval.low, interval.high, 1 / (1 + margin), 1 + margin, higher_is_better=higher_is_better)
+    return found[0] if len(found) == 1 else "undecided"
+
+
+def outcomes(
+    low: float, high: float, lower: float, upper: float, *, higher_is_better: bool = True
+) -> tuple[Decision, ...]:
+    """Return which of *better*, *same* and *worse* the interval from ``low`` to ``high`` allows, high values first.
+
+    *Same* is from ``lower`` to ``upper``, the bounds included.
+
+    >>> outcomes(0.90, 1.01, 0.98, 1.02)
+    ('same', 'worse')
+    """
+    above, below = ("better", "worse") if higher_is_better else ("worse", "better")
+    allowed = {above: high > upper, "same": low <= upper and high >= lower, below: low < lower}
+    return cast("tuple[Decision, ...]", tuple(each for each in allowed if allowed[each]))
 
 
 def paired_ratio(
@@ -140,11 +149,8 @@ class Equivalence:
     @property
     def decision(self) -> Decision:
         """*worse* if the whole interval lies below -margin, *better* if above margin, *same* if between the two."""
-        if self.high < -self.margin:
-            return "worse"
-        if self.low > self.margin:
-            return "better"
-        return "same" if -self.margin < self.low and self.high < self.margin else "undecided"
+        found = outcomes(self.low, self.high, -self.margin, self.margin)
+        return found[0] if len(found) == 1 else "undecided"
 
 
 def equivalence(

@@ -29,22 +29,27 @@ FEWEST_SEEDS = 3
 """Fewer seeds decide nothing about accuracy: the difference between two seeds says little about further seeds."""
 
 
-def verdict(decisions: Sequence[Decision]) -> Verdict:
-    """Return the verdict of all decisions on one variant.
+Outcomes = tuple[Decision, ...]
+"""What a quantity can turn out to be: its decision, or all that its interval allows while it is undecided."""
+
+ANY: Outcomes = ("better", "same", "worse")
+
+
+def verdict(quantities: Sequence[Outcomes]) -> Verdict:
+    """Return the verdict on one variant, of all its quantities.
 
     Something better and nothing worse: *pays*; the reverse: *costs*; both: *trades*; neither: *neutral*. An undecided
-    decision is tried with every possible outcome: the verdict is *undecided* unless all outcomes agree.
+    quantity is tried with every outcome that its interval allows: the verdict is *undecided* unless all outcomes agree.
     """
-    if "untrusted" in decisions:
+    if ("untrusted",) in quantities:
         return "untrusted"
-    found = possible(decisions)
+    found = possible(quantities)
     return found[0] if len(found) == 1 else "undecided"
 
 
-def possible(decisions: Sequence[Decision]) -> list[Verdict]:
-    """Return the verdicts that are possible for any outcome of the undecided decisions, in the order of ``Verdict``."""
-    ways = product(*(("better", "same", "worse") if each == "undecided" else (each,) for each in decisions))
-    return sorted({_of_decided(way) for way in ways}, key=get_args(Verdict).index)
+def possible(quantities: Sequence[Outcomes]) -> list[Verdict]:
+    """Return the verdicts that the outcomes of all quantities allow, in the order of ``Verdict``."""
+    return sorted({_of_decided(way) for way in product(*quantities)}, key=get_args(Verdict).index)
 
 
 def _of_decided(decisions: Sequence[str]) -> Verdict:
@@ -107,6 +112,15 @@ class Ratio(Record):
     sessions: tuple[SessionRatio, ...] = ()
     """For a variant: the sessions' ratios of the same pair, the oldest first."""
 
+    def outcomes(self, quantity: Quantity) -> Outcomes:
+        """Return what ``quantity``, of which this is the ratio, can turn out to be."""
+        if self.decision != "undecided":
+            return (self.decision,)
+        if self.low is None or self.high is None:
+            return ANY
+        bound = 1 + self.margin
+        return stats.outcomes(self.low, self.high, 1 / bound, bound, higher_is_better=quantity.higher_is_better)
+
     @property
     def session_count(self) -> int:
         """Number of sessions from which the ratio comes."""
@@ -127,6 +141,15 @@ class Accuracy(Record):
     """same: neither a loss nor a gain that matters."""
     more_seeds: int | None
     """If undecided: about how many more seeds would decide. None: decided, or no forecast."""
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What the accuracy can turn out to be; anything with fewer than ``FEWEST_SEEDS``."""
+        if self.decision != "undecided":
+            return (self.decision,)
+        if self.seeds < FEWEST_SEEDS or self.low_fraction is None or self.high_fraction is None:
+            return ANY
+        return stats.outcomes(self.low_fraction, self.high_fraction, -self.margin_fraction, self.margin_fraction)
 
 
 class Noise(Record):
