@@ -33,7 +33,7 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     cost = RoundCost("bench.max_minutes", 100, 100.0)
     assert reason(undecided, cost) == said("0.5 minutes of rounds", "set bench.max_minutes: 0.5")
     eight = undecided.model_copy(update={"pairs": 8, "more_pairs": 2})
-    assert reason(eight).endswith("; after 8 rounds another session tells more (bench --again)")
+    assert "undecided: after 8 rounds another session tells most (bench --again); about " in reason(eight)
     cost = RoundCost("bench.max_rounds", 6, 100.0)
     assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)
@@ -71,7 +71,7 @@ def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
 
 
 def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
-    few = "throughput is undecided: at least 6 pairs are needed"
+    few = "throughput is undecided: at least 6 rounds are needed"
     assert reason(ratio([9.0] * 3, [9.0] * 3)) == f"{few} (set bench.max_minutes: 7)"
     lost = ratio([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
     assert reason(lost) == f"{few}, and 2 of 5 rounds had to be rejected (set bench.max_minutes: 11)"

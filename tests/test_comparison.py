@@ -195,9 +195,8 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     rounds = 12 + other.throughput.more_pairs
     minutes = math.ceil(2 * (rounds + 1) * bench.seconds / 12 / 60) / 2
     assert other.reasons == (
-        f"throughput is undecided: about {minutes:g} minutes of rounds in all "
-        f"would decide, {ODDS} (set bench.max_minutes: {minutes:g}); after 12 rounds another session tells more "
-        "(bench --again)",
+        f"throughput is undecided: after 12 rounds another session tells most (bench --again); about {minutes:g} "
+        f"minutes of rounds in all would decide, {ODDS} (set bench.max_minutes: {minutes:g})",
         f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more would decide, {ODDS} (add them "
         "to train.seeds)",
     )
@@ -214,7 +213,7 @@ def test_an_interrupted_bench_is_used_as_far_as_it_goes() -> None:
     ddp, memory = make_comparison(bench=bench).variants[1:]
     for each in (ddp, memory):
         assert each.verdict == "untrusted"
-        assert "in 4 pairs, and at least 6 are needed" in each.reasons[0]
+        assert "in 4 rounds, and at least 6 are needed" in each.reasons[0]
         assert each.reasons[-1] == "the bench was interrupted after 4 rounds: run `dvc repro bench`"
 
 

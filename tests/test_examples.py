@@ -97,7 +97,9 @@ TEXT_AND_TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
 def test_a_job_on_text_or_a_table_from_data_to_report_and_model(clone: Callable[..., Clone], name: str) -> None:
     params, said, inputs, outputs = TEXT_AND_TABLE[name]
     variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
-    others = {"train.epochs": 1, "train.batch_size": 16, "variants": variants, "infer.variants": []}
+    infer = {"variants": ["baseline"], "forms": ["eager", "bf16", "exported"], "rounds": 1, "batch_sizes": [1, 4]}
+    others = {"train.epochs": 1, "train.batch_size": 16, "variants": variants, "infer": infer}
+    others |= {"profile.variants": ["baseline"]}
     checkout = clone(SMALL | others | params)
     (checkout.path / "texts").mkdir()
     for index in range(8):
@@ -108,6 +110,12 @@ def test_a_job_on_text_or_a_table_from_data_to_report_and_model(clone: Callable[
     for report in ("comparison.md", "comparison.html"):
         text = (checkout.path / "reports" / report).read_text(encoding="utf-8")
         assert said in text.replace("\\", "").replace("_", " ")
+    inference = json.loads((checkout.path / "inference" / "baseline.json").read_text(encoding="utf-8"))
+    assert [(form["name"], form["why_not"]) for form in inference["forms"]] == [
+        ("eager", None), ("bf16", None), ("exported", None),
+    ]  # fmt: skip
+    pages = [checkout.path / "inference" / "baseline.md", checkout.path / "profiles" / "baseline" / "profile.md"]
+    assert not any("image" in page.read_text(encoding="utf-8") for page in pages)
     loaded = LOADED.replace("np.zeros((3, 3, 8, 8), dtype=np.uint8)", inputs)
     assert checkout.run("python", "-c", loaded).splitlines()[-1] == outputs
 

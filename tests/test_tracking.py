@@ -592,6 +592,23 @@ def test_the_parent_says_why_a_number_is_not_trusted(root: Path) -> None:
     assert len(tags["rejections.ddp"].splitlines()) == 8
 
 
+def test_the_parent_counts_the_sessions_that_are_trusted(root: Path) -> None:
+    def said() -> str:
+        return labels.parent_tags(config_of(), wanted_of(root), root)["sessions"]
+
+    write_comparison(root)
+    assert said() == "1; in others these ratios may differ by an unknown amount"
+    path = root / "reports/comparison.json"
+    comparison = json.loads(path.read_text(encoding="utf-8"))
+    for each, trusted in zip(comparison["variants"][1]["throughput"]["sessions"] * 3, (True, True, False), strict=True):
+        comparison["variants"][1]["memory"]["sessions"].append(each | {"trusted": trusted})
+    del comparison["variants"][1]["memory"]["sessions"][0]
+    write_text(path, json.dumps(comparison))
+    assert said() == "2"
+    write_comparison(root, rejected=8)
+    assert said() == "1; in others these ratios may differ by an unknown amount"  # its memory is trusted
+
+
 def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path) -> None:
     write_comparison(root)
     wanted = wanted_of(root)

@@ -91,16 +91,17 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     if ratio.low is None or ratio.high is None:
         lost = f", and {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
         remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.rejected))
-        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} pairs are needed{lost} ({remedy})"]
+        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} rounds are needed{lost} ({remedy})"]
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
             enough = f"about {cost.duration(rounds)} in all would decide, {ODDS} ({cost.remedy(rounds)})"
-            another = f"; after {ratio.pairs} rounds another session tells more (bench --again)"
-            return [f"{quantity.noun} is undecided: {enough}{another if ratio.pairs >= FULL_ROUNDS else ''}"]
+            if ratio.pairs >= FULL_ROUNDS:
+                enough = f"after {ratio.pairs} rounds another session tells most (bench --again); {enough}"
+            return [f"{quantity.noun} is undecided: {enough}"]
     undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
     if math.isinf(cost.affordable()):
-        return [f"{undecided}, and how many pairs would decide cannot be foreseen"]
+        return [f"{undecided}, and how many rounds would decide cannot be foreseen"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
     margin = planning.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
     return [

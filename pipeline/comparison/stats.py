@@ -116,14 +116,14 @@ def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float 
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
         return (
-            f"the baseline was measured against itself in {count(aa.count, 'pair')}, and at least {FEWEST_PAIRS} are "
+            f"the baseline was measured against itself in {count(aa.count, 'round')}, and at least {FEWEST_PAIRS} are "
             "needed to know how noisy the machine is"
         )
     held, confidence = (wide, "99%") if wide.low > 0 else (aa, "95%")
     if held.low > 1 + negligible or held.high < 1 / (1 + negligible):
         return (
             f"{shown} ({held.low:.3f} to {held.high:.3f}, {confidence}), which excludes 1: the machine changed within "
-            "pairs"
+            "rounds"
         )
     if aa.spread > max_spread:
         return (

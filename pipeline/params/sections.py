@@ -271,7 +271,7 @@ class Infer(Section):
         description="Forms that are made and measured. eager is always measured; the others are compared with it.",
     )
     batch_sizes: Annotated[list[Count], Field(min_length=1, max_length=7)] = Field(
-        [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one image."
+        [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one sample."
     )
     rounds: PositiveInt = Field(8, description="Rounds, with turns for every form; fewer than six bound no ratio.")
     window_seconds: Duration = Field(0.1, description="Window of one form with one batch size in a round.")

@@ -111,7 +111,7 @@ def estimate(ratio: Ratio | Noise) -> str:
 def interval(ratio: Ratio | Noise) -> str:
     """The ends of the interval, or the reason why it has none."""
     if ratio.low is None or ratio.high is None:
-        return f"too few pairs ({ratio.pairs}) for an interval"
+        return f"too few rounds ({ratio.pairs}) for an interval"
     return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
 
 

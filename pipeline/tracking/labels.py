@@ -83,7 +83,8 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
     comparison = compared(wanted, root)
     if comparison:
-        measured = len(comparison.get("sessions", ()))
+        ratios = [each[field] for each in comparison["variants"] for field in ("throughput", "memory")]
+        measured = max((session_count(each) for each in ratios if each), default=0)
         one = "1; in others these ratios may differ by an unknown amount"
         tags |= {"sessions": one if measured == 1 else str(measured), **champion(comparison)}
     for variant, verdict in verdicts(comparison).items():
@@ -91,6 +92,11 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         # "none" replaces the tag of an older report.
         tags[f"{REJECTIONS}.{variant}"] = _rejections(comparison, variant) or "none"
     return tags
+
+
+def session_count(ratio: Mapping[str, Any]) -> int:
+    """The number of sessions with a trusted ratio and bounds, of a ratio in comparison.json."""
+    return sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
 
 
 def parent_note(root: Path) -> str | None:

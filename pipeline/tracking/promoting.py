@@ -118,7 +118,7 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
     ratio is trusted."""
     return min(
         (
-            sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
+            labels.session_count(ratio)
             for each in compared["variants"]
             for ratio in (each["throughput"], each["memory"], (compared.get("champion") or {}).get("ratio"))
             if each["variant"] == variant and ratio and ratio["decision"] != "untrusted"

@@ -63,14 +63,14 @@ def test_what_is_untrusted_stands_in_brackets() -> None:
     noisy = ratio(decision="untrusted", why_untrusted="throughput: too noisy")
     assert plain(formats.ratio_text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
     few = noisy.model_copy(update={"low": None, "high": None, "pairs": 3})
-    assert plain(formats.ratio_text(few)) == "untrusted [1.42x, too few pairs (3) for an interval]"
+    assert plain(formats.ratio_text(few)) == "untrusted [1.42x, too few rounds (3) for an interval]"
     unknown = few.model_copy(update={"estimate": None, "pairs": 0})
     assert formats.ratio_text(unknown) == "untrusted"
 
 
 def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
-    assert plain(formats.ratio_text(few)) == "1.42x undecided (too few pairs (4) for an interval)"
+    assert plain(formats.ratio_text(few)) == "1.42x undecided (too few rounds (4) for an interval)"
     one = accuracy(low_fraction=None, high_fraction=None, seeds=1, decision="undecided")
     assert formats.accuracy_lines(one) == ("+0.03 points undecided", "too few seeds (1) for an interval")
 

@@ -38,12 +38,12 @@ def _waits_for_input(facts: Facts) -> Iterator[Finding]:
         advice = "raise loader_workers, or take data_loading: resident, which decodes and copies nothing"
     elif facts.placement == "streamed":
         advice = (
-            "set train.placement: resident if the images fit into the device's memory, or give the job more CPU cores "
+            "set train.placement: resident if the samples fit into the device's memory, or give the job more CPU cores "
             "and a faster disk: a thread gathers each batch from the prepared file"
         )
     else:
         advice = (
-            "the images are on the device already, so this is gathering, augmenting and normalising them: take "
+            "the samples are on the device already, so this is gathering, augmenting and normalising them: take "
             "something out of train.augment, or train a larger model on them"
         )
     yield Finding(

@@ -102,7 +102,7 @@ def exported(trained: Trained) -> Made:
 
 
 def int8(trained: Trained) -> Made:
-    """Weights and activations in 8 bits, with ranges calibrated on training images (static quantisation).
+    """Weights and activations in 8 bits, with ranges calibrated on training samples (static quantisation).
 
     Source: torchao, PyTorch 2 Export Quantization. Its kernels on x86 CPUs come with torch.compile.
     """
@@ -129,7 +129,7 @@ FORMS: Mapping[str, Kind] = {
     "compiled": Kind("float32 by torch.compile (Inductor)", compiled),
     "bf16": Kind("weights and activations in bfloat16 (autocast, which training uses, keeps float32 weights)", bf16),
     "fp16": Kind("weights and activations in float16 (autocast, which training uses, keeps float32 weights)", fp16),
-    "int8": Kind("weights and activations in 8 bits, calibrated on training images (torchao PT2E, Inductor)", int8),
+    "int8": Kind("weights and activations in 8 bits, calibrated on training samples (torchao PT2E, Inductor)", int8),
     "exported": Kind("float32, exported with torch.export, saved as .pt2 and loaded back", exported),
 }
 

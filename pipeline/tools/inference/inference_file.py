@@ -12,7 +12,7 @@ from pipeline.results import Record, VariantDocument
 
 
 class Latency(Record):
-    """Latency of one image at a time, from the call until its logits are there."""
+    """Latency of one sample at a time, from the call until its outputs are there."""
 
     p50_ms: float
     p50_low_ms: float

@@ -18,15 +18,15 @@ def markdown(found: Inference) -> str:
     lines += [
         "## How to read it",
         "",
-        f"- The model of seed {found.seed}. A form takes raw inputs (images: uint8) on its device and gives "
+        f"- The model of seed {found.seed}. A form takes raw inputs (images are uint8) on its device and gives "
         "float32 outputs.",
         f"- {count(found.rounds, 'round')}; every form took its turn in each, warm and synchronised, with "
         f"{count(found.threads, 'CPU thread')}. Throughputs are medians over the rounds, with the slowest and the "
         "fastest; ratios are medians of the rounds' ratios to the plain form, with a 95% interval.",
-        "- *p50*, *p99*: milliseconds from a call with one image to its logits; p50 with the smallest and largest of "
+        "- *p50*, *p99*: milliseconds from a call with one sample to its outputs; p50 with the smallest and largest of "
         "the rounds' medians. Unknown where there were too few calls for it.",
-        "- *Equal*: test samples with the plain form's predicted class.",
-        "- *Logits*: the largest difference from the plain form's.",
+        "- *Equal*: the score against the plain form's predictions; for classes, the share with the same class.",
+        "- *Outputs*: the largest difference from the plain form's.",
         "- *Prepared*: seconds to make the form and to call it once with each batch size; in no other number.",
         "- *Size*: of the parameters, buffers and constants; of a saved program also its file.",
         "",
@@ -40,7 +40,7 @@ def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
     if measured:
         sizes = [each.batch_size for each in measured[0][1].throughput]
         lines += [
-            "| form | p50 (ms) | p99 (ms) | correct | equal | logits | size | prepared (s) |",
+            "| form | p50 (ms) | p99 (ms) | correct | equal | outputs | size | prepared (s) |",
             "| :-- | --: | --: | --: | --: | --: | --: | --: |",
             *(_row(form, values) for form, values in measured),
             "",

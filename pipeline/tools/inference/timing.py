@@ -33,7 +33,7 @@ class Slices:
     """The measurements of one form in all rounds."""
 
     latencies: list[list[float]] = field(default_factory=list)
-    """Seconds per call with one image; one list per round."""
+    """Seconds per call with one sample; one list per round."""
     rates: dict[int, list[float]] = field(default_factory=dict)
     """Batch size -> samples a second, one value per round."""
     energies: dict[int, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
@@ -160,10 +160,10 @@ def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchr
     calls: list[float] = []
     end = time.perf_counter() + seconds
     while len(calls) < FEWEST_CALLS or time.perf_counter() < end:
-        (image,) = unseen.batches(1, 1)
+        (sample,) = unseen.batches(1, 1)
         synchronise()
         start = time.perf_counter()
-        predict(image)
+        predict(sample)
         synchronise()
         calls.append(time.perf_counter() - start)
     return calls
