@@ -1,4 +1,4 @@
-"""SyncBatchNorm: mean and variance over the micro-batches of all ranks, as a single device computes them."""
+"""SyncBatchNorm: compute mean and variance over the micro-batches of all ranks, as a single device does."""
 
 from __future__ import annotations
 
