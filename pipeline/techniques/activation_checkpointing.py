@@ -150,7 +150,7 @@ def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
         norm.momentum, norm.num_batches_tracked = 0.0, None
         if not isinstance(norm, _BatchNorm):  # InstanceNorm averages over samples, which rounds even at momentum 0
             norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
-        if isinstance(norm, nn.SyncBatchNorm):  # it requires a count
+        if isinstance(norm, nn.SyncBatchNorm):  # SyncBatchNorm requires a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
         yield

@@ -23,7 +23,7 @@ from pipeline.step import TrainingStep
 
 @dataclass(frozen=True)
 class Stored:
-    """Functions that read a part of the training for a checkpoint, and load it. All ranks call each one together."""
+    """Reads one part of the training for a checkpoint, and loads this part. All ranks call each function together."""
 
     read: Callable[[], dict[str, Any]]
     """Returns the whole state of a single device, on every rank. A tensor of which each rank holds a part is returned
@@ -39,7 +39,7 @@ class OfTask(Protocol):
         """Build a model for the job's data, on the CPU; by default the job's own model."""
 
     loss_by_row: ClassVar[bool]
-    """True if ``loss`` is the mean over all rows of the outputs [..., d], so that it can be computed on any part of the
+    """True if ``loss`` is the mean over all rows of the outputs [..., d], so that it can be computed for any of the
     rows. False if ``loss`` is the mean over the samples."""
 
     def zeros(self, count: int) -> torch.Tensor:

@@ -161,7 +161,7 @@ def measured(
 
 
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. Call it in fake mode."""
+    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. Needs fake mode."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -22,11 +22,11 @@ CACHE = Path(".cache/inductor")
 
 
 class Compile(Technique):
-    """``torch.compile`` of the model; loss and update are not compiled.
+    """Compiles the model with ``torch.compile``; loss and update are not compiled.
 
     DistributedDataParallel's own part of a forward pass cannot be in a graph, so DDP stays around the compiled model.
-    The compiler then ends a graph where a bucket of gradients ends, so that the reduction of one bucket overlaps with
-    the backward pass of the next bucket (DDPOptimizer in torch/_dynamo/backends/distributed.py).
+    The compiler then ends a graph where a bucket of gradients ends (DDPOptimizer in
+    torch/_dynamo/backends/distributed.py). So the reduction of one bucket overlaps with the backward pass of the next.
 
     The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
     be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails with the

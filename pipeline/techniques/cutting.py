@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the model is cut; the same on every rank."""
+    """Where the model is cut. Every rank has the same ``Cut``."""
 
     joins: tuple[int, ...]
     """Indices of the units that change their input in place; each is joined to the unit before it."""

@@ -1,4 +1,4 @@
-"""DataParallel: one process drives all GPUs, copying the model to each in every forward pass. DDP replaced it."""
+"""DataParallel, superseded by DDP: one process drives all GPUs, and copies the model to each in every forward pass."""
 
 from __future__ import annotations
 

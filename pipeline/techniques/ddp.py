@@ -71,7 +71,7 @@ class Replicated(Technique):
 
 
 class DDP(Replicated):
-    """``torch.nn.parallel.DistributedDataParallel`` around the model.
+    """Wraps the model in ``torch.nn.parallel.DistributedDataParallel``.
 
     Buffers are not broadcast before each forward pass: training does not read BatchNorm's running statistics, and
     evaluation uses the main rank's statistics anyway (``World.broadcast_buffers_``).

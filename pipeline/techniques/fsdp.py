@@ -32,11 +32,11 @@ def _dimensions(plan: Plan) -> dict[str, int]:
 
 
 class FSDP(Technique):
-    """``fully_shard`` (FSDP2) on each of the model's blocks, and on the model for the parameters outside of blocks.
+    """Applies ``fully_shard`` (FSDP2) to each of the model's blocks, and to the model for parameters outside of blocks.
 
-    Each rank holds 1/N of every parameter, of its gradient and of its optimizer state, split along the first dimension.
-    With ``replicas``, each group of N consecutive ranks shares one replica, and the replicas average their gradients.
-    BatchNorm normalises a rank's share of the batch, as in DDP, and evaluation uses the main rank's running statistics.
+    N consecutive ranks share one model. Each rank holds 1/N of every parameter, gradient and optimizer state, split
+    along the first dimension. With ``replicas`` there are several such models, which average their gradients. BatchNorm
+    normalises a rank's share of the batch, as in DDP, and evaluation uses the main rank's running statistics.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
     """

@@ -103,7 +103,7 @@ class Pipeline(Technique):
                 self._schedule = self._scheduled(step)
             inputs, targets = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
             self._schedule.step(
-                *([torch.cat(inputs)] if self._index == 0 else []),  # the schedule splits them again
+                *([torch.cat(inputs)] if self._index == 0 else []),  # the schedule splits the batch again
                 target=torch.cat(targets) if self._is_last else None,
                 return_outputs=False,
             )

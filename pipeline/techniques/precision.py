@@ -64,9 +64,9 @@ class Float8(BFloat16):
     """torchao's float8 training: linear layers multiply tensors that are rounded to 8 bits. Each tensor has its own
     scale.
 
-    The layer that computes the model's outputs is not changed, as torchao's documentation advises. Layers that its
-    kernels do not support are not changed either. A device without float8 kernels multiplies the rounded tensors in
-    float32.
+    The layer that computes the model's outputs is not changed, as torchao's documentation advises. Layers that
+    torchao's kernels do not support are not changed either. A device without float8 kernels multiplies the rounded
+    tensors in float32.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
 

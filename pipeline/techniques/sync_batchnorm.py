@@ -10,9 +10,9 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class SyncBatchNorm(Technique):
-    """``torch.nn.SyncBatchNorm`` in place of every BatchNorm; names in the state dict stay as they are.
+    """Replaces every BatchNorm by ``torch.nn.SyncBatchNorm``; names in the state dict stay the same.
 
-    torch has SyncBatchNorm's kernels for GPUs only. The running statistics are the same on every rank.
+    torch implements SyncBatchNorm only for GPUs. The running statistics are the same on every rank.
     """
 
     name = "sync_batchnorm"

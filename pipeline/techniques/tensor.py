@@ -27,8 +27,10 @@ _ELEMENT_BY_ELEMENT = (
 
 
 class Tensor(Replicated):
-    """``parallelize_module`` on every pair of linear layers with only element-wise functions between them. If the model
-    names a pair (``tensor_pair`` of ``pipeline.models.gpt.Attention``), attention by heads may be between its layers.
+    """Applies ``parallelize_module`` to every pair of linear layers with only element-wise functions between them.
+
+    A model can also name a pair with attention by heads between its two layers (``tensor_pair`` of
+    ``pipeline.models.gpt.Attention``).
 
     Each rank computes a part of the first layer's outputs and, from this part, a partial result of the second layer.
     The partial results of all ranks are added up. The rest of the model is on every rank, so all ranks take the same
@@ -151,7 +153,7 @@ def _chains(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
     for module in model.modules():
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             yield list(module)
-        elif type(module) is nn.TransformerEncoderLayer:  # its activation is a function, and element-wise
+        elif type(module) is nn.TransformerEncoderLayer:  # the activation is an element-wise function
             yield [module.linear1, module.dropout, module.linear2]
 
 

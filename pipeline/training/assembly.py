@@ -111,8 +111,8 @@ class Assembly:
     ) -> Iterator[Training]:
         """Yield the variant's training with one seed, ready to run; its plan includes the decisions of ``fitted``.
 
-        ``change_model`` changes the single-device model, on the CPU, before any technique. ``options``: those of
-        ``compose``.
+        ``change_model`` changes the single-device model, on the CPU, before any technique. ``options``: more
+        arguments of ``compose``.
         """
         plan, world, task = self.fitted(), self.world, self.task
         dataset = task.dataset
@@ -149,9 +149,9 @@ class Assembly:
     def fitted(self) -> Plan:
         """Return the plan. If gradient_accumulation is 'auto', choose the fewest micro-batches that fit in memory.
 
-        Each try is a separate training that is discarded, so tries do not affect the real training. All ranks call it
-        together. Raises OutOfMemory if even the smallest micro-batch that the model can train with is too large for the
-        memory of some rank.
+        Each try is a separate training that is discarded, so tries do not affect the real training. All ranks call this
+        method together. Raises OutOfMemory if even the smallest micro-batch that the model can train with is too large
+        for the memory of some rank.
         """
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:

@@ -19,7 +19,7 @@ from pipeline.plans import Plan
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
-"""Not an output of any stage: DVC deletes outputs before it runs a stage, and a checkpoint must survive that."""
+"""Not an output of any stage: DVC deletes outputs before it runs a stage, but checkpoints must be kept."""
 
 
 class Unreadable(Exception):
@@ -54,7 +54,7 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 def before(path: Path) -> Path:
-    """Return the path of the checkpoint before the one at ``path``."""
+    """Return the path of the checkpoint that was saved before the checkpoint at ``path``."""
     return path.with_name(f"{path.name}.before")
 
 
@@ -66,7 +66,7 @@ def keep(state: dict[str, Any], path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete the checkpoint and the one before it."""
+    """Delete the checkpoint at ``path`` and the checkpoint before it."""
     for file in (path, before(path)):
         file.unlink(missing_ok=True)
 
@@ -149,7 +149,7 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
 def state_sha256(state: dict[str, torch.Tensor]) -> str:
     """Return the SHA-256 of names, dtypes, shapes and bytes of a model's state dict, in its order.
 
-    If ranks hold parts of tensors, all ranks call it together.
+    If ranks hold parts of tensors, all ranks call this function together.
     """
     digest = hashlib.sha256()
     for name, tensor in state.items():

@@ -29,7 +29,7 @@ class Composed:
     task: Task
     batches: TrainBatches
     model: nn.Module
-    """The single-device model, on the rank's device. ``setup.step.model`` may wrap it, or hold a part of it."""
+    """The single-device model, on the rank's device. ``setup.step.model`` may wrap or split this model."""
     parameter_count: int
     whole: nn.Module | None
     """The model before any technique, without weights, if evaluation cannot run the trained model; else None."""

@@ -153,9 +153,10 @@ class Training:
         self.advance(1)
 
     def count_later(self) -> None:
-        """Choose a random later step whose samples are counted, if there is one. All ranks call it together.
+        """Choose a random later step whose samples are counted, if there is one.
 
-        The choice does not depend on the seed, so code in a step cannot predict it.
+        The choice does not depend on the seed, so code in a step cannot predict the choice. All ranks call this method
+        together.
         """
         first = max(1, self.steps)
         if first < self.total_steps:
@@ -172,7 +173,7 @@ class Training:
         """Return the work of the counted step that left out most samples, the same on every rank; None if this process
         has counted no step.
 
-        All ranks call it together.
+        All ranks call this method together.
         """
         steps = list(zip(*self.world.gather([each.read() for each in self._counted]), strict=True))
         return most_missing(steps, self.train.batch_size, self.plan.model_processes)
@@ -200,7 +201,7 @@ class Training:
             self._open()
 
     def evaluate(self) -> Score:
-        """Score the current model on the test set. All ranks call it together, while paused."""
+        """Score the current model on the test set. All ranks call this method together, while paused."""
         batch_size = self.plan.micro_batch_size
         if not self._whole:
             return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
@@ -212,7 +213,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on: plain values and tensors. A tensor of which each rank
-        holds a part is a DTensor. Call it while paused, on all ranks.
+        holds a part is a DTensor. All ranks call this method together, while paused.
 
         Raises NonFiniteLoss, like ``run``: a run with a bad loss cannot be resumed.
         """
@@ -240,7 +241,7 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned, with whole tensors instead of DTensors. Only the main rank needs the
-        tensors' values. Call it before ``run``, on all ranks."""
+        tensors' values. All ranks call this method before ``run``."""
         self.optimizer_state.load(state["optimizer"])  # before the model: torch takes a step to create the state
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]

@@ -43,7 +43,7 @@ class HostLosses:
     def read(self) -> float:
         """Return the sum over steps since the last ``read_and_reset``, averaged over ranks.
 
-        All ranks call it together.
+        All ranks call this method together.
         """
         return self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
 
@@ -65,7 +65,7 @@ class DeviceLosses:
         self.world = world
         self.total = torch.zeros((), device=world.device)
         self.bad_steps = torch.zeros((), device=world.device)
-        """How many steps this rank has ended since its sum became infinite or NaN, that step included."""
+        """How many steps this rank has ended since its sum became infinite or NaN, including that step."""
 
     def add(self, loss: torch.Tensor) -> None:
         self.total += loss.detach()
@@ -76,7 +76,7 @@ class DeviceLosses:
     def read(self) -> float:
         """Return the sum over steps since the last ``read_and_reset``, averaged over ranks. Waits for the device.
 
-        All ranks call it together. If the sum is not finite, all ranks raise NonFiniteLoss.
+        All ranks call this method together. If the sum is not finite, all ranks raise NonFiniteLoss.
         """
         total = self.world.sum_(self.total.clone()).item() / self.world.size
         if not math.isfinite(total):

@@ -36,9 +36,9 @@ class _Usage(NamedTuple):
     idle: float
     """Idle time of the allowed cores."""
     stolen: float
-    """Time in which the allowed cores had work, but the hypervisor gave them to other virtual machines."""
+    """Time in which the allowed cores had work, but the hypervisor gave the cores to other virtual machines."""
     own: float
-    """CPU time of the job's processes, including their children that have ended."""
+    """CPU time of the job's processes, including children that have ended."""
     waits: dict[str, float]
     """Each thread of the job -> time in which it was ready to run but had no core. Empty if the kernel reports none."""
 
@@ -47,12 +47,12 @@ class ForeignLoad(Detector):
     """Other processes, or other virtual machines, use the CPU while the job needs it.
 
     Load on cores that the job leaves idle takes nothing from the job. So foreign CPU time on the allowed cores counts
-    only up to the time in which the job's threads were ready to run but waited for a core. If the kernel does not
-    report this waiting time (/proc/<pid>/task/<tid>/schedstat is missing), foreign time counts only where it exceeds
-    the cores' idle time. Time that the hypervisor took from the cores is added, by the job's share of their busy time.
+    only up to the time in which the job's ready threads waited for a core. If the kernel does not report this waiting
+    time (/proc/<pid>/task/<tid>/schedstat is missing), foreign time counts only as far as it exceeds the cores' idle
+    time. Time that the hypervisor took from the cores is added, in proportion to the job's share of their busy time.
 
-    The sum is compared with the CPU time that the job would have had without these losses, or with the length of the
-    windows if that is longer. A job that waits for its GPU uses little CPU time, and can lose half of it without harm.
+    The sum is compared with the CPU time that the job would have had without these losses, or, if longer, with the
+    length of the windows. A job that waits for its GPU uses little CPU time, and can lose half of it without harm.
 
     Programs on other cores can still slow the job down through shared caches, memory and clocks. This detector does not
     see such effects; measuring the baseline against itself shows how noisy the machine is.

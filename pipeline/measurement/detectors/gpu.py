@@ -27,7 +27,7 @@ SLOWDOWNS = {
 }
 """The reasons for reduced GPU clocks that better cooling or a better power supply would remove.
 
-The software power cap is left out: it limits the clocks of every GPU at full load, so it is part of its normal speed.
+The software power cap is left out: it limits the clocks of every GPU at full load, so it is part of normal speed.
 """
 
 
