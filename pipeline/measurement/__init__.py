@@ -1,1 +1,1 @@
-"""Time and memory of steps, disturbances by the rest of the machine, and reasons to reject a number."""
+"""Measure time, memory and energy of steps, detect disturbances, and find reasons to reject a number."""

@@ -1,7 +1,7 @@
-"""Energy of a run's own devices, read from their counters: NVML for a GPU, RAPL for a CPU's packages.
+"""Measure the energy of a run's own devices with their counters: NVML for a GPU, RAPL for a CPU's packages.
 
-This is the energy of the device, not of the whole machine: fans, power supplies and, with a GPU, the host are not
-included. The device's idle power is included, and so is any other work that it does meanwhile.
+The figure is the energy of the devices, not of the whole machine: fans, power supplies and, with a GPU, the host are
+not included. Idle power is included, and so is the energy of any other work on the devices during the windows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pipeline.measurement.nvml import handle_of
 
 POWERCAP = Path("/sys/class/powercap")
 SHORTEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
-"""Shortest mean length of measured windows: NVML's counter is updated every 20 to 100 ms, RAPL's every millisecond."""
+"""Measured windows must be at least this long on average: NVML updates its counter every 20 to 100 ms, RAPL each ms."""
 
 Read = tuple[dict[str, float], str | None]
-"""Joules by the counter's name, which is the same in all processes of a host, and why they are unknown, if they are."""
+"""Joules by counter name, and the reason if the joules are unknown. All processes of a host use the same names."""
 
 
 class _Counter(NamedTuple):
@@ -37,7 +37,7 @@ class _Counter(NamedTuple):
 class Energy:
     """Reads the counters of a process's own ``devices`` at both ends of its windows; without devices, reads nothing.
 
-    ``remedy``: how to make windows longer, for a message.
+    ``remedy``: how to make windows longer; ends the message about windows that are too short.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), remedy: str = "") -> None:
@@ -53,13 +53,13 @@ class Energy:
         self._joules = dict.fromkeys(self._counters, 0.0)
 
     def open(self) -> None:
-        """A window starts."""
+        """Start a window."""
         with self._asking():
             self._before = {name: counter.read() for name, counter in self._counters.items()}
         self._opened = time.monotonic()
 
     def close(self, *, measured: bool) -> None:
-        """The window ends. The joules of measured windows add up; other windows are ignored."""
+        """End the window. The joules of measured windows add up; other windows are ignored."""
         seconds = time.monotonic() - self._opened
         if not measured or self._why_not:
             return
@@ -92,7 +92,7 @@ class Energy:
 
 
 def per_sample(ranks: Sequence[Read], samples: int) -> dict[str, Any]:
-    """Return ``joules_per_sample`` of all ``ranks`` over the ``samples`` they processed together, or ``why_no_energy``.
+    """Return ``joules_per_sample`` or ``why_no_energy``: the joules of all ``ranks``, divided by all their ``samples``.
 
     A counter that several ranks read, because they share a CPU or GPU, counts once.
     """
@@ -105,7 +105,10 @@ def per_sample(ranks: Sequence[Read], samples: int) -> dict[str, Any]:
 
 
 def _of_gpu(device: torch.device) -> tuple[str, _Counter]:
-    """Return a GPU's UUID and counter: millijoules since the driver was loaded, from Volta on. Raises NVMLError."""
+    """Return a GPU's UUID and its counter of millijoules since the driver was loaded.
+
+    Raises NVMLError, for example on GPUs older than Volta.
+    """
     import pynvml
 
     counter = _Counter(partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle_of(device)), 1e-3, 2**64)
@@ -113,9 +116,9 @@ def _of_gpu(device: torch.device) -> tuple[str, _Counter]:
 
 
 def _of_packages() -> dict[str, _Counter]:
-    """Return the counters of whole packages, in microjoules; a package includes the zones of its parts. Raises OSError.
+    """Return the counters of whole packages, in microjoules. A package's counter includes its subzones, such as cores.
 
-    Source: Linux, Documentation/power/powercap/powercap.rst; AMD's packages have the same name.
+    Raises OSError. Source: Linux, Documentation/power/powercap/powercap.rst; AMD's packages have the same name.
     """
     zones = sorted(POWERCAP.glob("intel-rapl:*"))
     packages = (each for each in zones if (each / "name").read_text(encoding="ascii").startswith("package"))

@@ -8,7 +8,10 @@ import torch
 
 
 def handle_of(device: torch.device) -> Any:
-    """Return NVML's handle of torch's ``device``, whatever CUDA_VISIBLE_DEVICES says. Raises NVMLError."""
+    """Return NVML's handle of torch's ``device``, found by UUID: NVML's indices ignore CUDA_VISIBLE_DEVICES.
+
+    Raises NVMLError.
+    """
     import pynvml
 
     pynvml.nvmlInit()

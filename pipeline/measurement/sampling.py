@@ -1,4 +1,4 @@
-"""Samples of processor, memory and GPUs while a job trains. They are for people to look at; nothing compares them."""
+"""Record the use of processor, memory and GPUs while a job trains, for people to look at. No result uses the data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
 
     def __enter__(self) -> SystemSampler:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        psutil.cpu_percent()  # the first call has nothing to compare with
+        psutil.cpu_percent()  # the first call returns 0; each later call covers the time since the call before
         self._thread.start()
         return self
 
@@ -50,7 +50,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
     def _run(self) -> None:
         try:
             self._sample_until_stopped()
-        except OSError as error:  # training goes on; a file that it cannot do without raises its own error
+        except OSError as error:  # the training goes on without this file
             print(f"{self._path} ends here: {error.strerror}", file=sys.stderr, flush=True)
 
     def _sample_until_stopped(self) -> None:
@@ -81,10 +81,10 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
 
 
 class _Gpu:
-    """One GPU's figures by NVML.
+    """Reads one GPU's figures from NVML.
 
-    A figure that the driver does not provide (of a MIG instance or a virtual GPU, say) has no column. One that it no
-    longer provides is blank.
+    A figure that the driver does not provide at the start, for example for a MIG instance or a virtual GPU, has no
+    column. If the driver stops providing a figure later, its cells are empty.
     """
 
     def __init__(self, device: torch.device) -> None:

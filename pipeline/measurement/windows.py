@@ -1,4 +1,4 @@
-"""Time and memory of a rank's steps; ``training.measured.window_of`` combines them over all ranks."""
+"""Measure time and memory of one rank's steps; ``training.measured.window_of`` combines the figures of all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipeline.measurement.nvml import handle_of
 T = TypeVar("T")
 
 CLOCK_TOLERANCE_FRACTION = 0.05
-"""Largest difference between the sum of step times by CUDA events and the wall clock around them."""
+"""Largest accepted difference between the sum of the step times and the wall time, as a share of the wall time."""
 
 
 class _Resumable:
-    """Counts of a run, in attributes whose names do not begin with an underscore."""
+    """Saves and restores a run's counts: all attributes whose names do not begin with an underscore."""
 
     def state(self) -> dict[str, Any]:
         """Return the counts that a resumed run needs to go on counting."""
@@ -33,19 +33,19 @@ class _Resumable:
 
 
 class Clock(_Resumable):
-    """Times a run's steps without ever waiting inside one.
+    """Times a run's steps without waiting for the device inside a step.
 
-    A *window* is a stretch of steps between two synchronised moments (``open``, ``close``), so its wall
-    time is exact. Inside, each step is timed from mark to mark. On a GPU a mark is a CUDA event, which does
-    not wait for the device and is not blurred by its queue; on a CPU, where work is synchronous, a mark is
-    a reading of the host's clock. ``watch`` times the wait for input the same way.
+    A *window* is a series of steps. ``open`` and ``close`` wait for the device, so a window's wall time is exact.
+    Inside a window, each step is timed from one mark to the next. On a GPU a mark is a CUDA event: the host does not
+    wait for the device, and queued work does not change the time. On a CPU, where work is synchronous, a mark is a
+    reading of the host's clock. ``watch`` times the wait for input with the same kind of marks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: list[Any] = []
         self._inputs: list[Any] = []
-        """Marks in pairs: the wait begins, the input arrives."""
+        """Pairs of marks: one when a wait for input begins, one when the input arrives."""
         self._opened = 0.0
         self.train_seconds = 0.0
         """Wall time of all closed windows, warm-up included."""
@@ -70,7 +70,7 @@ class Clock(_Resumable):
         self._steps, self._inputs = [self._mark()], []
 
     def step(self) -> None:
-        """A step of the window ends here."""
+        """Mark the end of a step."""
         self._steps.append(self._mark())
 
     def close(self, *, measured: bool) -> None:
@@ -89,7 +89,7 @@ class Clock(_Resumable):
         return self.train_seconds + self.now() - self._opened
 
     def watch(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the same items; the time until each arrives counts as waiting for input."""
+        """Yield the same items, and count the time until each item arrives as waiting for input."""
         while True:
             start = self._mark()
             try:
@@ -100,7 +100,7 @@ class Clock(_Resumable):
             yield item
 
     def disagreement(self) -> str | None:
-        """Return why the step times are not to be trusted: their sum and the wall clock differ. None if they agree."""
+        """Return why the step times cannot be trusted if their sum differs from the wall time; None if they agree."""
         total = sum(self.step_seconds)
         if abs(total - self.measured_seconds) <= CLOCK_TOLERANCE_FRACTION * self.measured_seconds:
             return None
@@ -129,10 +129,10 @@ def percentile_ms(seconds: list[float], percent: float) -> float | None:
 class Memory(_Resumable):
     """Peak memory of a run's measured windows.
 
-    On CUDA: the peak of allocated bytes (``max_memory_allocated``), plus the memory that CUDA graphs keep for their
-    replays, which that peak does not include; of several GPUs, the largest sum. On CPU: the process's own peak resident
-    memory (``own_peak_bytes``) minus the same process's peak after its imports and before any work. Only Linux lets a
-    process reset its high-water mark; elsewhere the CPU figure is unknown.
+    On CUDA, the figure is the peak of allocated bytes (``max_memory_allocated``) plus ``graphs_bytes``, which this peak
+    does not include. With several GPUs, the largest sum counts. On a CPU, the figure is the process's peak resident
+    memory (``own_peak_bytes``) minus its peak after the imports and before any work. Only Linux lets a process reset
+    its peak; on other systems the CPU figure is unknown.
     """
 
     imported_bytes: ClassVar[int | None] = None
@@ -144,13 +144,13 @@ class Memory(_Resumable):
         self._retries = 0
         self._resets = True
         self.peak_bytes: int | None = None
-        """The peak; None before a measured window has ended, and if this machine cannot measure it."""
+        """The peak; None until a measured window has ended, or if this machine cannot measure the peak."""
         self.reserved_bytes: int | None = None
-        """CUDA: the highest ``max_memory_reserved``."""
+        """The highest ``max_memory_reserved``; None on a CPU."""
         self.driver_bytes: int | None = None
-        """CUDA: the highest value of ``driver_bytes`` at a window's end."""
+        """The highest ``driver_bytes`` at the end of a measured window; None if unknown, as on a CPU."""
         self.retries: int | None = None
-        """CUDA: how often the allocator had to flush its cache and try again."""
+        """How often the CUDA allocator had to flush its cache and try again; None on a CPU."""
 
     @classmethod
     def note_imports(cls) -> None:
@@ -158,7 +158,7 @@ class Memory(_Resumable):
         cls.imported_bytes = own_peak_bytes()
 
     def open(self) -> None:
-        """Forget the peak so far: a window starts."""
+        """Start a window: reset the peak."""
         if self._on_gpu:
             for device in self._devices:
                 torch.cuda.reset_peak_memory_stats(device)
@@ -187,8 +187,8 @@ class Memory(_Resumable):
 def graphs_bytes(device: torch.device) -> int:
     """Return the bytes that CUDA graphs on ``device`` keep for their replays, beyond the tensors that are alive now.
 
-    A replay writes to the addresses of its capture, in a private memory pool, and allocates nothing: the allocator's
-    statistics do not include the activations of a replayed step.
+    A replay writes to the same addresses as its capture, in a private memory pool. It allocates nothing, so the
+    allocator's statistics do not include the activations of a replayed step.
     """
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -200,7 +200,8 @@ def graphs_bytes(device: torch.device) -> int:
 def driver_bytes(device: torch.device) -> int | None:
     """Return the bytes that the driver counts for this process on ``device``: allocator cache, CUDA context, libraries.
 
-    None if the driver does not report them, and in a container with its own process ids: the driver lists the host's.
+    Returns None if the driver does not report these bytes, or in a container with its own process ids: the driver lists
+    the host's ids.
     """
     import pynvml
 
@@ -215,10 +216,12 @@ def driver_bytes(device: torch.device) -> int | None:
 def own_peak_bytes() -> int | None:
     """Return this process's peak resident memory since its start or the last reset, without the pages of mapped files.
 
-    Code and a memory-mapped data set are such pages: all processes share them, the system drops them when memory is
-    short, and how many are resident depends on how the process was started. Linux reports the peak of all pages (VmHWM)
-    and the current file pages (RssFile). File pages are only added, so after some steps the difference is the peak of
-    the other pages. None where the system does not report them.
+    Mapped files are code and memory-mapped data sets. All processes share their pages, and the system drops these pages
+    when memory is short. How many of these pages are resident depends on how the process was started.
+
+    Linux reports the peak of all pages (VmHWM) and the current file pages (RssFile). File pages are only added during a
+    run, so after some steps VmHWM - RssFile is the peak of the other pages. Returns None if the system does not report
+    both values.
     """
     try:
         lines = (line.partition(":") for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())

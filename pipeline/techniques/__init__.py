@@ -1,4 +1,4 @@
-"""The techniques: one class each, named by its entry in the catalogue."""
+"""The techniques: each is one class, and its entry in the catalogue names the class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["Setup", "Stored", "Technique", "of_plan"]
 
 
 def of_plan(plan: Plan) -> list[type[Technique]]:
-    """The classes of the techniques that the plan applies, in order. Raises ConfigError for a broken entry point."""
+    """Return the classes of the techniques that the plan applies, in order.
+
+    Raises ConfigError for a broken entry point.
+    """
     return [
         _own(each.implementation) if each.implementation else _from_outside(each.name)
         for each in acting(plan.applied)

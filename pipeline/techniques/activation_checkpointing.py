@@ -41,9 +41,9 @@ _KEPT = _operations(
 class ActivationCheckpointing(Technique):
     """Every block of the model (see ``blocks``) keeps only its input, and runs again when its gradient is needed.
 
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same
-    to the last bit; a block's random draws are repeated, and only the first forward pass updates the norms'
-    running statistics.
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same as without
+    checkpointing, to the last bit. The second forward pass repeats a block's random draws, and does not update the
+    running statistics of norms.
     """
 
     name = "activation_checkpointing"
@@ -57,7 +57,7 @@ class ActivationCheckpointing(Technique):
                 "its own. Put layers that belong together into an nn.Sequential, or remove activation_checkpointing."
             )
         for block in self.choice(setup, found):
-            block.forward = _recomputed(block, self.contexts())  # on the instance, so names in the state dict stay
+            block.forward = _recomputed(block, self.contexts())  # per instance: names in the state dict stay
 
     @property
     def where(self) -> str:
@@ -66,7 +66,7 @@ class ActivationCheckpointing(Technique):
         return f"variants.{self.plan.name}.activation_checkpointing: found {str(asked).lower()}"
 
     def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
-        """Return the blocks to checkpoint, out of those that were ``found``."""
+        """Return the blocks to checkpoint, out of the blocks ``found``."""
         return found
 
     def contexts(self) -> Callable[[], Contexts]:
@@ -75,7 +75,7 @@ class ActivationCheckpointing(Technique):
 
 
 class SelectiveCheckpointing(ActivationCheckpointing):
-    """Blocks also keep the outputs of matrix products, convolutions and attention, and recompute the rest.
+    """Blocks also keep the outputs of matrix products, convolutions and attention, and recompute all others.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023. Kept
     outputs must not be overwritten, so modules with ``inplace=True`` are set to make new tensors of the same values.
@@ -99,8 +99,8 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
     A ModuleList or ModuleDict is never a block: a model calls its elements, not the container.
 
-    In a ResNet these are the residual blocks, in a vision transformer the encoder blocks, in a plain stack of
-    Sequentials each Sequential of layers.
+    In a ResNet the blocks are the residual blocks; in a vision transformer, the encoder blocks; in a plain stack of
+    Sequentials, each Sequential of layers.
     """
     for child in model.children():
         if _holds_a_sequence_of_blocks(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -128,7 +128,7 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
         if not torch.compiler.is_compiling():
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held, **named)
         # Recomputation in compiled code repeats no side effects, such as BatchNorm's count, so the statistics need not
-        # be held; and the compiler takes no contexts but those of selective checkpointing.
+        # be held. Besides, the compiler accepts only the contexts of selective checkpointing.
         if contexts is noop_context_fn:
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
@@ -144,13 +144,13 @@ def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContext
 
 @contextmanager
 def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
-    """While a block runs again, let its norms normalise as before without updating their running statistics."""
+    """While a block runs again, its norms normalise as before, but do not update their running statistics."""
     before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
         if not isinstance(norm, _BatchNorm):  # InstanceNorm averages over samples, which rounds even at momentum 0
             norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
-        if isinstance(norm, nn.SyncBatchNorm):  # it requires a count
+        if isinstance(norm, nn.SyncBatchNorm):  # SyncBatchNorm requires a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
         yield

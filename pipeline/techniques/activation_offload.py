@@ -1,4 +1,4 @@
-"""Activation offload: activations that are kept for the backward pass wait in host memory."""
+"""Activation offload: activations stay in host memory until the backward pass needs them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.techniques.base import Setup, Technique
 
 LEAST_BYTES = 2**16
-"""The smallest tensor that is moved: the copy of a smaller tensor costs more than its memory is worth."""
+"""Bytes of the smallest tensor that is moved: to copy a smaller tensor costs more than its memory is worth."""
 IN_FLIGHT = 4
-"""The most unfinished copies to the host. If there are more, the computation waits for the oldest; otherwise all copies
-would keep their device memory, because the host runs ahead of the device."""
+"""Largest number of unfinished copies to the host: if there are more, the computation waits for the oldest copy.
+Without this limit all copied tensors would keep their device memory, because the host runs ahead of the device."""
 
 
 class ActivationOffload(Technique):
     """Kept activations are copied to pinned memory while the forward pass goes on, and back when they are needed.
 
-    The copies to the host run on a separate stream, in parallel with the computation. Parameters, the images and
-    tensors below ``LEAST_BYTES`` stay on the device. Values and strides are the same, and so are all results.
+    The copies to the host run on a separate stream, in parallel with the computation. Parameters, the step's inputs and
+    tensors below ``LEAST_BYTES`` stay on the device. Values and strides stay the same, so all results stay the same.
     """
 
     name = "activation_offload"
@@ -53,11 +53,11 @@ class _Away:
 def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
     """Move tensors that autograd keeps inside the block to the host, except those whose storage is ``staying``."""
 
-    leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # the copy may not be complete
+    leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # tensors whose copies may not be complete
 
     def let_go() -> None:
         copied, tensor = leaving.popleft()
-        torch.cuda.current_stream(tensor.device).wait_event(copied)  # the next user of its memory waits for the copy
+        torch.cuda.current_stream(tensor.device).wait_event(copied)  # its memory is reused only after the copy
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Away:
         if not tensor.is_cuda or tensor.nbytes < LEAST_BYTES or _storage(tensor) in staying:

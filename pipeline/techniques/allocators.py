@@ -1,4 +1,4 @@
-"""What the allocators for CUDA and the CPU do with memory that is not in use."""
+"""Settings for the memory that the allocators for CUDA and the CPU hold but do not use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipeline.techniques.base import Technique
 
 
 class ExpandableSegments(Technique):
-    """CUDA's allocator extends a segment that is too small, instead of allocating another segment.
+    """torch's CUDA allocator extends a segment that is too small, instead of allocating another segment.
 
-    The setting is made before the process's first allocation. Settings in the user's environment variables stay.
+    The setting is made before the process's first allocation. Settings in the user's environment variables are kept.
     """
 
     name = "expandable_segments"
@@ -69,7 +69,7 @@ class ReleaseCache(Technique):
         self.given_back, self.seconds = list(state["given_back"]), state["seconds"]
 
     def _held(self) -> int:
-        """Return the bytes that this process holds: of GPU memory, or of host memory without pages of files."""
+        """Return the bytes that this process holds: reserved GPU memory, or host memory without pages of files."""
         if self.world.device.type == "cuda":
             return torch.cuda.memory_reserved(self.world.device)
         memory = psutil.Process().memory_info()

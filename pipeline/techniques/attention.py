@@ -1,4 +1,4 @@
-"""The attention kernel: which of PyTorch's kernels computes ``scaled_dot_product_attention`` in a step."""
+"""Choose which of PyTorch's kernels computes ``scaled_dot_product_attention`` in a step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _KERNELS = {
 
 
 class Attention(Technique):
-    """``sdpa_kernel`` around a step's forward and backward passes, which allows only one kernel.
+    """Allows only one kernel in a step's forward and backward passes, with ``sdpa_kernel``.
 
-    The backward pass needs it because checkpointed blocks run again there. Evaluation keeps PyTorch's choice.
+    The backward pass is included because checkpointed blocks run again there. Evaluation keeps PyTorch's choice.
     """
 
     name = "attention"
@@ -32,12 +32,12 @@ class Attention(Technique):
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         kernel = plan.applied.attention
-        # A CPU has one fused kernel, which stands in for a GPU's when memory is predicted.
+        # A CPU has only one fused kernel, so a memory prediction on the CPU uses it for every fused kernel of a GPU.
         self._kernel = _KERNELS["flash" if world.device.type == "cpu" and kernel != "math" else kernel]
 
     @classmethod
     def prepare_process(cls) -> None:
-        # The compiler's cache of graphs would return a graph that was compiled with another kernel allowed.
+        # The compiler's cache could return a graph that was compiled for another kernel.
         torch._functorch.config.enable_autograd_cache = False
 
     def change_model(self, setup: Setup) -> None:
@@ -49,7 +49,7 @@ class Attention(Technique):
 
     def change_step(self, setup: Setup) -> None:
         step = setup.step
-        # A pipeline's schedule calls no ``backward`` of the step, and a trial step calls no ``whole``.
+        # All three are needed: a pipeline's schedule does not call ``backward``; a trial step does not call ``whole``.
         step.forward = self._alone()(step.forward)
         step.backward = self._alone()(step.backward)
         step.whole = self._alone()(step.whole)
@@ -74,7 +74,7 @@ class Attention(Technique):
 
 
 def _attends(setup: Setup) -> bool:
-    """Return whether the model calls scaled_dot_product_attention: such a call fails if every kernel is forbidden."""
+    """Return whether the model calls scaled_dot_product_attention. Such a call fails if every kernel is forbidden."""
     try:
         with sdpa_kernel([]):
             setup.outputs()

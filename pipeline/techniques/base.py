@@ -1,9 +1,9 @@
-"""What a technique may change in a training: its hooks.
+"""The base class of techniques: its hooks define what a technique may change in a training.
 
-The hooks are listed in the order of their calls; each is called on all techniques before the next one. The ``change_``
-hooks are called when a run is set up (``pipeline.training.composition``); between ``change_optimizer`` and
-``change_step`` the optimizer and the plain step are made. A step does not check which techniques are applied, so a
-technique that is not applied costs nothing.
+``Technique`` lists its hooks in the order of their calls. A hook is called on all techniques before the next hook is
+called. The ``change_`` hooks are called when a run is set up (``pipeline.training.composition``). Between
+``change_optimizer`` and ``change_step`` the optimizer and the plain step are made. A step does not check which
+techniques are applied, so a technique that is not applied costs nothing.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from pipeline.step import TrainingStep
 
 @dataclass(frozen=True)
 class Stored:
-    """How a part of the training is read for a checkpoint and loaded from it. All ranks call each function together."""
+    """Reads one part of the training for a checkpoint, and loads this part. All ranks call each function together."""
 
     read: Callable[[], dict[str, Any]]
-    """Return the whole state, as a single device would have it, on every rank; where each rank holds a part of a
-    tensor, as a DTensor."""
+    """Returns the whole state of a single device, on every rank. A tensor of which each rank holds a part is returned
+    as a DTensor."""
     load: Callable[[dict[str, Any]], object]
-    """Load a whole state that the main rank has read from a checkpoint (``World.announced``)."""
+    """Loads a whole state that the main rank has read from a checkpoint (``World.announced``)."""
 
 
 class OfTask(Protocol):
-    """What a technique may ask of the job's task."""
+    """The part of the job's task that a technique may use."""
 
     def model(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> nn.Module:
-        """Build a model for the job's data, on the CPU; by default the job's own."""
+        """Build a model for the job's data, on the CPU; by default the job's own model."""
 
     loss_by_row: ClassVar[bool]
-    """Whether ``loss`` is the mean over all rows of the outputs [..., d], so that any rows can form a part. If not, it
-    is the mean over the samples."""
+    """True if ``loss`` is the mean over all rows of the outputs [..., d], so that it can be computed for any of the
+    rows. False if ``loss`` is the mean over the samples."""
 
     def zeros(self, count: int) -> torch.Tensor:
-        """Zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
+        """Return zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
 
     def distance(self, outputs: torch.Tensor, taught: torch.Tensor, temperature: float) -> torch.Tensor:
-        """The distance between the outputs and a teacher's, a scalar: the mean over the samples."""
+        """Return the distance between ``outputs`` and the teacher's outputs ``taught``: the mean over the samples."""
 
 
 def _no_sample() -> NoReturn:
@@ -61,13 +61,13 @@ class Setup:
     """The model on its device, possibly wrapped."""
     task: OfTask
     sample: Callable[[], tuple[torch.Tensor, torch.Tensor]] = _no_sample
-    """Return a micro-batch like those of the training, the same on all ranks that train on the same samples. It leaves
-    the training's random draws unchanged."""
+    """Returns a micro-batch with the shape of the training's micro-batches. Ranks that train on the same samples get
+    the same micro-batch. The call leaves the training's random draws unchanged."""
     delay_steps: int = 0
-    """Number of steps in which the learning rate rises; a technique that must not act at a training's start waits for
-    them. 0 if a steady state is measured."""
+    """Number of steps in which the learning rate rises. A technique that must not act at a training's start waits for
+    these steps. 0 if a steady state is measured."""
     teacher: Mapping[str, torch.Tensor] | None = None
-    """The weights of the variant's teacher; None without one, and if steps are only measured or checked."""
+    """The weights of the variant's teacher; None without a teacher, or if steps are only measured or checked."""
     optimizer_choice: OptimizerChoice = field(init=False)
     """Makes the optimizer for the changed model's parameters."""
     step: TrainingStep = field(init=False)
@@ -76,18 +76,18 @@ class Setup:
     """The single-device model, even if each rank holds only a part of it."""
     optimizer_state: Stored = field(init=False)
     replays: bool = False
-    """Whether steps are replayed from CUDA graphs; then the allocator does not see the memory that they use."""
+    """True if steps are replayed from CUDA graphs: the allocator does not see the memory of a replayed step."""
     kept_models: list[nn.Module] = field(default_factory=list)
-    """Models on the device beside the trained one."""
+    """Models on the device in addition to the trained model."""
     kept_bytes: list[Callable[[], int]] = field(default_factory=list)
     """Each returns bytes kept between steps for exchanging gradients, not counting the gradients."""
 
     def zeros(self) -> torch.Tensor:
-        """Two samples of zeros, as the model gets them, on its device."""
+        """Return two samples of zeros with the shape of the model's inputs, on the model's device."""
         return self.task.zeros(2).to(next(self.model.parameters()).device)
 
     def outputs(self) -> torch.Tensor:
-        """The model's outputs for ``zeros``. Its buffers and the random state stay unchanged."""
+        """Return the model's outputs for ``zeros``. The model's buffers and the random state stay unchanged."""
         zeros = self.zeros()
         buffers = {name: value.clone() for name, value in self.model.named_buffers()}
         with torch.no_grad(), torch.random.fork_rng([zeros.device] if zeros.is_cuda else []):
@@ -107,14 +107,14 @@ class Technique:
 
     @classmethod
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:  # noqa: ARG003
-        """Return the function that says why a number of processes cannot hold the model together. Called when the
-        variant is planned, with the model on the CPU, after the changes of the techniques before this one."""
+        """Return a function that says why the model cannot be divided among a given number of processes. Called when
+        the variant is planned. The model is on the CPU, changed by the techniques before this technique."""
         return lambda processes: None  # noqa: ARG005
 
     @classmethod
     def prepare_process(cls) -> None:
-        """Called in each process of a job that applies this technique, before anything is on the process's device.
-        Modules imported here do not count as memory of the training."""
+        """Prepare a process of a job that applies this technique, before anything is on the process's device. Modules
+        imported here do not count as memory of the training."""
 
     def change_model(self, setup: Setup) -> None:
         """Change ``setup.model`` in place, or replace it by a wrapped model."""
@@ -126,24 +126,24 @@ class Technique:
         """Replace parts of ``setup.step`` by other callables, which may call the parts that they replace."""
 
     def change_checkpoint(self, setup: Setup) -> None:
-        """Change ``setup.model_state`` and ``setup.optimizer_state``, which read and load checkpoints, if ranks hold
-        parts, or differing copies, of the model or of the optimizer's state."""
+        """Change ``setup.model_state`` and ``setup.optimizer_state``, which read and load checkpoints. Needed if ranks
+        hold parts, or different copies, of the model or of the optimizer's state."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned."""
 
     def between_phases(self) -> None:
-        """Called after an epoch's training, and again after the evaluation that follows; outside measured windows."""
+        """Act after an epoch's training, and again after the evaluation that follows, outside measured windows."""
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Change the single-device ``model``, on the meta device, before evaluation gives it the state that a
-        checkpoint reads; return it for the next technique."""
+        """Change the single-device ``model``, on the meta device, and return it for the next technique. Afterwards
+        evaluation loads the trained state into the model."""
         return model
 
     def state(self) -> dict[str, Any]:
-        """Return what the technique must save, on each rank, to resume exactly: plain values and tensors."""
+        """Return the plain values and tensors that the technique must save on each rank to resume exactly."""
         return {}
 
     def findings(self) -> dict[str, float]:
-        """Return the technique's own figures of a run, for the result. Each name ends in its unit or names a count."""
+        """Return the technique's own figures of a run, for the result. Each name ends with a unit or names a count."""
         return {}

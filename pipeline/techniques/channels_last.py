@@ -1,4 +1,4 @@
-"""channels_last: NHWC in memory. Convolution kernels read neighbouring channels together."""
+"""channels_last: store images as NHWC in memory, so that convolution kernels read neighbouring channels together."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class ChannelsLast(Technique):
-    """The model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same.
+    """Stores the model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same.
 
-    An input that is not 4-D, which a later pipeline stage may get, stays unchanged.
+    An input that is not 4-D stays unchanged: a later stage of a pipeline may get such an input.
     """
 
     name = "channels_last"

@@ -1,4 +1,4 @@
-"""Activation checkpointing of as many blocks as a memory budget requires, chosen by their memory and operations."""
+"""Checkpoint the activations of as many blocks as a memory budget requires, chosen by their memory and operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.techniques.precision import DTYPES
 
 
 class CheckpointingBudget(ActivationCheckpointing):
-    """Blocks are checkpointed until the kept activations take at most a given fraction of their full bytes.
+    """Checkpoints blocks until the kept activations take at most a given fraction of the bytes without checkpointing.
 
     The activations and operations of each block are measured on fake tensors, with the job's own micro-batch. The
     choice of blocks is a knapsack problem; see ``Kept.cheapest``.
@@ -35,9 +35,9 @@ class CheckpointingBudget(ActivationCheckpointing):
         try:
             shape = (self.plan.micro_batch_size, *like.shape[1:])
             kept = measured(model, found, shape, DTYPES.get(self.plan.applied.precision), like.dtype)
-        except Exception as error:  # the model may do anything that needs values
+        except Exception as error:  # a model may use values, which fake tensors lack
             raise ConfigError(
-                f"{self.where}, but what {type(model).__name__} keeps cannot be measured on tensors without values "
+                f"{self.where}, but {type(model).__name__}'s activations cannot be measured on tensors without values "
                 f"({type(error).__name__}: {first_line(error)}); allowed: false, true or 'selective'."
             ) from error
         everything, least = kept.bytes(()), kept.bytes(range(len(found)))
@@ -46,7 +46,7 @@ class CheckpointingBudget(ActivationCheckpointing):
         if least > fraction * everything:
             raise ConfigError(
                 f"{self.where}, but with all {len(found)} blocks checkpointed {type(model).__name__} still keeps "
-                f"{least / everything:.3f} of its activations' bytes; allowed: a fraction from there to 1."
+                f"{least / everything:.3f} of its activations' bytes; allowed: a fraction from this value to 1."
             )
         chosen = kept.cheapest(fraction)
         self._findings = {
@@ -62,7 +62,7 @@ class CheckpointingBudget(ActivationCheckpointing):
 
 @dataclass
 class Kept:
-    """The storages that a forward pass keeps for the backward pass: their bytes, and which block keeps which."""
+    """The storages that a forward pass keeps for the backward pass: their bytes, and which blocks keep them."""
 
     sizes: dict[int, int] = field(default_factory=dict)
     outside: set[int] = field(default_factory=set)
@@ -75,7 +75,7 @@ class Kept:
     """Operations of a second forward pass of each block."""
 
     def bytes(self, checkpointed: Iterable[int]) -> int:
-        """Return the bytes kept with these blocks checkpointed; a storage that blocks share counts once."""
+        """Return the bytes kept if these blocks are checkpointed; a storage that blocks share counts once."""
         chosen = set(checkpointed)
         storages = set(self.outside)
         for index, (inside, inputs) in enumerate(zip(self.inside, self.inputs, strict=True)):
@@ -85,8 +85,8 @@ class Kept:
     def cheapest(self, fraction: float) -> set[int]:
         """Choose blocks to checkpoint so that at most ``fraction`` of the bytes is kept and few operations run again.
 
-        Greedy: add the block that saves most bytes per operation until the budget is met; then drop the blocks that
-        are no longer needed, the most expensive first.
+        The choice is greedy. Blocks are added, the one that saves most bytes per operation first, until the budget is
+        met. Then blocks that are no longer needed are removed, the most expensive first.
         """
         budget, chosen = fraction * self.bytes(()), set[int]()
 
@@ -109,7 +109,7 @@ def measured(
     autocast: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Kept:
-    """Measure on fake tensors what a forward pass of ``model`` over inputs of ``shape`` and ``dtype`` keeps.
+    """Measure on fake tensors which storages a forward pass of ``model`` keeps, for inputs of ``shape`` and ``dtype``.
 
     Parameters, buffers and the inputs do not count. ``autocast``: the dtype of autocast; None: no autocast.
     """
@@ -126,7 +126,7 @@ def measured(
             if storage not in standing:
                 kept.sizes[storage] = tensor.untyped_storage().nbytes()
                 place.add(storage)
-                alive.append(tensor.detach())  # otherwise another storage could get its address, which is the key
+                alive.append(tensor.detach())  # keeps the storage's address, the key, from being used again
             return tensor.detach()
 
         def begins(index: int) -> Callable[..., None]:
@@ -161,7 +161,7 @@ def measured(
 
 
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. Call it in fake mode."""
+    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. Needs fake mode."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""Loss in chunks: the outputs of the model's last layer are computed, used and freed one chunk at a time."""
+"""Chunked loss: compute, use and free the outputs of the model's last layer one chunk at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedLoss(Technique):
-    """The model's last linear layer, its head, and the loss run on one chunk of rows after the other.
+    """The head (the model's last linear layer) and the loss run on one chunk of rows after the other.
 
-    A row is a token if the loss is a language model's own. Otherwise it is a sample, because every loss is a mean over
-    samples. While the model trains, its head returns its input, and the step's criterion applies the head. A chunk's
-    logits and their gradient are freed before the next chunk's are computed; only the gradients of the head's input and
-    parameters remain. So no product is computed twice.
+    A row is a token if the job uses the language-modelling task's own loss. Otherwise a row is a sample, because every
+    loss is a mean over samples. While the model trains, its head returns its input, and the step's criterion applies
+    the head. A chunk's logits and their gradient are freed before the logits of the next chunk are computed. Only the
+    gradients of the head's input and parameters are kept, so no product is computed twice.
 
     Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024; Wijmans et al., "Cut Your
     Losses in Large-Vocabulary Language Models", ICLR 2025.
@@ -49,10 +49,10 @@ class ChunkedLoss(Technique):
             weight, bias = self._head.weight, self._head.bias
             if isinstance(weight, DTensor):
                 raise ConfigError(
-                    f"{self._where}, but with fsdp the model's last linear layer is in a block, whose parameters are "
-                    "gathered for its forward pass only; allowed: 1, or a last layer that is outside of all blocks."
+                    f"{self._where}, but the model's last linear layer is in a block, and fsdp gathers a block's "
+                    "parameters only for its forward pass; allowed: 1, or a last layer that is outside of all blocks."
                 )
-            if by_row:  # as samples of one row each
+            if by_row:  # makes each row a sample
                 ones = [1] * (hidden.ndim - 2)
                 hidden, targets = hidden.reshape(-1, *ones, hidden.shape[-1]), targets.reshape(-1, *ones)
             chunks = self.plan.applied.loss_chunks
@@ -68,14 +68,14 @@ class ChunkedLoss(Technique):
 
 
 class _Head(nn.Linear):
-    """A linear layer that returns its input while it trains."""
+    """A linear layer that returns its input unchanged in training mode."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input if self.training else super().forward(input)
 
 
 def head(setup: Setup) -> nn.Linear | None:
-    """Return the linear layer whose output is the model's, according to a trial; None if there is none."""
+    """Run the model once; return the linear layer whose output is the model's output, or None if there is none."""
     seen: list[tuple[nn.Linear, Tensor]] = []
     linears = [each for each in setup.model.modules() if type(each) is nn.Linear]
     hooks = [each.register_forward_hook(lambda layer, _, output: seen.append((layer, output))) for each in linears]
@@ -90,7 +90,7 @@ def head(setup: Setup) -> nn.Linear | None:
 
 
 class _LossOfChunks(torch.autograd.Function):
-    """The mean loss of a linear layer's outputs, whose gradients are computed with the loss, chunk by chunk."""
+    """The mean loss of a linear layer's outputs. ``forward`` also computes the gradients, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -126,8 +126,8 @@ def _part(
     criterion: Criterion,
     count: int,
 ) -> Tensor:
-    """Return the share of ``rows`` [n, ..., d] in the mean loss of ``count`` rows. Writes the slope of the rows, and
-    adds to those of the layer."""
+    """Return the share of ``rows`` [n, ..., d] in the mean loss of ``count`` rows. Writes the gradient of the rows, and
+    adds to the gradients of the layer's parameters."""
     outputs = F.linear(rows, weight, bias).requires_grad_()
     with torch.enable_grad():
         loss = criterion(outputs, targets) * (len(rows) / count)

@@ -23,18 +23,18 @@ from pipeline.techniques.base import Setup, Stored, Technique
 RANK = 2
 """The rank of PowerSGD's factors, as in the paper's image classifiers."""
 DENSE_STEPS = 2
-"""The fewest steps before PowerSGD begins: torch requires them, because DDP rebuilds its buckets after the first."""
+"""The fewest steps before PowerSGD begins. torch requires two, as DDP rebuilds its buckets after the first step."""
 NEVER_ZERO = 1e-8
 """Added to the norm of PowerSGD's columns, for gradients that are all zero."""
 
 
 class _Hook(Technique):
-    """A communication hook: ``reduce`` decides what is sent, and how."""
+    """A communication hook: ``reduce`` sends a bucket's gradients."""
 
     def change_model(self, setup: Setup) -> None:
         assert isinstance(setup.model, DistributedDataParallel)
-        # A lambda, because DDP refuses annotations that are strings. Nothing that it refers to may refer to the model:
-        # Python would never free a reference cycle through DDP's reducer, which is C++.
+        # A lambda, because DDP refuses annotations that are strings. ``self`` must not refer to the model: Python would
+        # never free a reference cycle through DDP's reducer, which is C++.
         setup.model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -52,7 +52,7 @@ class FP16Compression(_Hook):
 
 
 class BF16Compression(_Hook):
-    """As ``FP16Compression``, but in bfloat16, which has float32's range and fewer digits."""
+    """Like ``FP16Compression``, but in bfloat16, which has float32's range and fewer digits."""
 
     name = "bf16_compression"
 
@@ -63,9 +63,9 @@ class BF16Compression(_Hook):
 class PowerSGD(_Hook):
     """torch's PowerSGD with factors of rank ``RANK``, error feedback and a warm start, after the dense first steps.
 
-    From step to step, PowerSGD keeps the error of the last factors and one of the factors (Q). torch keeps both by
-    bucket, but a resumed training's first step has other buckets than its later steps. So a checkpoint holds both by
-    parameter, and a resumed training goes on exactly.
+    From step to step, PowerSGD keeps the error of the last factors and one of the factors (Q). torch stores both per
+    bucket, but a resumed training's first step has other buckets than its later steps. So a checkpoint stores both per
+    parameter, and a training resumes exactly.
     """
 
     name = "powersgd"
@@ -79,7 +79,7 @@ class PowerSGD(_Hook):
             orthogonalization_epsilon=NEVER_ZERO,
         )
         self._buckets: dict[int, list[int]] = {}
-        """Bucket -> its parameters' places in the model, in the order in which ``torch_state`` keeps their memory."""
+        """Bucket -> the places of its parameters in the model, in the order of ``torch_state``'s memory."""
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
         """Place of a parameter -> its error and Q, for parameters that are in no bucket yet."""
 
@@ -108,8 +108,8 @@ class PowerSGD(_Hook):
         if self.world.backend != "gloo":
             return powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
         with _gpus_unseen():
-            # gloo's threads begin the reductions of a bucket's factors one after the other, so without the wait two
-            # buckets' reductions could begin in another order on each rank. NCCL's begin at once, in order.
+            # gloo's threads begin the reductions of a bucket's factors one after the other. Without the wait, two
+            # buckets' reductions could begin in a different order on each rank. NCCL's begin at once, in order.
             future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
             future.wait()
         return future
@@ -128,7 +128,7 @@ class PowerSGD(_Hook):
         self._memory = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.world.device), state["memory"])
 
     def _put_memory_into(self, bucket: GradBucket) -> None:
-        """Put the memory of the bucket's parameters into ``torch_state``, unless it is there already."""
+        """Put the memory of the bucket's parameters into ``torch_state``, unless this memory is already there."""
         state, index = self.torch_state, bucket.index()
         places = [self._places[id(parameter)] for parameter in bucket.parameters()]
         if self._buckets.get(index) == places:
@@ -145,7 +145,7 @@ class PowerSGD(_Hook):
         state.p_memory_dict[index] = like.new_empty(sum(rows * rank for rows, _, rank in map(self._shape, matrices)))
 
     def _remembered(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return error and Q of every parameter that is in a bucket."""
+        """Return the error and Q of every parameter that is in a bucket."""
         found: dict[int, dict[str, torch.Tensor]] = {}
         for index, places in self._buckets.items():
             sizes = [self._parameters[place].numel() for place in places]
@@ -164,14 +164,14 @@ class PowerSGD(_Hook):
         return {"error": parameter.new_zeros(parameter.numel()), "q": factor.to(parameter)}
 
     def _shape(self, place: int) -> tuple[int, int, int]:
-        """Rows and columns of a parameter as torch's PowerSGD views it, and the rank of its factors."""
+        """Return a parameter's rows and columns in torch's PowerSGD, and the rank of its factors."""
         parameter = self._parameters[place]
         rows = len(parameter)
         columns = parameter.numel() // rows
         return rows, columns, min(rows, columns, RANK)
 
     def _matrices(self, places: Sequence[int]) -> list[int]:
-        """Return the ``places`` whose parameters are compressed, in torch's order of the factors: by shape."""
+        """Return the ``places`` whose parameters are compressed, grouped by shape, as torch orders the factors."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for place in places:
             rows, columns, rank = self._shape(place)
@@ -182,7 +182,7 @@ class PowerSGD(_Hook):
 
 @contextmanager
 def _gpus_unseen() -> Iterator[None]:
-    """Hide GPUs: if there is one, torch's PowerSGD calls ``torch.cuda`` even to wait for a bucket on the CPU."""
+    """Hide GPUs: if a GPU is visible, torch's PowerSGD calls ``torch.cuda`` even to wait for a bucket on the CPU."""
     real, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     try:
         yield
@@ -194,8 +194,8 @@ class PostLocalSGD(_Hook):
     """After the first steps, which are plain DDP, each rank updates its weights with its own gradients.
 
     The weights are averaged every ``LOCAL_STEPS`` steps, in place: torch's own averager would give the parameters new
-    memory and lose their memory format. In between, the average of the ranks' models is evaluated and saved; each
-    rank's own weights and optimizer state are in its own part of a checkpoint. Source: Lin et al., ICLR 2020.
+    memory and lose their memory format. Evaluation and the saved model use the average of the ranks' models. A
+    checkpoint also holds each rank's own weights and optimizer state. Source: Lin et al., ICLR 2020.
     """
 
     name = "post_local_sgd"

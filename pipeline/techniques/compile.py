@@ -1,4 +1,4 @@
-"""torch.compile: the model's operations fused into generated kernels."""
+"""torch.compile: fuse the model's operations into generated kernels."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from pipeline.plans import Plan
 from pipeline.techniques.base import Setup, Technique
 
 CACHE = Path(".cache/inductor")
-"""Below the checkout: code that TorchInductor and Triton generated, for later processes to reuse."""
+"""Folder, inside the checkout, of code that TorchInductor and Triton generate; later processes reuse this code."""
 
 
 class Compile(Technique):
-    """``torch.compile`` of the model; loss and update are not compiled.
+    """Compiles the model with ``torch.compile``; loss and update are not compiled.
 
     DistributedDataParallel's own part of a forward pass cannot be in a graph, so DDP stays around the compiled model.
-    The compiler then ends a graph where a bucket of gradients ends, so that the reduction of one bucket overlaps with
-    the backward pass of the next (DDPOptimizer in torch/_dynamo/backends/distributed.py).
+    The compiler then ends a graph where a bucket of gradients ends (DDPOptimizer in
+    torch/_dynamo/backends/distributed.py). So the reduction of one bucket overlaps with the backward pass of the next.
 
     The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
-    be one graph (``fullgraph=True``): where PyTorch would split the model or leave it uncompiled, the run fails with
-    the reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
+    be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails with the
+    reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
 
-    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without them. There it tunes
-    only the kernels of batched matrix products, such as attention's: its other kernels need constant weights.
+    A CPU has no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. On a CPU,
+    max-autotune tunes only the kernels of batched matrix products, such as those in attention: its other kernels need
+    constant weights.
 
     Source: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
     Compilation", ASPLOS 2024.
@@ -49,7 +50,7 @@ class Compile(Technique):
 
     @classmethod
     def prepare_process(cls) -> None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read at its first use
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read when first used
         import torch._inductor.compile_fx  # noqa: F401
 
     def change_model(self, setup: Setup) -> None:
@@ -65,7 +66,7 @@ class Compile(Technique):
         from torch._inductor import list_mode_options
 
         options = dict(list_mode_options(self.mode))
-        # Options reach the thread that compiles the backward pass on a GPU; torch's own switch is local to this thread.
+        # On a GPU another thread compiles the backward pass. Options reach that thread; torch's own switch does not.
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 

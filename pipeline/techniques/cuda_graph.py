@@ -1,4 +1,4 @@
-"""Whole-step CUDA graphs: forward, backward and update recorded once, and replayed by a single launch."""
+"""Whole-step CUDA graphs: record forward, backward and update once, and replay them with a single launch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Take = Callable[[MicroBatches], None]
 class CudaGraph(Technique):
     """The first steps run without a graph, on a separate stream, while libraries initialise; the next step is recorded.
 
-    A replay reads and writes the addresses of the recording. So each batch is copied into the recorded batch's memory,
-    and the learning rate, otherwise a number, into a tensor from which the optimizer reads it. Gradients, losses and
-    the random generator's state also belong to the graph: a replay leaves them as a step without a graph would.
+    A replay reads and writes the addresses of the recording. So each batch is copied into the recorded batch's memory.
+    The learning rate, normally a number, is copied into a tensor from which the optimizer reads it. A replay also
+    updates gradients, losses and the random generator's state, with the same values as a step without a graph.
 
     Source: PyTorch documentation, "CUDA semantics", section "Whole-network capture".
     """
@@ -60,7 +60,7 @@ class CudaGraph(Technique):
         setup.step.whole = graphed
 
     def _beside(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Take the step without a graph, on the stream on which it will be recorded."""
+        """Take a step without a graph, on the stream on which a later step will be recorded."""
         here = torch.cuda.current_stream(self.world.device)
         self._stream = self._stream or torch.cuda.Stream(self.world.device)
         self._stream.wait_stream(here)
@@ -74,7 +74,7 @@ class CudaGraph(Technique):
         capturable = [group["capturable"] for group in self._optimizer.param_groups if "capturable" in group]
         self._set_capturable([True] * len(capturable))
         try:
-            # Thread-local: a thread that reads ahead may allocate pinned memory meanwhile.
+            # Thread-local, because a thread that reads ahead may allocate pinned memory during the capture.
             with (
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
                 self._rates_on_device(),
@@ -91,8 +91,8 @@ class CudaGraph(Technique):
         return graph
 
     def _set_capturable(self, values: list[bool]) -> None:
-        """Set AdamW's ``capturable`` per group. A fused AdamW has its state on the device anyway. Outside a recording
-        the option would cause a warning."""
+        """Set AdamW's ``capturable`` per group. The option is on only during a recording: otherwise it would cause a
+        warning. A fused AdamW always keeps its state on the device."""
         groups = [group for group in self._optimizer.param_groups if "capturable" in group]
         for group, value in zip(groups, values, strict=True):
             group["capturable"] = value

@@ -11,7 +11,7 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class CudnnBenchmark(Technique):
-    """``torch.backends.cudnn.benchmark`` during steps only: evaluation has other shapes, and would search again.
+    """Sets ``torch.backends.cudnn.benchmark`` only during steps: evaluation has other shapes, and would search again.
 
     With ``train.deterministic`` the search chooses among cuDNN's deterministic algorithms only.
     """

@@ -21,7 +21,7 @@ RUNS = 5
 
 
 class Form(NamedTuple):
-    """Shape and dtype of the tensor that one unit passes to the next, for one micro-batch."""
+    """Shape and dtype of the tensor that one unit passes to the next unit, for one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,12 +32,12 @@ class Form(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the model is cut; the same on every rank."""
+    """Where the model is cut. Every rank has the same ``Cut``."""
 
     joins: tuple[int, ...]
     """Indices of the units that change their input in place; each is joined to the unit before it."""
     costs: tuple[float, ...]
-    """Seconds of each unit, after joining, for one micro-batch, forward and backward."""
+    """Seconds that each unit, after joining, takes for one micro-batch, forward and backward."""
     forms: tuple[Form, ...]
     """The form of each unit's input, then of the last unit's output."""
     ends: tuple[int, ...]
@@ -49,10 +49,10 @@ class Cut(NamedTuple):
 
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Return the share of a step's time in which each of ``stages`` equal stages waits; the same for GPipe and 1F1B.
+    """Return the share of a step's time in which each of ``stages`` equal stages waits, for both GPipe and 1F1B.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
-    2021, section 2.2, which gives the bubble as (p - 1) / m of the time without it.
+    2021, section 2.2, which gives the bubble as (p - 1) / m of the time without a bubble.
 
     >>> bubble_fraction(4, 12)
     0.2
@@ -109,12 +109,12 @@ def parts(
     with _unchanged(model, device), torch.no_grad(), autocast():
         computed, joins = _written_in_place(units, images.clone())
     if not torch.allclose(computed, expected, rtol=1e-3, atol=1e-4):
-        raise NotAChain(f"torch.fx's recording of {type(model).__name__} computes something else")
+        raise NotAChain(f"torch.fx's recording of {type(model).__name__} computes other outputs than the model")
     return joined(units, joins), joins
 
 
 def described(cut: Cut, micro_batches: int) -> str:
-    """Describe in words how even the stages are, and the bubble's share of a step."""
+    """Describe in words how evenly the model is cut, and the bubble's share of a step."""
     costs, stages = cut.stage_costs, len(cut.ends)
     counts = [end - begin for begin, end in pairwise((0, *cut.ends))]
     times = " + ".join(f"{1e3 * cost:.2f}" for cost in costs)
@@ -132,7 +132,7 @@ def _now(world: World) -> float:
 
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Undo what the block does to the model's buffers and to the random state."""
+    """Restore the model's buffers and the random state after the block."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
@@ -143,7 +143,7 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Run the chain; return its output, and the indices of the units after the first that change their input in place.
 
-    Such a unit cannot begin a stage: autograd could no longer compute the gradient of the stage's input.
+    A unit that changes its input cannot begin a stage: autograd could not compute the gradient of the stage's input.
     """
     found = []
     for index, unit in enumerate(units):
@@ -152,6 +152,6 @@ def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tupl
         if index and passing._version != version:
             found.append(index)
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            raise NotAChain("one of its parts passes on something other than a tensor of floating-point numbers")
+            raise NotAChain("one of its parts does not return a tensor of floating-point numbers")
         passing = output
     return passing, tuple(found)

@@ -1,4 +1,4 @@
-"""DataParallel: one process drives all GPUs, copying the model to each in every forward pass. DDP replaced it."""
+"""DataParallel, superseded by DDP: one process drives all GPUs, and copies the model to each in every forward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class DataParallel(Technique):
-    """``torch.nn.DataParallel`` over the first ``plan.devices_per_process`` GPUs; the first one holds the parameters.
+    """``torch.nn.DataParallel`` over the first ``plan.devices_per_process`` GPUs; the first GPU holds the parameters.
 
-    Each forward pass sends every GPU the parameters and its part of the micro-batch, and gathers the logits, so that
-    the loss is taken over the whole micro-batch. BatchNorm normalises each GPU's part separately; the running
-    statistics are the first GPU's.
+    Each forward pass sends every GPU the parameters and a part of the micro-batch. It gathers the logits, so that the
+    loss is computed over the whole micro-batch. BatchNorm normalises each GPU's part separately; the running statistics
+    come from the first GPU.
     """
 
     name = "data_parallel"
@@ -24,7 +24,7 @@ class DataParallel(Technique):
         setup.model = nn.DataParallel(setup.model, device_ids=list(range(self.plan.devices_per_process)))
 
     def state(self) -> dict[str, Any]:
-        """The random states of all GPUs; the training itself saves only the first GPU's."""
+        """Return the random states of all GPUs; the training itself saves only the first GPU's state."""
         return {"cuda": [torch.cuda.get_rng_state(index) for index in range(self.plan.devices_per_process)]}
 
     def restore(self, state: dict[str, Any]) -> None:

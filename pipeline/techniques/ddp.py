@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank has the model and a share of the batch; backward averages the gradients."""
+"""DistributedDataParallel: every rank has the model and a share of the batch; the backward pass averages gradients."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class GradientsBesideBuckets(Technique):
 
 
 def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> DistributedDataParallel:
-    """Wrap ``model`` in DistributedDataParallel as the plan says. ``options``: further arguments of it, such as the
-    ``process_group`` of the replicas."""
+    """Wrap ``model`` in DistributedDataParallel, with the plan's settings. ``options``: further arguments of
+    DistributedDataParallel, such as the ``process_group`` of the replicas."""
     arguments: dict[str, Any] = {
         "bucket_cap_mb": plan.applied.bucket_mb,
         "gradient_as_bucket_view": plan.applied.gradient_as_bucket_view,
@@ -47,11 +47,11 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
 
 
 class Replicated(Technique):
-    """A technique that may wrap the model in DistributedDataParallel, and restores its buckets in a resumed training.
+    """A technique that may wrap the model in DistributedDataParallel, and restores DDP's buckets in a resumed training.
 
-    After the first backward pass DDP rebuilds its buckets, in the order in which the gradients came. The place of a
-    gradient in its bucket decides the order in which more than two ranks add it up. So a resumed training first passes
-    a batch through the model, and discards the gradients.
+    After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
+    than two ranks, a gradient's place in its bucket decides the order of its sum, and so the rounding. So a resumed
+    training first passes a batch through the model, and discards the gradients.
     """
 
     def change_model(self, setup: Setup) -> None:
@@ -61,7 +61,7 @@ class Replicated(Technique):
         self._step = setup.step
 
     def arrange_buckets(self, model: DistributedDataParallel) -> None:
-        """Rebuild DDP's buckets as a first step does. The model's buffers stay unchanged; random states do not."""
+        """Rebuild DDP's buckets as a first step does. The model's buffers stay unchanged, but random states change."""
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._step.forward(*self._sample()).backward()
         for parameter in model.parameters():
@@ -71,10 +71,10 @@ class Replicated(Technique):
 
 
 class DDP(Replicated):
-    """``torch.nn.parallel.DistributedDataParallel`` around the model.
+    """Wraps the model in ``torch.nn.parallel.DistributedDataParallel``.
 
-    Buffers are not broadcast before each forward pass: training does not read BatchNorm's running
-    statistics, and evaluation takes the main rank's (``World.broadcast_buffers_``) either way.
+    Buffers are not broadcast before each forward pass: training does not read BatchNorm's running statistics, and
+    evaluation uses the main rank's statistics anyway (``World.broadcast_buffers_``).
     """
 
     name = "ddp"
@@ -100,7 +100,7 @@ class DDP(Replicated):
                 raise
             raise ConfigError(
                 f"variants.{self.plan.name}.parallelism: found {self.plan.applied.parallelism!r}, which waits for "
-                "the gradients of all parameters, but the last step did not use some of them. Set static_graph: true "
-                "if every step uses the same ones, set parallelism: fsdp, or remove the unused ones from the model; "
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
+                "the gradients of all parameters, but the last step did not use some parameters. Set static_graph: "
+                "true if every step uses the same parameters, set parallelism: fsdp, or remove the unused parameters "
+                "from the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
             ) from error

@@ -14,9 +14,10 @@ from pipeline.techniques.base import Setup, Technique
 class Distillation(Technique):
     """The loss is alpha times the task's distance from the teacher's outputs, plus 1 - alpha times the job's loss.
 
-    The teacher is in evaluation mode and draws nothing at random. Its forward pass is a part of the step, inside of the
+    The teacher is in evaluation mode and draws no random numbers. Its forward pass is a part of the step, inside the
     variant's autocast. If a step is only measured or checked, the teacher has random weights, the same on every rank:
-    their cost is the same. Source: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2.
+    trained weights would cost the same. Source: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
+    section 2.
     """
 
     name = "distillation"
@@ -28,7 +29,7 @@ class Distillation(Technique):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             made = self._task.model(settings.model, settings.model_options)
-        # A prediction's parameters have no values and cannot be moved; they are on the CPU already.
+        # A memory prediction's parameters have no values and cannot be moved; they are already on the CPU.
         self._teacher = (made if device.type == "cpu" else made.to(device)).eval().requires_grad_(False)
         setup.kept_models.append(self._teacher)
         if setup.teacher is not None:

@@ -32,11 +32,11 @@ def _dimensions(plan: Plan) -> dict[str, int]:
 
 
 class FSDP(Technique):
-    """``fully_shard`` (FSDP2) on each of the model's blocks, and on the model for the parameters outside of blocks.
+    """Applies ``fully_shard`` (FSDP2) to each of the model's blocks, and to the model for parameters outside of blocks.
 
-    Each rank holds 1/N of every parameter, split along its first dimension, with its gradient and its optimizer state.
-    With ``replicas``, every N consecutive ranks share one replica, and the replicas average their gradients. BatchNorm
-    normalises a rank's share of the batch, as under DDP, and evaluation takes the main rank's running statistics.
+    N consecutive ranks share one model. Each rank holds 1/N of every parameter, gradient and optimizer state, split
+    along the first dimension. With ``replicas`` there are several such models, which average their gradients. BatchNorm
+    normalises a rank's share of the batch, as in DDP, and evaluation uses the main rank's running statistics.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
     """
@@ -47,8 +47,8 @@ class FSDP(Technique):
         model = setup.model
         units = list(blocks(model))
         self._check(model, units)
-        model.to(memory_format=torch.contiguous_format)  # FSDP shards no other format; the input can be channels_last
-        # None: blocks are resharded, the model's own parameters, with which the backward pass begins, are not.
+        model.to(memory_format=torch.contiguous_format)  # FSDP shards only this format; inputs can be channels_last
+        # None reshards blocks, but not the model's own parameters, with which the backward pass begins.
         reshard = None if self.plan.applied.reshard_after_forward else False
         inside = outside = MixedPrecisionPolicy()
         if self.plan.applied.parameter_precision == "bf16":
@@ -56,14 +56,14 @@ class FSDP(Technique):
             outside = replace(inside, output_dtype=torch.float32)  # the loss is a float32 sum
             for norm in list(model.modules()):
                 if isinstance(norm, _BatchNorm) and any(True for _ in norm.parameters()):
-                    # Its kernels take 16-bit images with float32 parameters and statistics, and no other mix of types.
+                    # BatchNorm's kernels support only one mix: 16-bit inputs with float32 parameters and statistics.
                     self._shard(norm, MixedPrecisionPolicy(cast_forward_inputs=False), reshard)
         for unit in units:
             self._shard(unit, inside, reshard)
         self.model: FSDPModule = self._shard(model, outside, reshard)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Evaluation gathers the same shares in float32, whatever their precision in training, and keeps none."""
+        """Shard ``model`` like the trained model, but gather in float32 and reshard each part after its forward."""
         model.to(memory_format=torch.contiguous_format)
         for part in (*blocks(model), model):
             self._shard(part, MixedPrecisionPolicy(), reshard=True)
@@ -106,7 +106,7 @@ class FSDP(Technique):
         in_parts(setup, self.model, {}, self.world)
 
     def _check(self, model: nn.Module, units: list[nn.Module]) -> None:
-        """Raise ConfigError for a model whose parameters cannot be shared out unit by unit."""
+        """Raise ConfigError for a model whose parameters cannot be sharded unit by unit."""
         where = f"variants.{self.plan.name}.parallelism: found 'fsdp', but {type(model).__name__}"
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
@@ -129,7 +129,8 @@ class FSDP(Technique):
 class _FusedOnOwnParts(TorchFunctionMode):
     """Passes this rank's own parts of DTensors to the kernels of fused optimizers.
 
-    The kernels work element by element, so the parts suffice. DTensor itself supports fused Adam, but not fused SGD.
+    The kernels work element by element, so they need only the parts. DTensor itself supports fused Adam, but not fused
+    SGD.
     """
 
     def __torch_function__(

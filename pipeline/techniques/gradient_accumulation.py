@@ -1,4 +1,4 @@
-"""Gradient accumulation: one optimizer step over several micro-batches, so that only one is in memory at a time."""
+"""Gradient accumulation: one optimizer step over several micro-batches, with only one micro-batch in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class GradientAccumulation(Technique):
-    """Each of N micro-batches counts 1/N, so the sum of their gradients is the whole batch's mean gradient.
+    """Divides the loss of each of N micro-batches by N, so the sum of their gradients is the batch's mean gradient.
 
     N is ``Plan.micro_batches``: ``TrainBatches`` splits the batch, ``TrainingStep`` runs the parts one by one, and this
     class only divides the loss. BatchNorm still normalises each micro-batch by its own statistics. A pipeline
@@ -27,6 +27,6 @@ class GradientAccumulation(Technique):
 
 
 class AutoMicroBatch(GradientAccumulation):
-    """Gradient accumulation with the N that ``Assembly.fitted`` found: the smallest for which a step fits in memory."""
+    """Gradient accumulation with the N that ``Assembly.fitted`` found: the smallest N for which a step fits."""
 
     name = "auto_micro_batch"

@@ -11,10 +11,10 @@ LEAST_VALUES = 4096
 
 
 class LowBitOptimizer(Technique):
-    """bitsandbytes' AdamW: both moments in 8 bits, each block of 256 values with a scale of its own.
+    """bitsandbytes' AdamW keeps both moments in 8 bits; each block of 256 values has its own scale.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. Tensors of fewer than 4096
-    values keep their moments in float32: their state is small, and their accuracy matters more.
+    values keep their moments in float32: their state is small, and its accuracy matters more.
     """
 
     name = "low_bit_optimizer"
@@ -27,8 +27,8 @@ class LowBitOptimizer(Technique):
         if all(parameter.numel() < LEAST_VALUES for parameter in setup.model.parameters()):
             raise ConfigError(
                 f"variants.{self.plan.name}.optimizer_state: found '8bit', but {type(setup.model).__name__} has no "
-                f"parameter of {LEAST_VALUES} values or more, and the state of smaller ones stays in float32; allowed: "
-                "'fp32'."
+                f"parameter of {LEAST_VALUES} values or more; the state of smaller parameters stays in float32; "
+                "allowed: 'fp32'."
             )
 
     def change_optimizer(self, setup: Setup) -> None:

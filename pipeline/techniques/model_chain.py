@@ -1,4 +1,4 @@
-"""A model as a chain of units that can be cut anywhere: each unit passes one tensor, and nothing else, to the next."""
+"""Split a model into a chain of units that can be cut anywhere: each unit passes only one tensor to the next unit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pipeline.techniques.activation_checkpointing import _SEQUENCES
 
 
 class NotAChain(Exception):
-    """Why a model cannot be cut."""
+    """A model cannot be cut; the message says why."""
 
 
 def chain(model: nn.Module) -> list[nn.Sequential]:
-    """Return modules that, one after the other, compute what ``model`` computes, with the model's own parameters.
+    """Return modules that, run one after the other, compute the same as ``model``, with the model's own parameters.
 
     torch.fx records the operations of the model's forward pass; a layer, or a block in a sequence of blocks, is one
-    operation. The model is split between two operations if the later ones need only a single tensor: never inside a
-    residual connection. Each unit, and so each stage, has trainable parameters.
+    operation. The model is split between two operations if all later operations need only a single tensor, so never
+    inside a residual connection. Each unit, and so each stage, has trainable parameters.
 
     Raises NotAChain if the model cannot be recorded, or uses a parameter in two units.
     """
@@ -62,7 +62,7 @@ def joined(units: Sequence[nn.Sequential], joins: Sequence[int]) -> list[nn.Sequ
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Split ``costs`` into consecutive, non-empty ``parts`` so that the costliest part costs least; return their ends.
 
-    The costs must not be negative. Dynamic programming over the prefixes of ``costs``: O(parts * len(costs)^2).
+    The costs must not be negative. Uses dynamic programming over the prefixes of ``costs``: O(parts * len(costs)^2).
     Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
 
     >>> balanced([3, 1, 1, 1, 2], 2)
@@ -72,7 +72,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     if not 1 <= parts <= count:
         raise ValueError(f"{count} costs cannot be divided into {parts} parts")
     before = [0.0, *accumulate(costs)]
-    # For the first ``end`` costs, split into 1 part, then 2, ...: the cost of the costliest part, and the parts' ends.
+    # ``best[end]`` is the best split of the first ``end`` costs: the cost of its costliest part, and the parts' ends.
     best: dict[int, tuple[float, list[int]]] = {end: (before[end], [end]) for end in range(1, count + 1)}
     for made in range(1, parts):
         best = {
@@ -86,7 +86,7 @@ class _Tracer(fx.Tracer):
     """Traces into the model, Sequentials and modules with a sequence of blocks; any other module is one operation."""
 
     def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
-        if "forward" in vars(module) or _hooked(module):  # such as a checkpointed block
+        if "forward" in vars(module) or _hooked(module):  # for example, a checkpointed block
             return True
         return type(module).forward is not nn.Sequential.forward and not _holds_a_sequence_of_blocks(module)
 
@@ -100,7 +100,7 @@ def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
 
 
 def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Node) -> list[nn.Module]:
-    """Cut the graph wherever only a single value is alive."""
+    """Cut the graph wherever later operations need only a single value."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     place = {node: index for index, node in enumerate(nodes)}
     last_use = {
@@ -120,7 +120,7 @@ def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Nod
 
 
 def _piece(model: nn.Module, nodes: Sequence[fx.Node], entering: fx.Node, leaving: fx.Node) -> nn.Module:
-    """Return a module of only these operations."""
+    """Return a module that runs only the operations ``nodes``, from ``entering`` to ``leaving``."""
     graph = fx.Graph()
     copies = {entering: graph.placeholder("entering")}
 
@@ -136,7 +136,7 @@ def _piece(model: nn.Module, nodes: Sequence[fx.Node], entering: fx.Node, leavin
 
 
 class _Entry(nn.Module):
-    """Runs the model's forward pre-hooks, such as one that resizes images, on its input."""
+    """Runs the model's forward pre-hooks, such as a hook that resizes images, on its input."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

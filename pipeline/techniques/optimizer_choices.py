@@ -1,4 +1,4 @@
-"""Other kernels, other state or other gradient handling for the job's optimizer."""
+"""Techniques that give the job's optimizer other kernels, other state or other gradient handling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class ForeachOptimizer(Technique):
-    """One kernel per operation of the update, for all parameters together."""
+    """Runs one kernel per operation of the update, for all parameters together."""
 
     name = "foreach_optimizer"
     kernel: ClassVar[dict[str, bool]] = {"fused": False, "foreach": True}
@@ -24,14 +24,14 @@ class ForeachOptimizer(Technique):
 
 
 class ForLoopOptimizer(ForeachOptimizer):
-    """One kernel per operation of the update and parameter."""
+    """Runs one kernel per operation of the update, for each parameter separately."""
 
     name = "for_loop_optimizer"
     kernel: ClassVar[dict[str, bool]] = {"fused": False, "foreach": False}
 
 
 class FactoredOptimizer(Technique):
-    """Adafactor in place of AdamW, with the job's learning rate and weight decay.
+    """Uses Adafactor in place of AdamW, with the job's learning rate and weight decay.
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018. In
     ``torch.optim.Adafactor`` the learning rate bounds how far a step changes a tensor, relative to the root mean
@@ -46,7 +46,7 @@ class FactoredOptimizer(Technique):
 
 
 class ZeroedGradients(Technique):
-    """Gradients stay where they are and are filled with zeros, instead of being freed."""
+    """Keeps the gradients' memory and fills it with zeros, instead of freeing the gradients."""
 
     name = "zeroed_gradients"
 

@@ -1,4 +1,4 @@
-"""Optimizer in the backward pass: each parameter is updated when its gradient is complete, which is then freed."""
+"""Optimizer in the backward pass: update each parameter when its gradient is complete, and free the gradient."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class OptimizerInBackward(Technique):
-    """The optimizer takes its step for one parameter at a time, so that gradients are never all in memory.
+    """The optimizer updates one parameter at a time, so the gradients are never all in memory.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024 (LOMO).
-    The job's own optimizer, with its state and its groups' learning rates, takes each step for a single parameter, so
-    the weights are the same to the last bit.
+    The job's own optimizer makes each update, with its own state and its groups' learning rates. So the weights are the
+    same as without this technique, to the last bit.
     """
 
     name = "optimizer_in_backward"
 
     def change_step(self, setup: Setup) -> None:
         self.optimizer, self.update = setup.step.optimizer, setup.step.update
-        # The collector of cycles cannot see what a parameter's hook holds: the parameters would outlive the training.
+        # A weak reference: the garbage collector cannot see through a parameter's hook, so a cycle would not be freed.
         update = WeakMethod(self._update)
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
@@ -32,10 +32,10 @@ class OptimizerInBackward(Technique):
         setup.step.update = self._nothing
 
     def _nothing(self) -> None:
-        """Do nothing: the parameters are updated already. The step's reference to this method keeps ``self`` alive."""
+        """Do nothing: the parameters are already updated. The step's reference to this method keeps ``self`` alive."""
 
     def _update(self, number: int, parameter: torch.Tensor) -> None:
-        """Update ``parameter``, of the optimizer's group ``number``, and free its gradient."""
+        """Update ``parameter``, which is in the optimizer's group ``number``, and free its gradient."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         self.optimizer.param_groups = [groups[number] | {"params": [parameter]}]
         try:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model in stages, one per process, through which micro-batches pass one after the other."""
+"""Pipeline parallelism: each process runs one stage of the model, and micro-batches pass through the stages."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _ALLOWED = (
 class Pipeline(Technique):
     """Each rank keeps one stage of the model; ``torch.distributed.pipelining`` schedules a step's micro-batches.
 
-    The model is cut so that the slowest stage is as fast as possible, by the time of each unit of the model's chain on
-    the main rank's device, communication not counted. The cuts do not change the sums. But a layer that draws random
+    The model is cut so that the slowest stage is as fast as possible. The main rank times each unit of the model's
+    chain on its device, without communication. The cuts do not change the computed sums. But a layer that draws random
     numbers uses its rank's generator, so other cuts give other random numbers.
 
     Consecutive ranks form a pipeline. With replicas there are several pipelines, whose gradients are averaged stage by
@@ -52,7 +52,7 @@ class Pipeline(Technique):
         self._pipeline, self._alike = mesh.get_group("stage"), mesh.get_group("replica")
         self._index = world.rank % self._stages
         self._module = _Stage()
-        """This rank's stage of the model. Another cut changes its contents."""
+        """This rank's stage of the model. ``restore`` replaces its units if the checkpoint's cut differs."""
         self._schedule: PipelineScheduleSingle | None = None
         self._loads: list[Callable[[], object]] = []
 
@@ -62,7 +62,7 @@ class Pipeline(Technique):
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """This rank's first unit, and one past its last."""
+        """The index of this rank's first unit, and the index after its last unit."""
         ends = (0, *self._cut.ends)
         return ends[self._index], ends[self._index + 1]
 
@@ -79,7 +79,7 @@ class Pipeline(Technique):
     def change_model(self, setup: Setup) -> None:
         self._model = model = setup.model
         found: Cut | str | None = None
-        if self.world.is_main:  # the others wait: on a CPU they would take cores from the rank that measures
+        if self.world.is_main:  # other ranks wait: on a CPU they would take cores from this rank's timing
             try:
                 found = best_cut(model, setup.sample()[0], self._stages, self.world, self._autocast)
                 print(f"{self.plan.name}: {described(found, self.plan.micro_batches)}", flush=True)
@@ -103,11 +103,11 @@ class Pipeline(Technique):
                 self._schedule = self._scheduled(step)
             inputs, targets = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
             self._schedule.step(
-                *([torch.cat(inputs)] if self._index == 0 else []),  # the schedule splits them again
+                *([torch.cat(inputs)] if self._index == 0 else []),  # the schedule splits the batch again
                 target=torch.cat(targets) if self._is_last else None,
                 return_outputs=False,
             )
-            if self._replicas > 1:  # over the replicas of this stage
+            if self._replicas > 1:  # average over the replicas of this stage
                 held = (parameter.grad for parameter in self._module.parameters())
                 self.world.average_([gradient for gradient in held if gradient is not None], self._alike)
 
@@ -125,7 +125,7 @@ class Pipeline(Technique):
         def read() -> dict[str, Any]:
             whole = {}
             for name, tensor in self._model.state_dict().items():
-                # The first pipeline consists of the first ranks; BatchNorm's statistics are taken from there.
+                # The first ranks are the first pipeline, so BatchNorm's statistics come from the first pipeline.
                 source = self._stage_of.get(name, 0)
                 is_source = self.world.rank == source
                 whole[name] = (
@@ -171,7 +171,7 @@ class Pipeline(Technique):
         return Stored(read, self._again(load))
 
     def _again(self, load: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-        """Wrap ``load`` to remember each call, which ``restore`` repeats if the checkpoint's cut differs."""
+        """Wrap ``load`` to remember each call. ``restore`` repeats the calls if the checkpoint's cut differs."""
 
         def remembered(announced: dict[str, Any]) -> object:
             self._loads.append(partial(load, self.world.sent(announced)))
@@ -183,7 +183,7 @@ class Pipeline(Technique):
         return {"joins": self._cut.joins, "costs": self._cut.costs, "ends": self._cut.ends}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Cut the model as in the checkpoint, whatever was measured this time, and load this rank's stage again."""
+        """If the checkpoint's cut differs from this run's cut, cut as in the checkpoint and load the stage again."""
         ends, loads = tuple(state["ends"]), self._loads
         self._loads = []
         if ends == self._cut.ends:
@@ -200,12 +200,12 @@ class Pipeline(Technique):
             load()
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """The step's precision, which decides the types that pass from stage to stage."""
+        """Return the step's autocast, which decides the dtypes of the tensors between stages."""
         dtype = DTYPES.get(self.plan.applied.precision)
         return torch.autocast(self.world.device.type, dtype) if dtype else nullcontext()
 
     def _split(self, cut: Cut) -> None:
-        """Keep this rank's stage, and only the shapes of the rest of the model."""
+        """Keep this rank's stage on the device, and the rest of the model on meta, without values."""
         self._cut = cut
         units = joined(chain(self._model), cut.joins)
         stages = [units[begin:end] for begin, end in pairwise((0, *cut.ends))]
@@ -234,7 +234,10 @@ class Pipeline(Technique):
         self._module.hold(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
 
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """Return ``tensor`` on the device if ``stage`` is this rank's, else on meta; from meta, it is uninitialised."""
+        """Return ``tensor`` on the device if ``stage`` is this rank's, else on meta.
+
+        A tensor that moves from meta to the device is uninitialised.
+        """
         device = self.world.device if stage == self._index else torch.device("meta")
         if tensor.is_meta == (device.type == "meta"):
             return tensor
@@ -242,7 +245,7 @@ class Pipeline(Technique):
         return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
     def _places(self) -> dict[int, int]:
-        """Index of each parameter in this rank's optimizer -> its index in a single device's optimizer."""
+        """Return the index of each parameter in this rank's optimizer -> its index in a single device's optimizer."""
         names = {id(parameter): index for index, parameter in enumerate(self._model.parameters())}
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(held)}
@@ -262,7 +265,7 @@ class Pipeline(Technique):
         )
 
         def loss(passing: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            """Run the last stage's forward pass here, where the schedule passes the targets."""
+            """Run the last stage's forward pass here, because the schedule passes the targets only to its loss."""
             share = step.forward(passing, targets)
             step.losses.add(
                 share.detach() * self._stages
@@ -274,7 +277,7 @@ class Pipeline(Technique):
 
 
 class _Stage(nn.Module):
-    """A rank's units, one after the other. The output is contiguous, as it is sent and received."""
+    """Runs a rank's units one after the other. The output is contiguous, because it is sent to the next stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +292,7 @@ class _Stage(nn.Module):
 
 
 class _Passing(nn.Module):
-    """The step's forward, techniques included, for the stages before the last, which need no targets."""
+    """Runs the step's forward, techniques included, in the stages before the last; these stages need no targets."""
 
     def __init__(self, step: TrainingStep) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixed precision: matrix products and convolutions in 16 bits, parameters and sums in float32."""
+"""Mixed precision: compute matrix products and convolutions in 16 bits, and keep parameters and sums in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BFloat16(Technique):
-    """Autocast to bfloat16: float32's range, so gradients need no scaling."""
+    """Autocast to bfloat16, which has float32's range, so gradients need no scaling."""
 
     name = "bf16"
     dtype = DTYPES["bf16"]
@@ -31,7 +31,7 @@ class BFloat16(Technique):
 class Float16(BFloat16):
     """Autocast to float16 with a gradient scaler: the loss is scaled up so that small gradients do not vanish.
 
-    The scaler skips the update of a step whose scaled gradients overflow, and halves its scale.
+    If a step's scaled gradients overflow, the scaler skips the step's update and halves the scale.
     """
 
     name = "fp16"
@@ -46,7 +46,7 @@ class Float16(BFloat16):
         step = setup.step
         backward = step.backward
 
-        def update() -> None:  # replaces the step's: a technique that wraps ``update`` must come later
+        def update() -> None:  # replaces ``step.update``: a technique that wraps it must come later
             self.scaler.step(step.optimizer)
             self.scaler.update()
 
@@ -61,11 +61,12 @@ class Float16(BFloat16):
 
 
 class Float8(BFloat16):
-    """torchao's float8 training: linear layers multiply factors that are rounded to 8 bits, each tensor with its own
+    """torchao's float8 training: linear layers multiply tensors that are rounded to 8 bits. Each tensor has its own
     scale.
 
-    The layer that gives the model's outputs stays as it is, as torchao's documentation advises, and so do layers that
-    its kernels do not support. A device without such kernels multiplies the rounded factors in float32.
+    The layer that computes the model's outputs is not changed, as torchao's documentation advises. Layers that
+    torchao's kernels do not support are not changed either. A device without float8 kernels multiplies the rounded
+    tensors in float32.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
 
@@ -87,7 +88,7 @@ class Float8(BFloat16):
         if not fitting:
             raise ConfigError(
                 f"variants.{self.plan.name}.precision: found 'float8', but {type(model).__name__} has no linear layer "
-                "before its last whose sides are multiples of 16; allowed: 'bf16'."
+                "before its last layer with input and output sizes that are multiples of 16; allowed: 'bf16'."
             )
         gpu = self.world.device.type == "cuda"
         native = gpu and torch.cuda.get_device_capability(self.world.device) >= (8, 9)

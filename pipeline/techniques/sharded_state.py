@@ -1,4 +1,4 @@
-"""State that ranks hold in parts: read as DTensors, and loaded by each rank for its own parts."""
+"""Read state that ranks hold in parts as DTensors, and load it: each rank loads its own parts."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ Layouts = Mapping[nn.Parameter, Layout]
 
 
 def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> None:
-    """Make a checkpoint read each rank's parts of ``model`` and its optimizer's state, and load them from whole tensors
-    that are sent one by one.
+    """Make checkpoints read each rank's parts of ``model`` and of its optimizer's state. A checkpoint is loaded from
+    whole tensors, which are sent to the ranks one by one.
 
     Optimizer state that is split like its parameter, such as momentum, is a DTensor or has the shape of the rank's
     part. Other state, such as the count of steps, is the same on every rank.
@@ -76,7 +76,7 @@ def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> 
         return held
 
     def loaded(name: str, held: Any, saved: Any) -> Any:
-        """Copy this rank's part of the tensor ``saved`` into ``held`` and return ``held``; else return ``saved``."""
+        """If ``saved`` is a tensor, copy this rank's part into ``held`` and return ``held``; else return ``saved``."""
         if not isinstance(saved, torch.Tensor):
             return saved
         value, own = world.sent(saved), part(name, held)

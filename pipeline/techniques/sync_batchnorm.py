@@ -1,4 +1,4 @@
-"""SyncBatchNorm: mean and variance over the micro-batches of all ranks, as a single device computes them."""
+"""SyncBatchNorm: compute mean and variance over the micro-batches of all ranks, as a single device does."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class SyncBatchNorm(Technique):
-    """``torch.nn.SyncBatchNorm`` in place of every BatchNorm; names in the state dict stay as they are.
+    """Replaces every BatchNorm by ``torch.nn.SyncBatchNorm``; names in the state dict stay the same.
 
-    torch has SyncBatchNorm's kernels for GPUs only. The running statistics are the same on every rank.
+    torch implements SyncBatchNorm only for GPUs. The running statistics are the same on every rank.
     """
 
     name = "sync_batchnorm"

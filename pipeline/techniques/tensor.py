@@ -27,13 +27,15 @@ _ELEMENT_BY_ELEMENT = (
 
 
 class Tensor(Replicated):
-    """``parallelize_module`` on every pair of linear layers with only element-wise functions between them, or with
-    attention by heads if the model names the pair (``tensor_pair`` of ``pipeline.models.gpt.Attention``).
+    """Applies ``parallelize_module`` to every pair of linear layers with only element-wise functions between them.
 
-    Each rank computes its columns of the first layer and, from these, a partial result of the second; the partial
-    results of all ranks are added up. The rest of the model is on every rank, so all ranks take the same samples and,
-    outside the pairs, draw the same random numbers. With ``replicas``, each group of ranks holds one model; the groups
-    share the batch and average their gradients as under DDP.
+    A model can also name a pair with attention by heads between its two layers (``tensor_pair`` of
+    ``pipeline.models.gpt.Attention``).
+
+    Each rank computes a part of the first layer's outputs and, from this part, a partial result of the second layer.
+    The partial results of all ranks are added up. The rest of the model is on every rank, so all ranks take the same
+    samples and draw the same random numbers outside the pairs. With ``replicas``, each group of ranks holds one model;
+    the groups share the batch and average their gradients as in DDP.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -59,7 +61,7 @@ class Tensor(Replicated):
                 self.layouts |= _with_plain_parameters(linear)
             for module in pair.between:
                 if getattr(module, "inplace", False):
-                    vars(module)["inplace"] = False  # a layer returns a view, which autograd forbids to change
+                    vars(module)["inplace"] = False  # autograd does not allow changes of a layer's output, a view
                 if isinstance(module, nn.Dropout):
                     vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
             pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # a copy, not a view
@@ -81,7 +83,7 @@ class Tensor(Replicated):
         in_parts(setup, self.model, self.layouts, self.world)
 
     def _fitting(self, model: nn.Module, ranks: int) -> list[Pair]:
-        """The pairs that can be cut. Raises ConfigError if there is none."""
+        """Return the pairs that can be cut. Raises ConfigError if there is none."""
         fitting = [pair for pair in pairs(model) if pair.parts % ranks == 0]
         if not fitting:
             why_not = _why_not_cut(model, ranks)
@@ -98,7 +100,7 @@ def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
         return (
             f"{type(model).__name__} has {', '.join(map(str, widths))} values between its linear layers, or heads, "
             f"which {ranks} processes cannot share evenly; allowed: a number of processes (per replica) that divides "
-            "one of them"
+            "one of these numbers"
         )
     return (
         f"{type(model).__name__} has no two linear layers with only element-wise functions between them; "
@@ -108,7 +110,7 @@ def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear layers, and the element-wise modules between them, or attention by heads."""
+    """Two linear layers, and the element-wise modules or the attention by heads between these layers."""
 
     first: nn.Linear
     between: tuple[nn.Module, ...]
@@ -118,9 +120,9 @@ class Pair:
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:
-    """The pairs of linear layers that can be cut along the width between them; no two pairs share a layer.
+    """Yield the pairs of linear layers that can be cut along the width between them; no two pairs share a layer.
 
-    Both layers and the dropouts between them must be used only in this place, because elsewhere their width is not cut.
+    The model must use both layers, and the dropouts between them, only in this place: elsewhere the width is not cut.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))
@@ -133,8 +135,11 @@ def pairs(model: nn.Module) -> Iterator[Pair]:
 
 
 def _attentions(model: nn.Module) -> Iterator[Pair]:
-    """Yield the layers before and after the heads of each module whose ``tensor_pair`` names them: the first one's
-    outputs must be head by head, and the module's forward pass must take as many ``heads`` as there are."""
+    """Yield the layers before and after the attention heads of each module whose ``tensor_pair`` names these layers.
+
+    The first layer's outputs must be ordered head by head. The module's forward pass must work with any number of
+    heads.
+    """
     for module in model.modules():
         if names := getattr(module, "tensor_pair", None):
             first, second = map(module.get_submodule, names)
@@ -148,7 +153,7 @@ def _chains(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
     for module in model.modules():
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             yield list(module)
-        elif type(module) is nn.TransformerEncoderLayer:  # its activation is a function, and element-wise
+        elif type(module) is nn.TransformerEncoderLayer:  # the activation is an element-wise function
             yield [module.linear1, module.dropout, module.linear2]
 
 
@@ -168,10 +173,10 @@ def _pairs_of(chain: Iterable[nn.Module]) -> Iterator[Pair]:
 
 
 def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
-    """Replace ``linear``'s DTensors by plain tensors, this rank's parts; return the layout of each part.
+    """Replace ``linear``'s DTensors by this rank's parts, as plain tensors; return the layout of each part.
 
-    Optimizers, their fused kernels and DistributedDataParallel do not accept a mixture of DTensors and the model's
-    other, plain parameters. The forward pass sees DTensors again, over the same memory.
+    Optimizers, their fused kernels and DistributedDataParallel do not accept DTensors mixed with plain parameters. The
+    forward pass uses DTensors again, over the same memory.
     """
     layouts: dict[str, Layout] = {}
     for name, parameter in list(linear.named_parameters()):
@@ -189,15 +194,15 @@ def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
         assert weight is not None
         return F.linear(hidden, weight, as_dtensor("bias"))
 
-    vars(linear)["forward"] = forward  # the instance's own
+    vars(linear)["forward"] = forward  # only of this instance
     return {linear.get_parameter(name): layout for name, layout in layouts.items()}
 
 
 def _part_of_whole_dropout(dropout: nn.Dropout, rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the dropout of this rank's part [..., width / ranks] of the hidden values.
+    """Return a function that applies dropout to this rank's part [..., width / ranks] of the hidden values.
 
-    Every rank draws the mask of the whole width, as a single device does, and takes its part. So the parts are
-    independent of each other, and all ranks' generators stay in the same state.
+    Every rank draws the mask of the whole width, as a single device does, and uses its part of the mask. So the parts
+    are independent of each other, and all ranks' generators stay in the same state.
     """
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:

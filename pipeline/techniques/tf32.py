@@ -11,7 +11,7 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class TF32(Technique):
-    """TF32 for cuBLAS and cuDNN inside a step. Evaluation, between steps, computes in full float32."""
+    """Uses TF32 in cuBLAS and cuDNN inside a step. Evaluation, between steps, computes in full float32."""
 
     name = "tf32"
 
@@ -21,8 +21,8 @@ class TF32(Technique):
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    # Not torch's newer ``fp32_precision``: a process must not mix it with these two switches, by which ``assembly``
-    # switches TF32 off.
+    # torch's newer ``fp32_precision`` is not used: a process must not mix it with these two switches, which
+    # ``assembly`` uses to switch TF32 off.
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = True

@@ -1,4 +1,4 @@
-"""ZeRO, stage 1: DistributedDataParallel whose ranks share out the optimizer's state."""
+"""ZeRO, stage 1: DistributedDataParallel that divides the optimizer's state among the ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipeline.techniques.ddp import DDP
 
 
 class Zero1(DDP):
-    """Every rank keeps the optimizer state of its share of the parameters, updates these and broadcasts them.
+    """Every rank keeps the optimizer state of its share of the parameters, and updates and broadcasts these parameters.
 
-    Each parameter belongs to one rank. They are assigned the largest first, so that the shares are even unless one
-    parameter is a large part of the model. Source: Rajbhandari et al., "ZeRO", 2020.
+    Each parameter belongs to one rank. Parameters are assigned in order of size, the largest first, so the shares are
+    even unless one parameter is a large part of the model. Source: Rajbhandari et al., "ZeRO", 2020.
     """
 
     name = "zero1"
@@ -76,8 +76,8 @@ def _passed_on(name: str) -> property:
 class _SharedOut(ZeroRedundancyOptimizer):
     """``ZeroRedundancyOptimizer`` that exposes the state of this rank's own optimizer, ``optim``.
 
-    ``state`` holds the state of the rank's share of the parameters; ``param_groups`` hold all parameters. The tensors
-    that tell a fused optimizer of overflows and of the loss scale are passed on to ``optim``.
+    ``state`` holds the state of the rank's share of the parameters; ``param_groups`` hold all parameters. ``found_inf``
+    and ``grad_scale``, which tell a fused optimizer about overflows and the loss scale, are passed on to ``optim``.
     """
 
     found_inf = _passed_on("found_inf")
@@ -91,11 +91,11 @@ class _SharedOut(ZeroRedundancyOptimizer):
         self.state = self.optim.state
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state dict with the state of this rank's share, by the parameters' indices in the whole model."""
+        """Return the state dict of this rank's share, with each parameter's index in the whole model as the key."""
         return torch.optim.Optimizer.state_dict(self)
 
     def load_own_state(self, whole: dict[str, Any]) -> None:
-        """Load this rank's share of a whole state dict into its own optimizer, which knows the dtypes of its state."""
+        """Load this rank's share of a whole state dict into ``optim``, which knows the dtypes of its state."""
         parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
         share = [parameters.index(id(each)) for group in self.optim.param_groups for each in group["params"]]
         state = {place: whole["state"][index] for place, index in enumerate(share) if index in whole["state"]}

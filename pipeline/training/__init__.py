@@ -1,1 +1,1 @@
-"""The loop around the step, evaluation, checkpoints, and the job that trains every seed."""
+"""Run trainings: the loop around the step, evaluation, checkpoints, and the job that trains every seed."""

@@ -1,4 +1,4 @@
-"""From a plan to a training: what one process of a variant's job sets up before the first step."""
+"""Turn a plan into a training: set up one process of a variant's job before the first step."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ DETERMINISTIC = "deterministic"
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
-    """Return the plan (``plans.plan``), with no more processes than can hold the model together.
+    """Return the plan (``plans.plan``), with no more processes than the model can be divided among.
 
-    ``prepared``: the data set's folder. Under a launcher the number of processes is given, and each process checks it
+    ``prepared``: the data set's folder. A launcher sets the number of processes; then each process checks this number
     when it sets up the model. Raises PipelineError.
     """
     launched = launched_size()
     found = plan_of(config, name, machine, launched)
     if found.model_processes == 1 or launched is not None:
         return found
-    with redirect_stdout(sys.stderr):  # a user's model may print, and does so again when it trains
+    with redirect_stdout(sys.stderr):  # a user's model may print here, and prints again when it trains
         task = tasks.of_job(found.train, read_dataset(prepared))
         setup = Setup(task.model(), task)
         for kind in of_plan(found):
@@ -61,13 +61,13 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
 
 @contextmanager
 def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
-    """Set up this process as a rank of the variant's world, up to but without the model.
+    """Set up this process as a rank of the variant's world: everything except the model.
 
     ``prepared``: the data set's folder. Raises PipelineError.
     """
     train, check_imports = plan.train, code.unfollowed(plan)
     with importing():  # these imports do not count as memory of the training
-        import torch._dynamo  # noqa: F401  (as the first optimizer would)
+        import torch._dynamo  # noqa: F401  (the first optimizer would import it)
 
         models.load(train.model)
         if plan.applied.distillation and plan.applied.distillation.model:
@@ -109,10 +109,10 @@ class Assembly:
         change_model: Callable[[nn.Module], nn.Module] = lambda model: model,
         **options: Any,
     ) -> Iterator[Training]:
-        """The variant's training with one seed, ready to run; its plan includes the decisions of ``fitted``.
+        """Yield the variant's training with one seed, ready to run; its plan includes the decisions of ``fitted``.
 
-        ``change_model`` changes the single-device model, on the CPU, before any technique. ``options``: those of
-        ``compose``.
+        ``change_model`` changes the single-device model, on the CPU, before any technique. ``options``: more
+        arguments of ``compose``.
         """
         plan, world, task = self.fitted(), self.world, self.task
         dataset = task.dataset
@@ -140,18 +140,18 @@ class Assembly:
             ) as batches,
         ):
             composed = compose(plan, model, task, batches, world, self.techniques, **options)
-            options.clear()  # a teacher's weights take memory
+            options.clear()  # frees the memory of a teacher's weights
             training = Training(composed, seed, detectors)
             self.check_imports()
             yield training
             self.check_imports()  # steps may have imported more
 
     def fitted(self) -> Plan:
-        """Return the plan; with gradient_accumulation 'auto', with the fewest micro-batches that fit in memory.
+        """Return the plan. If gradient_accumulation is 'auto', choose the fewest micro-batches that fit in memory.
 
-        Each try is a separate training that is thrown away, so the real training begins as if there had been no try.
-        All ranks call it together. Raises OutOfMemory if even the smallest micro-batch that the model trains with does
-        not fit into every rank's memory.
+        Each try is a separate training that is discarded, so tries do not affect the real training. All ranks call this
+        method together. Raises OutOfMemory if even the smallest micro-batch that the model can train with is too large
+        for the memory of some rank.
         """
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
@@ -181,7 +181,7 @@ class Assembly:
             if fits:
                 break
             if plan.applied.compile != "none":
-                torch.compiler.reset()  # otherwise it would compile for any batch size from the second try on
+                torch.compiler.reset()  # otherwise the second try would compile for any batch size
             failed = tried.micro_batch_size
             if failed == 1:
                 raise too_large()
@@ -192,7 +192,7 @@ class Assembly:
 
     @contextmanager
     def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:
-        """While the block runs, a seed repeats exactly; if that is impossible, the yielded plan says so, on all ranks.
+        """Make a seed repeat exactly inside the block. If this is impossible, the yielded plan says so, on all ranks.
 
         PyTorch's strict mode does more than raise errors: attention's backward pass is deterministic only in this mode.
         Without ``train.deterministic`` nothing is changed.
@@ -217,11 +217,11 @@ class Assembly:
             torch.use_deterministic_algorithms(False)
 
     def _without_deterministic_form(self, plan: Plan, model: nn.Module) -> str | None:
-        """Try two samples; return the job's first operation that PyTorch refuses in its strict mode, None without one.
+        """Try two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
 
-        The try runs on this rank alone, before any technique. So no rank waits for a rank that was refused, and the
-        cost of a cold first step, such as compilation, stays in the first step. The model's parameters and buffers and
-        the random state stay unchanged.
+        The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so the
+        first step still includes its full cost, such as compilation. The model's parameters and buffers and the random
+        state stay unchanged.
         """
         device, task = self.world.device, self.task
         before = [(buffer, buffer.clone()) for buffer in model.to(device).buffers()]
@@ -253,7 +253,10 @@ def _make_exact() -> None:
 
 
 def forget_last_run(world: World) -> None:
-    """Free the last run's memory, which the next seed would count: checkpointed blocks form reference cycles."""
+    """Free the last run's memory, so that the next seed does not count it.
+
+    ``gc.collect`` is needed because checkpointed blocks form reference cycles.
+    """
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

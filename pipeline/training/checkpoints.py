@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: written whole or not at all, checked when they are read, and exact."""
+"""Save and load checkpoints. Each is written completely or not at all, is checked when read, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pipeline.plans import Plan
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
-"""Not an output of any stage: DVC deletes outputs before it runs a stage, and a checkpoint must survive that."""
+"""Not an output of any stage: DVC deletes outputs before it runs a stage, but checkpoints must be kept."""
 
 
 class Unreadable(Exception):
-    """A file is damaged, or holds no tensors; the message is the first line of torch's."""
+    """A file is damaged, or holds no tensors; the message is the first line of torch's message."""
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turn every error of the block into Unreadable, except that of a missing file: torch's errors for a damaged file
-    have no common class."""
+    """Turn every error of the block into Unreadable, except FileNotFoundError. Every error is caught because torch's
+    errors for a damaged file have no common class."""
     try:
         yield
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def checkpoint_file(variant: str, seed: int, root: Path = CHECKPOINTS) -> Path:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write ``state`` (tensors and plain values) to ``path``, whole or not at all (``files.whole``)."""
+    """Write ``state`` (tensors and plain values) to ``path``, completely or not at all (``files.whole``)."""
     with files.whole(path) as file:
         try:
             torch.save(state, file)
@@ -54,29 +54,29 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 def before(path: Path) -> Path:
-    """Return the path of the checkpoint before the one at ``path``."""
+    """Return the path of the checkpoint that was saved before the checkpoint at ``path``."""
     return path.with_name(f"{path.name}.before")
 
 
 def keep(state: dict[str, Any], path: Path) -> None:
     """``save`` a checkpoint, after moving the existing checkpoint to ``before(path)``."""
     with suppress(FileNotFoundError):
-        path.replace(before(path))  # first, so that the disk has to hold no more than two
+        path.replace(before(path))  # before saving, so that the disk never holds three
     save(state, path)
 
 
 def discard(path: Path) -> None:
-    """Delete the checkpoint and the one before it."""
+    """Delete the checkpoint at ``path`` and the checkpoint before it."""
     for file in (path, before(path)):
         file.unlink(missing_ok=True)
 
 
 def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
-    """Load the checkpoint at ``path`` or, if it cannot be used, the one ``before``; return its state, on the CPU, and
-    its file. None if neither can be used.
+    """Load the checkpoint at ``path`` or, if this checkpoint cannot be used, the checkpoint at ``before(path)``.
 
-    ``identity`` stands for all that the run depends on. A checkpoint with another identity is not used. A damaged one
-    is not used either, and a line is printed.
+    Returns the state, on the CPU, and the file; None if no checkpoint can be used. ``identity``: a digest of everything
+    that the run depends on. A checkpoint with another identity is ignored. A damaged checkpoint is ignored too, and a
+    line is printed.
     """
     for file in (path, before(path)):
         try:
@@ -102,7 +102,7 @@ def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
 def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.Tensor]:
     """Load the trained weights of one seed of ``result``, on the CPU, and check their digest.
 
-    Raises ResultError, naming the file, if it is missing, cannot be read or holds other weights.
+    Raises ResultError, which names the file, if the file is missing, cannot be read or holds other weights.
     """
     path, stage = results.model_file(result.variant, seed, root), results.stage_of(result.applied)
     retrain = results.train_again(result.variant, stage)
@@ -124,8 +124,8 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
 
 
 def seed_random(seed: int, plan: Plan, world: World) -> None:
-    """Seed the random draws after the initialisation. They differ by rank. But if a technique needs it, the ranks that
-    hold one model together draw the same numbers."""
+    """Seed the random draws after the initialisation. The draws differ by rank. But if a technique needs equal draws,
+    all ranks that share one model draw the same numbers."""
     alike = any(each.shared_rng for each in catalogue.acting(plan.applied))
     stream = world.rank // plan.model_processes if alike else world.rank
     torch.manual_seed(seed + 1_000_003 * (stream + 1))
@@ -149,7 +149,7 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
 def state_sha256(state: dict[str, torch.Tensor]) -> str:
     """Return the SHA-256 of names, dtypes, shapes and bytes of a model's state dict, in its order.
 
-    Where ranks hold parts of tensors, they call it together.
+    If ranks hold parts of tensors, all ranks call this function together.
     """
     digest = hashlib.sha256()
     for name, tensor in state.items():

@@ -29,14 +29,14 @@ class Composed:
     task: Task
     batches: TrainBatches
     model: nn.Module
-    """The single-device model, on the rank's device; what ``setup.step`` runs may wrap it, or hold a part of it."""
+    """The single-device model, on the rank's device. ``setup.step.model`` may wrap or split this model."""
     parameter_count: int
     whole: nn.Module | None
-    """If evaluation cannot run the trained model: the model before any technique, without weights. Else None."""
+    """The model before any technique, without weights, if evaluation cannot run the trained model; else None."""
     techniques: Sequence[Technique]
     setup: Setup
     step_changes: Mapping[str, Sequence[str]]
-    """Technique -> the parts of the step that it has replaced."""
+    """Each technique -> the parts of the step that it has replaced."""
 
 
 def compose(
@@ -51,11 +51,11 @@ def compose(
     steady: bool = False,
     teacher: Mapping[str, torch.Tensor] | None = None,
 ) -> Composed:
-    """Compose the training of ``model``, a single-device module with initial weights that are the same on every rank;
-    it is moved to the rank's device. All ranks call it together.
+    """Compose the training of ``model``, which is moved to the rank's device. All ranks call this function together.
 
-    ``losses`` replace those for the device. ``steady``: a steady state is measured, so techniques do not wait for the
-    learning rate's warm-up. ``teacher``: the weights of the variant's teacher.
+    ``model``: a single-device module with the same initial weights on every rank. ``losses``: used instead of the
+    losses for the device. ``steady``: a steady state is measured, so techniques do not wait for the learning rate's
+    warm-up. ``teacher``: the weights of the variant's teacher.
     """
     train, model = plan.train, model.to(world.device)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
@@ -80,5 +80,5 @@ def compose(
         changes[technique.name] = [name for name, part in vars(step).items() if part is not before[name]]
     for technique in made:
         technique.change_checkpoint(setup)
-    setup.teacher = None  # its weights are in the teacher, and take memory here
+    setup.teacher = None  # frees memory: the teacher model has these weights
     return Composed(plan, world, task, batches, model, parameter_count, whole, made, setup, changes)

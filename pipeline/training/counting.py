@@ -1,4 +1,4 @@
-"""Count a step's work instead of assuming it: the samples that enter model and loss, and whether they are new ones."""
+"""Count a step's work instead of assuming it: the samples that enter the model and the loss, and repeated samples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeline.errors import PipelineError
 from pipeline.step import TrainingStep
 
 FEWEST_COMPARED = 8
-"""Fewer samples a step may recur in the same order by chance."""
+"""Steps with fewer samples are not compared: two steps may take the same few samples in the same order by chance."""
 COMPARED_SAMPLES, COMPARED_VALUES = 64, 1 << 14
-"""About as many samples, and of their values, by which the inputs of two steps are compared."""
+"""The inputs of two steps are compared by about this many samples, and by about this many of their values."""
 
 
 class WorkLeftOut(PipelineError):
@@ -49,18 +49,18 @@ class Work(NamedTuple):
 
 
 class Counted:
-    """What one rank counts: the samples of each call of the model and of the loss."""
+    """One rank's counts: the samples of each call of the model and of the loss."""
 
     def __init__(self) -> None:
         self.model: list[int] = []
         self.loss: list[int] = []
         self.inputs: list[torch.Tensor] = []
-        """Some thousand values of the inputs of each call of the model, on the device: a step does not wait for it."""
+        """A few thousand input values of each call of the model, kept on the device so that no step waits."""
         self.digest = ""
-        """SHA-256 over these values, once they were read; empty without any."""
+        """SHA-256 of the values of ``inputs``, set by ``read``; empty if there are none."""
 
     def read(self) -> Counted:
-        """Wait for the device, and read ``inputs``; return this object."""
+        """Wait for the device, replace ``inputs`` by their ``digest``, and return this object."""
         if self.inputs:
             content = b"".join(each.contiguous().view(torch.uint8).cpu().numpy().tobytes() for each in self.inputs)
             self.digest, self.inputs = hashlib.sha256(content).hexdigest(), []
@@ -71,7 +71,8 @@ class Counted:
 def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     """While the block runs, count the samples of each call of ``model``, the bare module, and of the step's criterion.
 
-    Hooks cannot see into a compiled graph: there, and at a pipeline stage, the samples that enter it are counted.
+    Hooks cannot see into a compiled graph. So for a compiled model, and for a pipeline stage, the samples that enter
+    the outermost module are counted.
     """
     seen = Counted()
     inward = [each for each in step.model.modules() if each is model or isinstance(each, torch._dynamo.OptimizedModule)]
@@ -80,7 +81,7 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     def entering(_: nn.Module, arguments: Sequence[Any], named: dict[str, Any]) -> None:
         inputs = next(iter((*arguments, *named.values())))
         seen.model.append(len(inputs))
-        # A fake tensor has no content, and what is copied while a CUDA graph is recorded changes with each replay.
+        # A fake tensor has no values. A copy made while a CUDA graph is recorded would be overwritten by each replay.
         if type(inputs) is torch.Tensor and not (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):
             some = inputs.detach()[:: max(1, len(inputs) // COMPARED_SAMPLES)].flatten()
             seen.inputs.append(some[:: max(1, len(some) // COMPARED_VALUES)].clone())
@@ -109,15 +110,18 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
 
 
 def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Work:
-    """Add up the counts of all ``ranks``. Every ``model_processes`` consecutive ranks hold one model: its inputs enter
-    on the first of them, and its loss is computed on the last."""
+    """Add up the counts of all ``ranks``. Each group of ``model_processes`` consecutive ranks holds one model: inputs
+    enter on the group's first rank, and the loss is computed on its last rank."""
     losses = [each.loss for each in ranks[model_processes - 1 :: model_processes]]
     model = sum(sum(each.model) for each in ranks[::model_processes])
     return Work(credited, model, sum(map(sum, losses)) if all(losses) else None)
 
 
 def most_missing(steps: Sequence[Sequence[Counted]], credited: int, model_processes: int) -> Work | None:
-    """Return the work of the step, of ``steps`` with the counts of all ranks, that left out most; None if empty."""
+    """Return the work of the step that left out most samples; None without steps.
+
+    ``steps``: for each counted step, the counts of all ranks.
+    """
     works = [work_of(ranks, credited, model_processes) for ranks in steps]
     taken = [tuple(each.digest for each in ranks[::model_processes]) for ranks in steps]
     if credited >= FEWEST_COMPARED and any(any(each) and taken.count(each) > 1 for each in taken):

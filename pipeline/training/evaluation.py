@@ -1,4 +1,4 @@
-"""Exact evaluation: every test sample counts once, on whichever rank, and ranks add up sums instead of means."""
+"""Evaluate exactly: every test sample counts once, on one of the ranks, and ranks add up sums instead of means."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Score:
     """Sum of the samples' scores; for accuracy, the number of correct samples."""
     count: int
     loss: float
-    """Mean of the job's loss over the samples; cross-entropy without label smoothing."""
+    """Mean of the job's loss over the samples. Cross-entropy is computed without label smoothing."""
 
     @property
     def accuracy(self) -> float:
@@ -34,7 +34,7 @@ class Score:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` on the meta device, but with values in the buffers that its state dict leaves out."""
+    """Return a copy of ``model`` on the meta device; only buffers that its state dict leaves out keep their values."""
     stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     copies = {
         id(tensor): _without_values(tensor) if id(tensor) in stored else tensor.detach().clone()
@@ -49,13 +49,13 @@ def _without_values(tensor: torch.Tensor) -> Any:
 
 
 def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_processes: int = 1) -> Score:
-    """Score ``model`` on the test split, in float32 whatever the precision of training, on all ranks together.
+    """Score ``model`` on the test split with all ranks, in float32 for every precision of training.
 
     The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy is that of a
-    single device. Every ``model_processes`` consecutive ranks compute one share together. The forward pass of a sharded
+    single device. Each group of ``model_processes`` consecutive ranks computes one share. The forward pass of a sharded
     model waits for all ranks, so a rank with fewer batches also evaluates a sample that is not counted.
-    BatchNorm uses the main rank's running statistics. Raises ObjectiveError for a score that is not from 0 to 1, and
-    for a loss that is not finite.
+    BatchNorm uses the main rank's running statistics. Raises ObjectiveError for a score outside 0 to 1, and for a loss
+    that is not finite.
     """
     objective, test = task.objective, task.dataset.test
     (share, member), shares = divmod(world.rank, model_processes), world.size // model_processes
@@ -72,7 +72,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
                 continue
             inputs, targets = batch
             outputs = model(inputs).float()
-            if member:  # the first of its ranks counts
+            if member:  # only the first rank of a group counts
                 continue
             scores = objective.scores(outputs, targets)
             if scores.dtype != torch.bool:

@@ -1,4 +1,4 @@
-"""Failures of a step: out of memory, too few samples, an operation without a deterministic form."""
+"""Recognise failures of a step: out of memory, too few samples, an operation without a deterministic form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA( driver)? error: out of memory|CUDA ran out of memory|\[CUDA\]: out of memory"
     r"|ALLOC(ATION)?_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|Cuda failure (\d+ )?'out of memory'"
 )
-"""Messages of torch, Triton, cuDNN, cuBLAS and NCCL. cuBLAS cannot be initialised if its workspace does not fit."""
+"""Out-of-memory messages of torch, Triton, cuDNN, cuBLAS and NCCL. cuBLAS fails to initialise without workspace."""
 _NO_ENGINE = re.compile(r"(GET|FIND) was unable to find an engine to execute this computation")
-"""torch's message if no cuDNN engine gets its workspace, or if no engine supports the computation at all."""
+"""torch's message if no cuDNN engine gets enough workspace, or if no engine supports the computation at all."""
 LITTLE_MEMORY = 0.1
 """If less than this share of a GPU's memory is free, a missing engine counts as out of memory."""
 
@@ -36,12 +36,12 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_too_few_samples(error: Exception) -> bool:
-    """True if a normalisation got a single value, which has no variance: BatchNorm with one sample of one pixel."""
+    """True if a normalisation got one value per channel, which has no variance, such as one sample of one pixel."""
     return "Expected more than 1 value per channel when training" in str(error)
 
 
 def _free_memory_fraction() -> float:
-    """The free share of the current GPU's memory or, if smaller, of this process's limit; 1 without a GPU."""
+    """Return the smaller free share: of the current GPU's memory, or of this process's limit. 1 without a GPU."""
     if not torch.cuda.is_available():
         return 1.0
     free, total = torch.cuda.mem_get_info()
@@ -50,7 +50,7 @@ def _free_memory_fraction() -> float:
 
 
 def without_deterministic_form(error: BaseException) -> str | None:
-    """The operation that torch refused in its strict mode (``use_deterministic_algorithms``); None for other errors."""
+    """Return the operation that torch refused under ``use_deterministic_algorithms``; None for other errors."""
     operation, refused, _ = str(error).partition(" does not have a deterministic implementation")
     if refused:
         return operation.rpartition("\n")[2]

@@ -47,12 +47,12 @@ INTERRUPTED_PATIENCE_SECONDS = 2.0
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """Train ``variants.<name>`` on the data set in ``prepared`` with every seed, and write all its files.
 
-    Starts the processes that the variant needs, unless a launcher started this one as one of them.
-    An interrupted job goes on from its checkpoints. Raises PipelineError.
+    Starts the processes that the variant needs, unless a launcher has already started them.
+    An interrupted job resumes from its checkpoints. Raises PipelineError.
     """
     plan = planned(config, name, machine, prepared)
-    started = time.monotonic() - age_seconds()  # a clock that all processes share and nobody sets
-    # The code as it is now, whatever environment.json says. The key is of the plan without a launcher.
+    started = time.monotonic() - age_seconds()  # all processes share this clock, and it is never set
+    # The hash of the code is of the current files, even if environment.json is older. The key ignores the launcher.
     depends_on, fingerprint = stages.training(plan), environment.read()
     key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
     launch(_work, (config, plan, prepared, fingerprint, depends_on, key, started), plan.processes)
@@ -67,8 +67,10 @@ def _work(
     key: str,
     started: float,
 ) -> None:
-    """Train every seed, in each process; the main one writes the result. ``fingerprint``: the environment's.
-    ``depends_on``: see ``stages.training``. ``key``: the result's."""
+    """Train every seed in this process; the main process also writes the result.
+
+    ``fingerprint``: the environment's fingerprint. ``depends_on``: see ``stages.training``. ``key``: the result's key.
+    """
     keep_freed_memory()
     with assembled(plan, prepared) as assembly, _alone(plan.name) if assembly.world.is_main else nullcontext():
         world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
@@ -85,9 +87,9 @@ def _work(
             runs = [job.train(seed) for seed in plan.train.seeds]
             if world.is_main:
                 job.write_result(runs, key)
-    if heard.signal:  # too late to stop this stage, but no next stage should begin
+    if heard.signal:  # the signal came too late to stop this stage, but no other stage should begin
         sys.exit(heard.exit_code)
-    if world.is_main:  # last: until here, an interrupted job can go on from them
+    if world.is_main:  # last, because an interrupted job resumes from its checkpoints
         for seed in plan.train.seeds:
             checkpoints.discard(checkpoints.checkpoint_file(plan.name, seed))
 
@@ -116,7 +118,7 @@ class Job:
         """The rows of all seeds so far; the main rank writes them to ``history_file``."""
         self.history_file = results.history_file(self.plan.name)
         self.conditions: RunConditions | None = None
-        """How the variant runs here; known with the first seed's model."""
+        """How the variant runs here; set when the first seed's model exists."""
 
     def train(self, seed: int) -> Run:
         """Train one seed, from the start or from its checkpoint; return the same record on every rank."""
@@ -208,13 +210,13 @@ class Job:
     def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
         """Run the training's steps, with a progress bar on a terminal and a printed line per epoch."""
         label = f"{self.plan.name} seed {seed}"
-        tqdm.set_lock(RLock())  # tqdm's own is a semaphore, which a killed rank would leave in the system
+        tqdm.set_lock(RLock())  # tqdm's own lock is a semaphore, which would outlive a killed rank
         bar = tqdm(
             total=training.total_steps,
             initial=training.steps,
             desc=label,
             unit="step",
-            disable=None if self.world.is_main else True,  # None: shown on a terminal alone
+            disable=None if self.world.is_main else True,  # None: shown only on a terminal
         )
         samples = training.batches.steps_per_epoch * training.train.batch_size
         ends = [row.train_seconds for row in self.history if row.seed == seed and row.test_accuracy is not None]
@@ -245,7 +247,7 @@ class Job:
         )
 
     def _save(self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None) -> None:
-        self.assembly.check_imports()  # first: a run that this check refuses must not be resumed
+        self.assembly.check_imports()  # before saving: a run that this check refuses must not be resumed
         state = self.world.wholes_on_main(training.state())
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == seed]
@@ -253,7 +255,7 @@ class Job:
             checkpoints.keep(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
 
     def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
-        """The record of a finished run, from what every rank measured."""
+        """Return the record of a finished run, from the measurements of all ranks."""
         clock, score = training.clock, training.score
         assert score is not None  # the last epoch ends with an evaluation
         window = window_of(training, requested_steps=0, max_input_wait=None)
@@ -283,7 +285,7 @@ class Job:
             print(f"{self.plan.name} {text}", flush=True)
 
     def _identity(self, seed: int, teacher_sha256: str | None) -> str:
-        """Return a digest of all that a run depends on: a checkpoint with another identity is of another run."""
+        """Return a digest of everything that a run depends on. A checkpoint with another digest is of another run."""
         content = {
             "seed": seed,
             "history_every_steps": self.plan.train.history_every_steps,
@@ -299,8 +301,8 @@ class Job:
 def _alone(variant: str) -> Iterator[None]:
     """Raise PipelineError if another process trains this variant here.
 
-    The system releases a record lock when its process ends, however it ends; a fork (a DataLoader's worker) does not
-    inherit the lock.
+    The system releases a record lock when its process ends, even by a crash. Forked processes, such as a DataLoader's
+    workers, do not inherit the lock.
     """
     path = checkpoints.CHECKPOINTS / f"{variant}.lock"
     path.parent.mkdir(exist_ok=True)
@@ -318,9 +320,9 @@ def _alone(variant: str) -> Iterator[None]:
 
 @contextmanager
 def _followed(variant: str) -> Iterator[None]:
-    """Mirror the job's files live, in a process of its own that cannot slow or stop the training."""
+    """Mirror the job's files live, in a separate process that cannot slow or stop the training."""
     command = [sys.executable, "-m", "pipeline", "follow", variant]
-    # In a group of its own it does not get Ctrl-C's signal, and can record how the training ended.
+    # In its own process group the follower does not get Ctrl-C's signal, and can record how the training ended.
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
     assert follower.stdin is not None
     last_words, patience = b"", FOLLOWER_PATIENCE_SECONDS

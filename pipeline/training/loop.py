@@ -70,11 +70,11 @@ class Training:
         return self.step.losses
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
-        """Train to the end, from the start or the restored step. Yields once per step: a row if one is due, else None.
+        """Train to the end, from the start or the restored step. Yields once per step: a row if due, else None.
 
-        Raises NonFiniteLoss, which names the step. On a CPU the rank with the bad loss raises it, and the parameters
-        are those of the step before. On GPUs all ranks raise it when the next row is due, and the parameters are of no
-        use.
+        Raises NonFiniteLoss, which names the step. On a CPU, the rank with the bad loss raises this error, and the
+        parameters are still those of the previous step. On GPUs, all ranks raise this error when the next row is due,
+        and the parameters are useless.
         """
         per_epoch = self.batches.steps_per_epoch
         window_ends = {1, self.warm_after_step}
@@ -101,13 +101,14 @@ class Training:
                     yield None
 
     def fits(self) -> bool:
-        """Try a step; return True if every rank has the memory for it. The training is of no use afterwards.
+        """Try a step; return True if every rank has enough memory for it. The training cannot be used afterwards.
 
-        Ranks do not exchange gradients, because a rank that fails would leave the others waiting. Gradients are
-        computed again after the update, which creates the optimizer's state. Raises TooFewSamples, on all ranks.
+        Ranks do not exchange gradients, because the other ranks would wait for a rank that fails. The update creates
+        the optimizer's state, so gradients are computed once more after the update. If a rank has too few samples, all
+        ranks raise TooFewSamples.
         """
         step = self.step
-        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to the gradients, like any further one
+        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to the gradients, as all later do
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -133,8 +134,8 @@ class Training:
         return True
 
     def advance(self, steps: int) -> None:
-        """Train ``steps`` steps, fewer if the end comes first, in a window of their own. The window counts as measured
-        if it ends after the warm-up. At the end of an epoch the model is evaluated, outside of the window."""
+        """Train ``steps`` steps, or fewer if the training ends first, in a separate window. The window counts as
+        measured if it ends after the warm-up. At the end of an epoch the model is evaluated, outside of the window."""
         per_epoch = self.batches.steps_per_epoch
         if self._advancing is None:
             self._advancing = self.run()
@@ -152,9 +153,10 @@ class Training:
         self.advance(1)
 
     def count_later(self) -> None:
-        """Choose a later step whose samples are counted, if any follows the first. All ranks call it together.
+        """Choose a random later step whose samples are counted, if there is one.
 
-        The choice does not follow from the seed, so that no code in a step can foresee it.
+        The choice does not depend on the seed, so code in a step cannot predict the choice. All ranks call this method
+        together.
         """
         first = max(1, self.steps)
         if first < self.total_steps:
@@ -171,7 +173,7 @@ class Training:
         """Return the work of the counted step that left out most samples, the same on every rank; None if this process
         has counted no step.
 
-        All ranks call it together.
+        All ranks call this method together.
         """
         steps = list(zip(*self.world.gather([each.read() for each in self._counted]), strict=True))
         return most_missing(steps, self.train.batch_size, self.plan.model_processes)
@@ -179,8 +181,8 @@ class Training:
     def restart_measuring(
         self, warmup_steps: int, detectors: Sequence[Detector] = (), energy: Energy | None = None
     ) -> None:
-        """Forget what was measured; ``advance`` then warms up for ``warmup_steps`` before it measures, with these
-        detectors."""
+        """Discard all measurements. ``advance`` then warms up for ``warmup_steps`` steps, and measures with the given
+        ``detectors`` and ``energy``."""
         self.batches.close()
         self.detectors, self.energy = detectors, energy or Energy()
         self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
@@ -190,7 +192,7 @@ class Training:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For a block between two steps: its time and memory do not count as training."""
+        """Exclude the block, which runs between two steps, from the time and memory of the training."""
         open_window = self.steps % self.batches.steps_per_epoch != 0
         if open_window:
             self._close()
@@ -199,7 +201,7 @@ class Training:
             self._open()
 
     def evaluate(self) -> Score:
-        """Score the model as it is now on the test set. All ranks call it together, while paused."""
+        """Score the current model on the test set. All ranks call this method together, while paused."""
         batch_size = self.plan.micro_batch_size
         if not self._whole:
             return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
@@ -210,17 +212,17 @@ class Training:
         return evaluate(model, self.task, self.world, batch_size)
 
     def state(self) -> dict[str, Any]:
-        """Return all that the rest of the run depends on: tensors, as DTensors where each rank holds a part, and plain
-        values. Call it while paused, on all ranks.
+        """Return everything that the rest of the run depends on: plain values and tensors. A tensor of which each rank
+        holds a part is a DTensor. All ranks call this method together, while paused.
 
-        Raises NonFiniteLoss, like ``run``: after a bad loss there is no state to go on from.
+        Raises NonFiniteLoss, like ``run``: a run with a bad loss cannot be resumed.
         """
         with self._located():
             self.losses.read()
         ranks = self.world.gather(
             {
                 "random": checkpoints.random_state(),
-                "last_row": self._last_row,  # its seconds are of this rank's clock
+                "last_row": self._last_row,  # holds seconds of this rank's clock
                 "losses": float(self.losses.total),
                 "clock": self.clock.state(),
                 "memory": self.memory.state(),
@@ -238,9 +240,9 @@ class Training:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned, with whole tensors. Only the main rank needs their values. Call it before
-        ``run``, on all ranks."""
-        self.optimizer_state.load(state["optimizer"])  # first: torch takes a step to create the state
+        """Restore what ``state`` returned, with whole tensors instead of DTensors. Only the main rank needs the
+        tensors' values. All ranks call this method before ``run``."""
+        self.optimizer_state.load(state["optimizer"])  # before the model: torch takes a step to create the state
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]
         self.losses.total += mine["losses"]
@@ -274,7 +276,7 @@ class Training:
             detector.close(measured=measured)
 
     def _end_epoch(self) -> HistoryRow:
-        self._close()  # before the losses are read, which is not part of a step
+        self._close()  # first, because reading the losses is not part of a step
         row = self._row(self.clock.train_seconds)
         self._between_phases()
         started = self.clock.now()
@@ -339,5 +341,5 @@ class Training:
             raise OutOfMemory(
                 f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples per process "
                 f"({first_line(error)}). Set variants.{plan.name}.gradient_accumulation to {more}, "
-                "lower train.batch_size, or end what else takes memory there."
+                "lower train.batch_size, or end other programs that use this memory."
             ) from None

@@ -1,4 +1,4 @@
-"""The losses of a training's steps: added up on their device, read when a row of history is due."""
+"""Add up the losses of steps on their device, and read the sum when a row of the history is due."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError, count
 class NonFiniteLoss(PipelineError):
     """The training loss became infinite or NaN.
 
-    ``steps_ago``: how many steps have ended since the first step with a bad loss began.
+    ``steps_ago``: how many steps have ended since the first step with a bad loss, including this step.
     """
 
     def __init__(self, message: str, steps_ago: int = 0) -> None:
@@ -24,7 +24,7 @@ class NonFiniteLoss(PipelineError):
 class HostLosses:
     """Adds up the losses of steps on a CPU, where reading a loss needs no waiting; raises at the first bad loss.
 
-    It raises before the backward pass, so no rank gets this rank's gradients and none takes the step.
+    ``add`` raises before the backward pass, so no rank gets this rank's gradients and no rank takes the step.
     """
 
     def __init__(self, world: World) -> None:
@@ -41,7 +41,10 @@ class HostLosses:
         """Do nothing: ``add`` has already raised if the loss is bad."""
 
     def read(self) -> float:
-        """The sum over steps since the last ``read_and_reset``, averaged over ranks. All ranks call it together."""
+        """Return the sum over steps since the last ``read_and_reset``, averaged over ranks.
+
+        All ranks call this method together.
+        """
         return self.world.sum_(torch.tensor(self.total, dtype=torch.float64)).item() / self.world.size
 
     def read_and_reset(self) -> float:
@@ -54,15 +57,15 @@ class HostLosses:
 class DeviceLosses:
     """Adds up the losses of steps on the device, waiting neither for the device nor for another rank.
 
-    NaN and infinity stay in a sum for good, so ``read`` finds a bad loss, and its step, though some steps later. The
-    optimizer has taken these steps, so the weights are of no use and must not be kept.
+    A sum that is NaN or infinite stays so. Therefore ``read`` still finds a bad loss, and its step, some steps later.
+    By then the optimizer has taken these steps, so the weights are useless and must not be kept.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.total = torch.zeros((), device=world.device)
         self.bad_steps = torch.zeros((), device=world.device)
-        """How many steps this rank has ended since its sum became infinite or NaN, that step included."""
+        """How many steps this rank has ended since its sum became infinite or NaN, including that step."""
 
     def add(self, loss: torch.Tensor) -> None:
         self.total += loss.detach()
@@ -71,9 +74,9 @@ class DeviceLosses:
         self.bad_steps += torch.nan_to_num(self.total * 0.0, nan=1.0)  # finite: 0; infinite or NaN: 1
 
     def read(self) -> float:
-        """The sum over steps since the last ``read_and_reset``, averaged over ranks. Waits for the device.
+        """Return the sum over steps since the last ``read_and_reset``, averaged over ranks. Waits for the device.
 
-        All ranks call it together. Raises NonFiniteLoss, on all of them.
+        All ranks call this method together. If the sum is not finite, all ranks raise NonFiniteLoss.
         """
         total = self.world.sum_(self.total.clone()).item() / self.world.size
         if not math.isfinite(total):

@@ -1,4 +1,4 @@
-"""A training's measurements, as the records of results, the bench and profiles."""
+"""Turn a training's measurements into the records of results, the bench and profiles."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ def window_of(
     seen: Sequence[Rejection] = (),
     memory: Memory | None = None,
 ) -> Window:
-    """Combine what all ranks measured in the training's windows so far into one record, the same on every rank.
+    """Combine the measurements of all ranks and windows so far into one record, which is the same on every rank.
 
-    Rejected figures are None. The reasons for a rejection: fewer measured steps than ``requested_steps``, a share of
-    waiting for input above ``max_input_wait``, samples missing in a counted step, the rejections ``seen`` on this rank,
-    and those of the training's detectors. ``memory`` is given if it was measured in other windows than the speed.
+    Rejected figures are None. Figures are rejected for fewer measured steps than ``requested_steps``, and for a share
+    of waiting for input above ``max_input_wait``. They are also rejected for retries of the allocator, for samples
+    missing in a counted step, for the rejections ``seen`` on this rank, and for those of the training's detectors.
+    ``memory`` is given if memory was measured in other windows than the speed.
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]
@@ -81,7 +82,7 @@ def window_of(
     held = [each["driver_bytes"] for each in memories]
     unknown = None in peaks or any(rejection.voids_memory for rejection in rejected)
     seconds = slowest["measured_seconds"]
-    over_ranks = sum if memory.reserved_bytes is None else max  # the processes of a CPU share its memory
+    over_ranks = sum if memory.reserved_bytes is None else max  # processes on a CPU share its memory, so peaks add up
 
     def trusted(value: float | None) -> float | None:
         return None if rejected else value

@@ -1,4 +1,4 @@
-"""A teacher's weights, for a student."""
+"""Load a teacher's weights for a student."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from pipeline.training import checkpoints
 
 
 def weights(config: Config, name: str, seed: int) -> dict[str, torch.Tensor] | None:
-    """Return the weights of the teacher of ``variants.<name>``, on the CPU; if the teacher is a variant, those of the
-    same seed. None if there is no teacher. Raises PipelineError if they are missing or damaged."""
+    """Return the weights of the teacher of ``variants.<name>``, on the CPU; None if there is no teacher.
+
+    If the teacher is a variant, its weights of the same seed are returned. Raises PipelineError if the weights are
+    missing or damaged.
+    """
     settings, teacher = config.variants[name].distillation, config.teacher_of(name)
     if settings is None:
         return None

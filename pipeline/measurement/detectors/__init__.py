@@ -1,7 +1,7 @@
-"""Reasons to reject measured numbers: disturbances of the measured windows, and contradictions in the measurements.
+"""Find reasons to reject measured numbers: disturbances of the measured windows, and contradictory figures.
 
-A detector accompanies the clock through a run's windows: it is opened before the clock's window and closed after it. It
-reads counters at both ends, never waits for the device and does not touch the steps.
+A detector is opened before each window of the clock and closed after it. The detector reads counters at both moments.
+It never waits for the device and does not change the steps.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
 
 
 def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
-    """Return the detectors that this machine supports for ``devices`` (a process's own) and for the host's CPU.
-    Repeated calls return the same detectors in the same order.
+    """Return the detectors that this machine supports for ``devices`` (this process's own) and for the host's CPU.
+    Repeated calls return the same kinds of detectors in the same order.
 
-    ``root_pid``: the job's root process; it and all its descendants are the job's own processes. If
-    ``max_foreign_load`` is None, the CPU's load is not watched: one process per host and job does that.
+    ``root_pid``: the job's root process; this process and all its descendants are the job's own processes. If
+    ``max_foreign_load`` is None, the CPU's load is not watched: only one process per host and job has to watch it.
     """
     of_gpus = gpu_detectors(devices, root_pid) if devices[0].type == "cuda" else []
     return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_gpus]

@@ -6,16 +6,16 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 MAX_THROTTLED_FRACTION = 0.05
-"""Largest share of the measured windows that may be throttled: of a CPU's time, or of the queries of a GPU."""
+"""Largest accepted share of throttling in the measured windows: of a CPU's time, or of the queries of a GPU."""
 
 
 class Rejection(NamedTuple):
-    """Why numbers of the measured windows are not to be trusted. Every rejection voids the speeds and step times."""
+    """Why numbers of the measured windows cannot be trusted. Every rejection voids the speeds and step times."""
 
     reason: str
-    """What happened, to what extent, and what to do."""
+    """Says what happened, to what extent, and what to do."""
     voids_memory: bool = False
-    """True if the peak memory is not to be trusted either."""
+    """True if the peak memory cannot be trusted either."""
 
 
 class Detector(ABC):
@@ -23,15 +23,15 @@ class Detector(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """A window starts."""
+        """Start a window."""
 
     @abstractmethod
     def close(self, *, measured: bool) -> None:
-        """The window ends. Measured windows add up; other windows are ignored."""
+        """End the window. The counts of measured windows add up; other windows are ignored."""
 
     @abstractmethod
     def rejections(self) -> list[Rejection]:
-        """Return why the measured windows so far are not to be trusted; empty if no disturbance was seen."""
+        """Return the reasons to reject the measured windows so far; an empty list if no disturbance was seen."""
 
     def state(self) -> dict[str, Any]:
         """Return the counts that a resumed run needs to go on counting."""

@@ -1,4 +1,4 @@
-"""Compilation by torch.compile during measured windows."""
+"""Detect compilation by torch.compile during measured windows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Recompilation(Detector):
     def close(self, *, measured: bool) -> None:
         if measured:
             now = _compile_seconds()
-            self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() starts at zero
+            self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() zeroes time
 
     def rejections(self) -> list[Rejection]:
         if not self.seconds:

@@ -1,4 +1,4 @@
-"""Disturbances of the CPU: other processes, other virtual machines, heat."""
+"""Detect disturbances of the CPU: other processes, other virtual machines, heat."""
 
 from __future__ import annotations
 
@@ -32,29 +32,30 @@ class _Usage(NamedTuple):
 
     moment: float
     busy: float
-    """Busy time of the allowed cores, for any process."""
+    """Busy time of the allowed cores, over all processes."""
     idle: float
     """Idle time of the allowed cores."""
     stolen: float
-    """Time in which the allowed cores had work, but the hypervisor gave them to other virtual machines."""
+    """Time in which the allowed cores had work, but the hypervisor gave the cores to other virtual machines."""
     own: float
-    """CPU time of the job's processes, including their children that have ended."""
+    """CPU time of the job's processes, including children that have ended."""
     waits: dict[str, float]
-    """Thread of the job -> time it was ready to run but had no core. Empty where the kernel does not report it."""
+    """Each thread of the job -> time in which it was ready to run but had no core. Empty if the kernel reports none."""
 
 
 class ForeignLoad(Detector):
     """Other processes, or other virtual machines, use the CPU while the job needs it.
 
     Load on cores that the job leaves idle takes nothing from the job. So foreign CPU time on the allowed cores counts
-    only up to the time that the job's threads were ready and waited for a core; where the kernel does not report that
-    time (/proc/<pid>/task/<tid>/schedstat is missing), only the foreign time that exceeds the cores' idle time counts.
-    The time that the hypervisor took from these cores is added, in proportion to the job's share of their work. The sum
-    is compared with the CPU time that the job would have had without all this, or with one core's time if that is more:
-    a job that waits for its GPU uses little CPU, and can lose half of that without harm.
+    only up to the time in which the job's ready threads waited for a core. If the kernel does not report this waiting
+    time (/proc/<pid>/task/<tid>/schedstat is missing), foreign time counts only as far as it exceeds the cores' idle
+    time. Time that the hypervisor took from the cores is added, in proportion to the job's share of their busy time.
 
-    Programs that leave the job its cores can still slow it down through shared caches, memory and clocks. This detector
-    does not see that; the baseline measured against itself shows how noisy the machine is.
+    The sum is compared with the CPU time that the job would have had without these losses, or, if longer, with the
+    length of the windows. A job that waits for its GPU uses little CPU time, and can lose half of it without harm.
+
+    Programs on other cores can still slow the job down through shared caches, memory and clocks. This detector does not
+    see such effects; measuring the baseline against itself shows how noisy the machine is.
     """
 
     def __init__(self, cores: set[int], root_pid: int, limit: float) -> None:
@@ -64,12 +65,12 @@ class ForeignLoad(Detector):
         self.window_seconds = 0.0
         """Total length of the measured windows."""
         self.own_seconds = 0.0
-        """CPU time of the job in the measured windows. The next three are times of the allowed cores in them."""
+        """CPU time of the job in the measured windows. The next three attributes are times of the allowed cores."""
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
         self.stolen_seconds = 0.0
         self.waited_seconds: float | None = None
-        """Time in which the job's threads were ready but had no core; None where the kernel does not report it."""
+        """Time in which the job's threads were ready to run but had no core; None if the kernel does not report it."""
 
     def open(self) -> None:
         self._before = self._usage()
@@ -90,10 +91,10 @@ class ForeignLoad(Detector):
 
     @property
     def taken_seconds(self) -> float:
-        """CPU time that others took from the job, over all windows together.
+        """CPU time that other processes and virtual machines took from the job, over all measured windows.
 
-        The counters tick in hundredths of a second, longer than a short window. A tick that comes too early in one
-        window comes too late in another, so the errors cancel in the sum.
+        The counters advance in steps of 10 ms, which can be longer than a window. Rounding errors of single windows
+        cancel in the sum over all windows.
         """
         own, foreign = self.own_seconds, max(0.0, self.busy_seconds - self.own_seconds)
         harm = self.waited_seconds
@@ -106,7 +107,7 @@ class ForeignLoad(Detector):
         due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
         if not due or (share := self.taken_seconds / due) <= self._limit:
             return []
-        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # with room, because the load differs by round
+        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # with a margin: the load differs between rounds
         return [
             Rejection(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
@@ -133,7 +134,8 @@ class ForeignLoad(Detector):
 class CpuThrottling(Detector):
     """The CPU got too hot and slowed down. ``totals``: files with the milliseconds of throttling so far.
 
-    A core at full load often reaches its thermal limit for a moment; that is part of its speed, like a GPU's power cap.
+    A core at full load often reaches its thermal limit for a moment. Such moments are accepted as part of the core's
+    normal speed, like a GPU's power cap.
     """
 
     def __init__(self, totals: Sequence[Path]) -> None:
@@ -142,7 +144,7 @@ class CpuThrottling(Detector):
         self._opened = 0.0
         self.window_seconds = 0.0
         self.throttled_seconds = 0.0
-        """Time for which the core or package that was throttled longest was throttled."""
+        """Throttled time. Each window adds the time of the core or package that was throttled longest in it."""
 
     def open(self) -> None:
         self._before, self._opened = self._read(), time.monotonic()

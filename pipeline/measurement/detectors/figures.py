@@ -1,4 +1,4 @@
-"""Checks of the measured figures against each other."""
+"""Check the measured figures against each other."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pipeline.measurement.detectors.base import Rejection
 from pipeline.measurement.windows import Clock, Memory
 
 MAX_ASIDE_FRACTION = 0.05
-"""Largest CPU time between an arm's turns, as a share of its measured seconds: it can make the arm seem this much
-faster."""
+"""Largest accepted CPU time between an arm's turns, as a share of its measured seconds. Work between the turns is not
+measured, so it can make the arm seem faster by this share."""
 MAX_IDLE_FRACTION = 0.01
-"""Allowed in addition, as a share of the seconds between the turns: gloo's threads take up to 0.3% when idle."""
+"""CPU time accepted in addition, as a share of the seconds between the turns: gloo's idle threads take up to 0.3%."""
 
 
 def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Rejection]:
@@ -52,15 +52,15 @@ def of_memory(memory: Memory) -> list[Rejection]:
 def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[Rejection]:
     """Return a rejection if an arm used too much CPU time between its turns, while other arms were measured.
 
-    ``aside_seconds``: that CPU time; ``waited_seconds``: the total time between the arm's turns."""
+    ``aside_seconds``: CPU time used between the turns; ``waited_seconds``: total time between the turns."""
     if aside_seconds <= MAX_ASIDE_FRACTION * clock.measured_seconds + MAX_IDLE_FRACTION * waited_seconds:
         return []
     return [
         Rejection(
-            f"it used {aside_seconds:.2f} s of CPU time between its turns, beside {clock.measured_seconds:.2f} s of "
-            f"measured time (at most {MAX_ASIDE_FRACTION:.0%} of that, plus {MAX_IDLE_FRACTION:.0%} of the "
-            f"{waited_seconds:.2f} s between its turns, is allowed): its own figures miss this work, and it disturbs "
-            "the others'; let a technique's threads and processes wait while no step is taken"
+            f"it used {aside_seconds:.2f} s of CPU time between its turns, and {clock.measured_seconds:.2f} s of "
+            f"measured time (allowed: {MAX_ASIDE_FRACTION:.0%} of the measured time plus {MAX_IDLE_FRACTION:.0%} of "
+            f"the {waited_seconds:.2f} s between its turns). Its own figures leave out this work, which also disturbs "
+            "the other arms; let a technique's threads and processes wait while no step is taken"
         )
     ]
 
@@ -68,7 +68,7 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
 def of_steps(measured: Sequence[int], *, asked: int, warmup: int) -> list[Rejection]:
     """Return rejections if ranks measured too few steps, or different numbers of steps.
 
-    ``measured``: steps in the measured windows of each rank; ``asked``: the fewest that each rank should measure."""
+    ``measured``: the number of measured steps of each rank; ``asked``: how many each rank should measure at least."""
     fewest = min(measured)
     if not fewest:
         return [

@@ -1,4 +1,4 @@
-"""Disturbances of a GPU: heat, too little power, other processes."""
+"""Detect disturbances of a GPU: heat, too little power, other processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.measurement.nvml import handle_of
 
 GPU_SAMPLE_SECONDS = 0.1
 MPS_SERVER = "nvidia-cuda-mps"
-"""The kernel keeps 15 characters of the process name nvidia-cuda-mps-server."""
+"""The process name nvidia-cuda-mps-server, of which the kernel keeps only 15 characters."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
@@ -25,9 +25,9 @@ SLOWDOWNS = {
     "nvmlClocksEventReasonSwThermalSlowdown": "software thermal slowdown",
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
 }
-"""The reasons for reduced GPU clocks that a better cooled or better powered GPU of the same model would not have.
+"""The reasons for reduced GPU clocks that better cooling or a better power supply would remove.
 
-The software power cap is not among them: it sets the clocks of a GPU at full load, and so is part of its speed.
+The software power cap is left out: it limits the clocks of every GPU at full load, so it is part of normal speed.
 """
 
 
@@ -55,9 +55,10 @@ class GpuThrottling(Detector):
     """The GPU was too hot or short of power and slowed down.
 
     A separate thread asks the driver for the reasons of reduced clocks ten times a second and at a window's end. It
-    does not ask at a window's beginning, because an idle GPU reports a slowdown for a moment when work arrives. The
-    driver also counts throttled time without gaps, but these counters do not tell the reasons apart, or their numbers
-    and units changed between drivers. As on a CPU, a moment at the limit is part of the GPU's speed.
+    does not ask at a window's beginning, because an idle GPU reports a slowdown for a moment when work arrives.
+
+    The driver's counters of throttled time are not used: some do not separate the reasons, others changed their numbers
+    and units between drivers. As on a CPU, throttling for a moment is accepted as part of the GPU's normal speed.
     """
 
     def __init__(self, nvml: Any, handle: Any, name: str = "the GPU") -> None:
@@ -111,17 +112,19 @@ class GpuThrottling(Detector):
         ended = False
         while not ended:
             ended = self._stop.wait(GPU_SAMPLE_SECONDS)
-            with suppress(self._nvml.NVMLError):  # the driver may answer the next time
+            with suppress(self._nvml.NVMLError):  # one failed query is no problem: the driver may answer the next
                 self._looks.append(self.look())
 
 
 class SharedGpu(Detector):
     """Another process computes on this GPU, at the start or at the end of a window.
 
-    The driver always lists the host's process ids. In a container with its own ids no process finds itself in the list;
-    then all listed processes but one count as foreign, as a job has one process per GPU. Under MPS the list holds the
-    MPS server beside its clients; the server works only for them, so it is not foreign. Where its name cannot be read,
-    one server is assumed for all clients.
+    The driver always lists the host's process ids. In a container with its own ids, a process does not find its id in
+    the list. A job has one process per GPU, so in this case all listed processes except one count as foreign.
+
+    Under MPS the list also holds the MPS server. The server works only for its clients, so it does not count as
+    foreign. If no listed process has the server's name but MPS clients run, one of the processes is assumed to be the
+    server.
     """
 
     def __init__(self, nvml: Any, handle: Any, root_pid: int, name: str = "the GPU") -> None:

@@ -1,4 +1,4 @@
-"""Facts about processes from /proc: which belong to a job, their CPU time, and how long they waited for a core."""
+"""Read from /proc which processes belong to a job, their CPU time, and how long their threads waited for a core."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PROC = Path("/proc")
 
 
 def job_ticks(root_pid: int) -> dict[int, int]:
-    """Return the processes of a job (``root_pid`` and all its descendants) -> clock ticks of CPU time of each.
+    """Return the CPU time of each process of a job (``root_pid`` and all its descendants), in clock ticks, by id.
 
-    The ticks of children that have ended count for their parents.
+    The ticks of a child that has ended count for its parent.
     """
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
@@ -53,15 +53,16 @@ def name_of(pid: int) -> str:
 
 
 def thread_waits(pid: int) -> list[tuple[str, float]]:
-    """Return each thread of a process, and the seconds it was ready to run but waited for a core.
+    """Return each thread of a process with the seconds in which it was ready to run but waited for a core.
 
-    Empty if the process has ended or the kernel does not report it; threads that have not run yet are left out."""
+    Threads that have not run yet are left out. The list is empty if the process has ended or the kernel does not report
+    these times."""
     waits = []
     try:
         for thread in (PROC / str(pid) / "task").iterdir():
             _, wait, turns = (thread / "schedstat").read_bytes().split()
-            if turns != b"0":  # 0 also if the kernel does not count
+            if turns != b"0":  # also 0 if the kernel does not count waits
                 waits.append((thread.name, int(wait) / 1e9))
-    except OSError:  # the process has just ended, or the kernel does not report it
+    except OSError:  # the process has just ended, or the kernel does not report waits
         pass
     return waits
