@@ -1,11 +1,11 @@
-# The pipeline with everything in requirements.lock, for NVIDIA GPUs; it runs on a CPU as well.
+# The pipeline with all packages of requirements.lock, for NVIDIA GPUs. The image also runs on a CPU.
 #
 #   docker build --tag pipeline .
 #   docker build --tag pipeline:cpu --build-arg BASE=ubuntu:24.04 .     without NVIDIA's base, for a CPU
 #
-# The CUDA libraries, cuDNN and NCCL come with the locked torch, so the base brings the system alone and the driver comes
-# from the host. A base needs apt-get and a python3 of 3.11 to 3.13. torch always is the locked one, in a venv: a torch
-# that a base has, as nvcr.io/nvidia/pytorch does, stays there and is not used; its settings are undone below.
+# The CUDA libraries, cuDNN and NCCL come with the locked torch, and the driver comes from the host, so the base is only the
+# operating system. A base needs apt-get and a python3 of 3.11 to 3.13. The locked torch is installed into a venv and always
+# used. A torch of the base (nvcr.io/nvidia/pytorch has one) stays unused; its settings are undone below.
 #
 # To pin the base: --build-arg BASE=nvidia/cuda@sha256:..., with the digest that
 # `docker buildx imagetools inspect nvidia/cuda:13.2.1-base-ubuntu24.04` prints.
@@ -13,7 +13,7 @@ ARG BASE=nvidia/cuda:13.2.1-base-ubuntu24.04
 # hadolint ignore=DL3006
 FROM ${BASE}
 
-# Distributions keep no old versions of their packages to pin; pin the base instead.
+# Package versions are not pinned, because distributions delete old versions; pin the base instead.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
@@ -21,13 +21,14 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log \
     && git config --system --add safe.directory '*'
 
-# NVIDIA's PyTorch image holds pip to its own versions, and the loader to its own libtorch; the driver's stay.
+# NVIDIA's PyTorch image makes pip keep the image's versions, and the loader use the image's libtorch. This undoes both; the
+# driver's libraries stay.
 ENV PIP_CONSTRAINT="" \
     LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64
 
-# Where packages come from a mirror, or by way of a certificate authority of your own:
-# docker build --secret id=pip.conf,src=/etc/pip.conf --secret id=ca.crt,src=/etc/ssl/my-ca.crt; nothing of it stays in
-# the image. Keep such files outside of the checkout; .dockerignore lets in only what it names.
+# For a mirror of the package index, or a certificate authority of your own:
+# docker build --secret id=pip.conf,src=/etc/pip.conf --secret id=ca.crt,src=/etc/ssl/my-ca.crt
+# Nothing of these files stays in the image. Keep such files outside of the checkout.
 COPY requirements-build.lock requirements.lock /opt/
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
@@ -38,15 +39,15 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
             --no-build-isolation --requirement "/opt/$lock.lock" || exit 1; \
     done
 
-# Any other user can be chosen at run time too (--user): the home directory is everybody's, and names are given.
+# --user can choose any other user at run time: everybody can write to the home directory, and HOME and USER are set below.
 ARG UID=1000
 ARG GID=1000
 RUN if getent passwd ubuntu; then userdel --remove ubuntu; fi \
     && groupadd --force --non-unique --gid "${GID}" pipeline \
     && useradd --no-log-init --non-unique --uid "${UID}" --gid "${GID}" --create-home pipeline \
     && chmod 1777 /home/pipeline
-# NVIDIA's base asks the driver for its own minor version of CUDA, or the container is refused. torch needs the major
-# version alone, and where that is missing, `doctor` says so.
+# NVIDIA's base refuses to start if the driver lacks the base's minor version of CUDA. torch needs only the major version, so
+# the check is off (NVIDIA_DISABLE_REQUIRE); `doctor` says if the major version is missing.
 ARG BASE
 ENV PATH=/opt/venv/bin:$PATH \
     HOME=/home/pipeline \
@@ -57,14 +58,14 @@ ENV PATH=/opt/venv/bin:$PATH \
     NVIDIA_DISABLE_REQUIRE=true \
     PIPELINE_IMAGE=${BASE}
 
-# A checkout is mounted over this copy of the code. The copy has no git history, so DVC is told to do without.
+# This copy of the code runs if no checkout is mounted. The copy has no git history, so DVC is told to work without git.
 WORKDIR /workspace
 COPY --chown=${UID}:${GID} . .
 RUN printf '[core]\n    no_scm = true\n' > .dvc/config.local && chown "${UID}:${GID}" . .dvc .dvc/config.local
 USER ${UID}:${GID}
 
-# DVC ignores SIGINT while a stage runs, but a SIGTERM would end it before its stage could save anything. tini passes
-# the signal on to both: the training saves a checkpoint and ends, then DVC does.
+# The stop signal is SIGINT: DVC ignores it while a stage runs, but SIGTERM would end DVC before its stage saves anything.
+# tini sends the signal to DVC and to the stage: the training saves a checkpoint and ends, and then DVC ends.
 STOPSIGNAL SIGINT
 ENTRYPOINT ["tini", "-s", "-g", "--"]
 CMD ["dvc", "repro"]

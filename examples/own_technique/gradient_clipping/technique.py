@@ -1,4 +1,4 @@
-"""Gradient clipping: scale the gradients down where their norm over all parameters is too large."""
+"""Gradient clipping: scale the gradients down if their norm over all parameters is too large."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import Options
 
 
 class GradientClipping(Technique):
-    """``torch.nn.utils.clip_grad_norm_`` between the backward pass and the update."""
+    """Calls ``torch.nn.utils.clip_grad_norm_`` between the backward pass and the update."""
 
     name = "gradient_clipping"
 
