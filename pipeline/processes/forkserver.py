@@ -1,4 +1,4 @@
-"""What a fork server imports first: it ends with the process that started it, also while it imports the rest."""
+"""A fork server imports this first, so that it ends with the process that started it, even during further imports."""
 
 from pipeline.processes import terminate_with_parent
 

@@ -55,7 +55,7 @@ class Variant(
 
 
 def entries() -> tuple[Entry, ...]:
-    """Return all available techniques: first this package's. Raises ConfigError if another package's entry is
+    """Return all available techniques, this package's first. Raises ConfigError if another package's entry is
     broken."""
     return (*CATALOGUE, *(_from_outside(name) for name in outside.names()))
 
@@ -66,8 +66,7 @@ def entry(name: str) -> Entry:
 
 
 def requested(variant: Variant) -> tuple[Entry, ...]:
-    """Return the variant's techniques, in the catalogue's order. Raises ConfigError for an extra that is not
-    installed."""
+    """Return the variant's techniques, in the catalogue's order. Raises ConfigError if an extra is not installed."""
     own = (each for each in CATALOGUE if each.requested_by(variant))
     return (*own, *(_from_outside(name) for name in variant.extra))
 

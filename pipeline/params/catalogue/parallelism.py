@@ -10,8 +10,7 @@ from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.sections import Count, Section
 
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-_ONE_FORWARD = "checkpointing replaces a block's forward pass, and the copies on all GPUs would run the first GPU's "
-"forward pass"
+_ONE_FORWARD = "checkpointing replaces a block's forward pass, and all GPUs' copies would run the first GPU's"
 
 
 class ParallelismSettings(Section):
@@ -235,7 +234,7 @@ PARALLELISM: tuple[Entry, ...] = (
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
             "fp16": "each process would detect the overflows of its own gradients and have its own loss scale",
-            "cuda_graph": "its collectives may not be capturable",
+            "cuda_graph": "its collectives possibly cannot be captured",
             "auto_micro_batch": "a process that ran out of memory would leave the others waiting in a pair of layers",
         },
     ),
