@@ -38,7 +38,7 @@ def said(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         return f"{error.filename or 'the output, or a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
-    # The module tempfile raises this OSError without a file name.
+    # The module tempfile raises this OSError.
     if isinstance(error, OSError) and str(error.strerror).startswith("No usable temporary directory"):
         return f"{error.strerror}; make room in one of them, or let TMPDIR name another, and run it again."
     if isinstance(error, MemoryError):

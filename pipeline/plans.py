@@ -19,7 +19,7 @@ MICRO_BATCHES_A_STAGE = 4
 Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
 
 WhyNotHeldBy = Callable[[int], str | None]
-"""A number of processes -> why that many cannot hold one model together; None if they can."""
+"""Number of processes -> the reason why so many processes cannot hold one model together; None if they can."""
 
 _FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
 """Form of inference -> the software that its numbers depend on, like ``Entry.relies_on`` for techniques."""

@@ -1,4 +1,4 @@
-"""Digests of the code that stages and variants run: one digest per file, from the source, without importing it.
+"""Digests of the code that stages and variants run: one digest per file, computed without importing the file.
 
 A digest covers a file's syntax tree without docstrings, so comments, docstrings and formatting do not change it. The
 files are found by following all import statements, wherever in a file these are. ``unfollowed`` detects modules that

@@ -36,7 +36,7 @@ _FUNCTION = r"[^:.][^:]*:[^:]+"
 
 
 class Config(Section):
-    """params.yaml."""
+    """The content of params.yaml."""
 
     fetch: sections.Fetch = sections.Fetch()
     prepare: sections.Prepare = sections.Prepare()
@@ -73,7 +73,7 @@ class Config(Section):
 
 
 def load(path: Path = PARAMS_FILE) -> Config:
-    """Read and validate ``path``. Raises ConfigError, naming every offending key."""
+    """Read and validate ``path``. Raises ConfigError, which names every wrong key."""
     values = read(path)
     config = parse(values, str(path))
     if problems := list(_misplaced_students(config, values)):
@@ -99,7 +99,7 @@ def read(path: Path) -> Any:
 
 
 def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
-    """Validate already loaded values. Raises ConfigError, naming every offending key."""
+    """Validate already loaded values. Raises ConfigError, which names every wrong key."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: found {_shown(values)}; expected a mapping of sections.")
     try:
@@ -305,7 +305,7 @@ message."""
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[str]:
-    """Return a line for each wrong key in ``values``: its path, what was found there, what is allowed."""
+    """Return a line for each wrong key in ``values``: its path, the value found, and what is allowed."""
     at: dict[tuple[Any, ...], list[Any]] = {}
     for each in error.errors(include_url=False):
         at.setdefault(_path(each, values), []).append(each)

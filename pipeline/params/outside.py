@@ -35,7 +35,7 @@ def module_of(name: str) -> str:
 
 
 def load(group: str, name: str) -> Any:
-    """Load the entry point ``name`` of ``group``. Raises ConfigError, naming the package, if loading fails."""
+    """Load the entry point ``name`` of ``group``. Raises ConfigError, which names the package, if loading fails."""
     point = _point(group, name)
     try:
         return point.load()

@@ -111,7 +111,7 @@ class Fetch(Section):
 
 
 class Prepare(Section):
-    """How raw files become packed arrays."""
+    """How raw files are converted to packed arrays."""
 
     image_size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         None, description="For image_folder: [height, width] to which every image is resized."
@@ -144,12 +144,12 @@ class Augment(Section):
 
 
 class Train(Section):
-    """The job. Every variant trains exactly this."""
+    """The job that every variant trains."""
 
     OF_RUNS: ClassVar = frozenset({"seeds", "history_every_steps"})
-    """Settings of the number of runs and of their records; no training step depends on them."""
+    """Settings for the number of runs and for their records; no training step depends on these settings."""
     OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
-    """Settings for resuming a run; no measured number depends on them."""
+    """Settings for resuming a run; no number depends on these settings."""
 
     task: str = Field(
         "classification",

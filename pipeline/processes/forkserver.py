@@ -1,4 +1,5 @@
-"""A fork server imports this first, so that it ends with the process that started it, even during further imports."""
+"""A fork server imports this module first, so that the server ends with its parent process, even during later
+imports."""
 
 from pipeline.processes import terminate_with_parent
 

@@ -61,7 +61,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def entry(name: str) -> Entry:
-    """Return the entry of that name. Raises ConfigError if there is none, or its package is broken."""
+    """Return the technique's entry. Raises ConfigError if there is no such technique, or its package is broken."""
     return _BY_NAME.get(name) or _from_outside(name)
 
 
@@ -77,7 +77,7 @@ def in_order(variant: Variant) -> list[Entry]:
 
 
 def acting(variant: Variant) -> list[Entry]:
-    """Return the techniques that act in the variant's training, in the order in which they apply."""
+    """Return the techniques that have an effect in the variant's training, in the order in which they apply."""
     parallelism = variant.parallelism
     return [
         each

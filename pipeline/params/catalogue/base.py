@@ -31,11 +31,11 @@ COMPILER = "compiler"
 """Value in ``relies_on`` for the C++ compiler that torch.compile calls."""
 
 WhyNot = Callable[[Machine, bool], str | None]
-"""Maps the machine, and whether the job runs on its GPUs, to why the technique cannot run there; None if it can."""
+"""(Machine, whether the job runs on GPUs) -> the reason why the technique cannot run there; None if it can."""
 
 
 def _nothing(*_: object) -> None:
-    """Return None: there is no reason against the technique."""
+    """Return None, which means that nothing speaks against the technique."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Entry:
     """One technique, or one form of parallelism."""
 
     name: str
-    """The name in results and reports."""
+    """The technique's name in results and reports."""
     setting: str
     """The line of a variant in params.yaml that asks for the technique. With ``requested_if``, this line is an
     example."""
     searched_for: tuple[str, ...]
-    """Names under which people look for it."""
+    """Names under which people look for the technique."""
     does: str
     pays: str
     """When the technique pays."""
@@ -57,9 +57,9 @@ class Entry:
     changes: Changes
     implementation: str = ""
     """The technique's module under ``pipeline/techniques`` and its class: ``module.Class``. A job imports only the
-    modules of the techniques that it applies, because some import much of torch. Empty if the parallelism that the
-    technique ``needs``, the plan or the ``placement`` does its work. Also empty for another package's technique: the
-    class is in its entry point."""
+    modules of the techniques that it applies, because some import much of torch. Empty if the technique has no class of
+    its own, because the plan, the ``placement`` or a parallelism in ``needs`` does the work. Also empty for another
+    package's technique, whose entry point names the class."""
     layer: Layer = "step"
     requested_if: Callable[[Variant], bool] | None = None
     """Returns whether a variant applies the technique. None: a variant with ``setting``, or with the technique's name
@@ -76,12 +76,12 @@ class Entry:
     """Returns why the machine can only emulate the technique, which is slower than training without the technique.
     train.without_native decides what happens then."""
     why_not_with: Callable[[Train], str | None] = _nothing
-    """Maps the job to why the technique cannot be applied to it on any machine; None if it can."""
+    """Job -> the reason why the technique cannot be applied to this job on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
     """Value of the key -> a function like ``why_not`` for this value."""
     why_not_beside: Callable[[Variant, bool], str | None] = _nothing
-    """Maps the whole variant, and whether the job runs on GPUs, to why the technique cannot run with the variant's
-    other settings; None if it can. Used for conditions that ``excludes`` cannot express."""
+    """(Variant, whether the job runs on GPUs) -> the reason why the technique cannot run with the variant's other
+    settings; None if it can. Used for conditions that ``excludes`` cannot express."""
     done_by: tuple[str, ...] = ()
     """Values of ``parallelism`` that already do the technique's work, so that its class is not used."""
     placement: Literal["resident", "streamed", "dataloader"] | None = None
@@ -106,8 +106,8 @@ class Entry:
     repeats: bool = True
     """Whether the same seed gives the same weights again, bit for bit."""
     without_effect: Callable[[Variant], dict[str, Any]] | None = None
-    """Maps the variant to changed settings with which the technique runs but does not affect the weights; ``verify``
-    tries these settings. None if there are no such settings."""
+    """Variant -> changed settings with which the technique runs but does not affect the weights; ``verify`` tries these
+    settings. None if there are no such settings."""
     relies_on: tuple[str, ...] = ()
     """Software besides torch on whose versions the numbers depend: distributions of the extras, and ``COMPILER``."""
     options: type[BaseModel] | None = None
