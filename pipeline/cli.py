@@ -1,7 +1,7 @@
 """The command line: each command parses its arguments and calls one function.
 
 Each command's function imports the code that it runs, so that ``--help`` and the light commands stay quick. For a
-stage's command, these imports and what they import in turn are the code that DVC tracks (environment/code.py).
+stage's command, DVC tracks the code of these imports and of all modules that they import (environment/code.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        import pydantic  # noqa: F401  (as every command does)
+        import pydantic  # noqa: F401  (every command imports it)
 
         from pipeline.errors import printable, redacted, said
     except ModuleNotFoundError as error:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Return True if the reader of standard output has gone, such as `head`; discard further output then."""
+    """Return True if the reader of standard output, such as `head`, has ended; then also discard further output."""
     polled = select.poll()
     polled.register(sys.stdout, 0)
     left = any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
@@ -87,12 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     add("environment", _environment, "Check params.yaml against this machine and write environment.json.")
-    add("fetch", _fetch, "Bring the raw files and check their SHA-256.")
+    add("fetch", _fetch, "Download or copy the raw files and check their SHA-256.")
     add("prepare", _prepare, "Decode the raw files once, into packed arrays.")
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
     train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     bench = add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
-    bench.add_argument("--again", action="store_true", help="one more session, in a file of its own under sessions/")
+    bench.add_argument("--again", action="store_true", help="measure one more session, into a new file under sessions/")
     profile = add("profile", _profile, "Tell where a variant's step spends its time; write profiles/VARIANT/.")
     profile.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
@@ -104,53 +104,68 @@ def _parser() -> argparse.ArgumentParser:
         "--against",
         required=True,
         metavar="REVISION|FILE",
-        help="a git revision, measured beside this work tree; or, for advice, a recorded reports/comparison.json",
+        help="a git revision, which is measured together with this work tree; or a recorded reports/comparison.json, "
+        "for advice only",
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
-    plan = add("plan", _plan, "Print what a variant's step is composed of here: techniques, order, what is skipped.")
+    plan = add(
+        "plan",
+        _plan,
+        "Print how a variant's step is composed on this machine: techniques, their order, and what is skipped.",
+    )
     plan.add_argument(
-        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; none: list"
+        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; none: list them"
     )
     memory = add("predict-memory", _predict_memory, "Predict variants' peak memory without running them; does it fit?")
     memory.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     memory.add_argument(
-        "--memory", metavar="SIZE", help="of the device, such as 24GiB: what fits, and the largest batch"
+        "--memory", metavar="SIZE", help="memory of the device, such as 24GiB; tells what fits, and the largest batch"
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
     memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
-    verify = add("verify", _verify, "Prove on this model and data what the comparison rests on, in minutes.")
+    verify = add(
+        "verify", _verify, "Check, in minutes and with this model and data, the claims that the comparison relies on."
+    )
     verify.epilog = "Exit code: 1 if a claim does not hold or no claim of a variant could be tried, else 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
     verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")
-    evidence = add("evidence", _evidence, "Write what the comparison rests on into one file; or check such a file.")
+    evidence = add("evidence", _evidence, "Write all data behind the comparison into one file, or check such a file.")
     evidence.epilog = "Exit code of `check`: 1 if there is a difference, else 0. FILE is evidence.zip by default."
     evidence.add_argument("action", nargs="?", metavar="check", help="recompute the file's figures from its rounds")
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip")
     doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
-    doctor.epilog = "Exit code: 1 if there is a problem, else 0, also with warnings."
+    doctor.epilog = "Exit code: 1 if there is a problem, else 0, even if there are warnings."
     doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
     techniques = add(
-        "techniques", _techniques, "List the techniques, or tell what one changes and excludes, and if it runs here."
+        "techniques",
+        _techniques,
+        "List the techniques, or tell what a technique changes and excludes, and if it runs here.",
     )
     techniques.add_argument(
-        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; none: a line each"
+        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; none: list all, one per line"
     )
     techniques.add_argument("--json", action="store_true", help="for programs")
-    techniques.add_argument("--markdown", action="store_true", help="docs/techniques.md, which `make docs` writes")
-    variants = add("variants", _variants, "List the ready-made variants, and take a set of them into params.yaml.")
-    variants.add_argument("set", nargs="?", metavar="SET", help="a file under variants/: tell which can run here")
-    variants.add_argument("--add", action="store_true", help="write those that can run here into params.yaml")
+    techniques.add_argument("--markdown", action="store_true", help="print docs/techniques.md; `make docs` uses this")
+    variants = add("variants", _variants, "List the ready-made variants, or add a set of them to params.yaml.")
+    variants.add_argument(
+        "set", nargs="?", metavar="SET", help="a file under variants/; tells which of its variants can run here"
+    )
+    variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
     init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
-    init.epilog = "Keeps your own files. Again after an upgrade: shows what would change, and asks, or takes --yes."
+    init.epilog = "Your files are kept. After an upgrade, init shows the changes, and asks unless --yes is given."
     data = init.add_mutually_exclusive_group()
-    data.add_argument("--images", metavar="DIR", help="the job: images, as DIR/train/CLASS/*; perhaps DIR/test/CLASS/*")
-    data.add_argument("--arrays", metavar="PATH", help="the job: an .npz, .safetensors or .parquet file, or .npy files")
-    data.add_argument("--text", metavar="DIR", help="the job: a language model of UTF-8 files")
-    init.add_argument("--model", metavar="NAME", help="the job: module:factory of your own, or one of torchvision's")
-    init.add_argument("--yes", action="store_true", help="change existing files too, without a question")
+    data.add_argument(
+        "--images", metavar="DIR", help="train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"
+    )
+    data.add_argument(
+        "--arrays", metavar="PATH", help="train on an .npz, .safetensors or .parquet file, or a folder of .npy files"
+    )
+    data.add_argument("--text", metavar="DIR", help="train a language model on UTF-8 files")
+    init.add_argument("--model", metavar="NAME", help="the model: module:factory of your own, or one of torchvision's")
+    init.add_argument("--yes", action="store_true", help="change existing files without asking")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
-    # Other commands start the next two, so --help does not list them.
+    # Other commands start the next two commands, so --help does not list these.
     follow = commands.add_parser("follow", description="Mirror a running training to MLflow. Started by train.")
     follow.add_argument("variant", metavar="VARIANT")
     follow.set_defaults(command=_follow)
@@ -177,7 +192,8 @@ def _environment(_: argparse.Namespace) -> None:
 def _ready() -> tuple[Config, Machine]:
     """Return params.yaml's configuration and this machine; write environment.json if `dvc repro` has not.
 
-    A launcher's worker does not write the file: the launcher sets environment variables on which numbers depend.
+    A worker of a launcher does not write the file, because the launcher changes environment variables that the file
+    records.
     """
     from pipeline import environment, params
 

@@ -19,7 +19,7 @@ class PipelineError(Exception):
 
 
 class ConfigError(PipelineError, ValueError):
-    """params.yaml is invalid, or this machine cannot do what it asks. The message says where and what to do."""
+    """params.yaml is invalid, or this machine cannot run what params.yaml asks for. The message says what to change."""
 
 
 _ROOM = "make room there and run it again: what was finished is kept"
@@ -32,16 +32,17 @@ _REMEDIES = {
 
 
 def said(error: BaseException) -> str | None:
-    """Return the message for an error that the user can correct, such as a full or read-only disk. None for any other
-    error, which needs its traceback."""
+    """Return the message for an error that the user can correct, such as a full or read-only disk. Return None for any
+    other error, because the traceback is needed."""
     if isinstance(error, PipelineError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         return f"{error.filename or 'the output, or a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
-    if isinstance(error, OSError) and str(error.strerror).startswith("No usable temporary directory"):  # of tempfile
+    # The module tempfile raises this OSError.
+    if isinstance(error, OSError) and str(error.strerror).startswith("No usable temporary directory"):
         return f"{error.strerror}; make room in one of them, or let TMPDIR name another, and run it again."
     if isinstance(error, MemoryError):
-        return "this process may not have more memory; give it more, or ask for less of it in params.yaml."
+        return "this process has reached its memory limit; raise the limit, or reduce the memory need in params.yaml."
     return None
 
 
@@ -53,15 +54,16 @@ def redacted(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` safe for a terminal and GitHub's log, as it may hold a file's name or a server's answer: control
-    characters are escaped, and no line is a workflow command (``::error::`` or ``##[error]``)."""
+    """Return ``text`` in a form that is safe for a terminal and GitHub's log, because it may contain a file's name or a
+    server's answer. Control characters are escaped, and no line is a workflow command (``::error::`` or
+    ``##[error]``)."""
     spelled = re.sub(_CONTROL, lambda match: match[0].encode("unicode_escape").decode(), text)
     return re.sub(r"(?m)^\s*(?=::)|##(?=\[)", r"\g<0>\\", spelled)
 
 
 def own_place(trace: str) -> str:
-    """Return the innermost line of a formatted traceback that is neither ours nor of an installed package, as
-    "my_models.py, line 7, in forward"; empty if there is none."""
+    """Return the innermost line of the user's own code in a formatted traceback, as "my_models.py, line 7, in forward";
+    empty if there is none. Python, this package and installed packages do not count."""
     not_theirs = (sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
     frames = re.findall(r'(?m)^ *File "(.+)", line (\d+), in (.+)$', trace)
     here = f"{Path.cwd()}/"

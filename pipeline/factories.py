@@ -15,10 +15,10 @@ from pipeline.errors import PipelineError, own_place
 
 
 def find(name: str, key: str, returns: str, *, example: str, error: type[PipelineError]) -> Callable[..., Any]:
-    """Return the function that ``module:function`` names; its module is installed or in the current directory.
+    """Return the function that ``name`` (``module:function``) names, from an installed module or the current directory.
 
-    Adds that directory to ``sys.path``. Messages use ``key``, the key in params.yaml, and ``returns``, the function's
-    expected return value in words. Raises ``error``.
+    Adds the current directory to ``sys.path``. Raises ``error`` if there is no such function. The messages contain
+    ``key``, the key in params.yaml, and ``returns``, the expected return value in words.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
@@ -57,7 +57,7 @@ def call(
 ) -> Any:
     """Call ``factory``, which ``key`` of params.yaml names as ``name``, with the ``given`` arguments and ``options``.
 
-    Raises ``error`` if its signature does not accept them, or the factory itself raises.
+    Raises ``error`` if the factory's signature does not accept these arguments, or the factory raises an exception.
     """
     if both := sorted(given.keys() & options.keys()):
         raise error(f"{key}_options: found {', '.join(both)}, which {name} gets from the data; take it out.")

@@ -1,4 +1,4 @@
-"""The folders of the data; atomic writes: a file, some files or a directory is written whole or not at all."""
+"""The folders of the data, and atomic writes: files and directories are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 RAW = Path("data/raw")
-"""What ``fetch`` writes."""
+"""The folder that ``fetch`` writes."""
 PREPARED = Path("data/prepared")
-"""What ``prepare`` writes."""
+"""The folder that ``prepare`` writes."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -31,7 +31,7 @@ def write_texts(texts: Mapping[Path, str]) -> None:
 
 
 def write_array(path: Path, array: Any) -> None:
-    """Write ``array`` as .npy atomically, with ``whole``: numpy's own writing may miss that the disk is full."""
+    """Write ``array`` as .npy atomically, with ``whole``: numpy's own writing may not notice that the disk is full."""
     import numpy as np  # imported here: light commands write only text
 
     with BytesIO() as content, whole(path) as file:
@@ -41,11 +41,11 @@ def write_array(path: Path, array: Any) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, which replaces ``path`` at the block's end: whole or not at all.
+    """Open a temporary file for writing. At the block's end it replaces ``path``, completely or not at all.
 
-    An interruption, a full disk or a power failure leaves the old content: the new content is on the disk before the
-    file is renamed. Raises OSError, which names ``path``. After an error the temporary file is deleted, as the disk may
-    be full.
+    An interruption, a full disk or a power failure leaves the old content, because the new content is on the disk
+    before the file is renamed. Raises OSError, which names ``path``. After an error the temporary file is deleted,
+    because the disk may be full.
     """
     partial = path.with_name(path.name + ".partial")
     with naming(path):
@@ -62,16 +62,17 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the new name, too
+            os.fsync(folder)  # also write the new name to the disk
         finally:
             os.close(folder)
 
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
-    """Give a new, empty directory, which replaces ``path`` at the block's end: whole or not at all.
+    """Yield a new, empty directory. At the block's end it replaces ``path``, completely or not at all.
 
-    An interruption leaves the old or the new one, or the old one as ``.old``. Raises OSError, which names ``path``.
+    An interruption leaves the old directory, the new directory, or the old directory with the suffix ``.old``. Raises
+    OSError, which names ``path``.
     """
     new, old = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "old"))
     with naming(path):
@@ -90,7 +91,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError of the block that names no file, as when a write fails."""
+    """Add ``path`` to an OSError of the block if the error names no file, such as the error of a failed write."""
     try:
         yield
     except OSError as error:

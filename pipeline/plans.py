@@ -19,7 +19,7 @@ MICRO_BATCHES_A_STAGE = 4
 Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
 
 WhyNotHeldBy = Callable[[int], str | None]
-"""A number of processes -> why that many cannot hold one model together; None if they can."""
+"""Number of processes -> the reason why so many processes cannot hold one model together; None if they can."""
 
 _FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
 """Form of inference -> the software that its numbers depend on, like ``Entry.relies_on`` for techniques."""
@@ -34,9 +34,10 @@ class Plan(BaseModel):
     requested: Variant
     applied: Variant
     skipped: dict[str, str]
-    """Technique -> why this machine skips it. Empty: everything requested is applied."""
+    """Technique, or number of GPUs -> why this machine skips it. Empty if everything requested is applied."""
     decided: dict[str, str] = {}
-    """Technique -> its automatic choice on this machine, and why. Key ``deterministic``: why that is impossible."""
+    """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
+    a deterministic run is impossible."""
     device: Literal["cpu", "cuda"]
     processes: int
     model_processes: int = 1
@@ -47,7 +48,7 @@ class Plan(BaseModel):
     """GPUs that one process computes on: more than one only with nn.DataParallel."""
     micro_batches: int
     micro_batch_size: int
-    """Samples one process takes in one micro-step."""
+    """Samples that one process takes in one micro-batch."""
     train: Train
     """The job as this variant trains it: ``train`` of params.yaml with batch size and learning rate multiplied by
     ``scale``, and with the variant's own model if it has one.
@@ -77,8 +78,8 @@ def plan(
 ) -> Plan:
     """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
 
-    ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process.
-    Pass ``why_not_held_by`` where the job's model is known.
+    ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process. Pass
+    ``why_not_held_by`` if the job's model is known.
     """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
@@ -152,8 +153,8 @@ def plan(
 def _most_processes(
     requested: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
 ) -> tuple[int, str]:
-    """Return the largest number of processes, at most ``processes``, that can share the batch, and why it is no larger.
-    If no number can, return the smallest possible one; the checks of the plan then report its problem."""
+    """Return the largest number of processes, up to ``processes``, that can share the batch, and why more processes
+    cannot. If no number can, return the smallest possible number; the checks of the plan then report the problem."""
     why_fewer = f"{requested.replicas} replicas take the same number each"
     fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
     while reason := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):
@@ -164,8 +165,8 @@ def _most_processes(
 
 
 def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
-    """Return why the parallelism, and each technique that needs it, is skipped where a variant runs in one process;
-    empty for other variants."""
+    """Return technique -> why it is skipped, for a variant that has only one process or GPU to share the work: its
+    parallelism, and the techniques that need this parallelism. Empty for other variants."""
     alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
     if requested.parallelism == "none" or not alone:
         return {}
@@ -176,8 +177,8 @@ def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
 
 
 def _emulated(requested: Variant, machine: Machine, train: Train, on_gpu: bool, where: str) -> dict[str, str]:
-    """Return why each technique is skipped that the machine only emulates, if ``train.without_native`` skips it. Raises
-    ConfigError for a technique that cannot run here."""
+    """Return technique -> reason for each technique that the machine only emulates, if ``train.without_native`` is
+    leave_out. Raises ConfigError for a technique that cannot run here."""
     found = {}
     for technique in catalogue.requested(requested):
         what = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
@@ -247,7 +248,7 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
 
 
 def _check_replicas(variant: Variant, processes: int, where: str) -> None:
-    """Refuse replicas that do not divide the processes into groups of two or more."""
+    """Raise ConfigError if the replicas do not divide the processes into groups of two or more."""
     fitting = [1, *(count for count in range(2, processes // 2 + 1) if processes % count == 0)]
     if variant.replicas not in fitting:
         raise ConfigError(
@@ -265,7 +266,7 @@ def _why_not_among(
     why_not_held_by: WhyNotHeldBy,
 ) -> str | None:
     """Return why ``processes`` cannot share out the batch evenly, or hold the model together; None if they can."""
-    if variant.parallelism in ONE_BATCH:  # replicas share the batch out, however many processes each of them has
+    if variant.parallelism in ONE_BATCH:  # the number of replicas is fixed, and only replicas share the batch
         together = processes // variant.replicas
         if variant.parallelism == "pipeline" and 1 < micro_batches < together:
             return f"a pipeline of {together} stages has idle stages with {micro_batches} micro-batches"
@@ -276,7 +277,8 @@ def _why_not_among(
 
 
 def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:
-    """Return the number of micro-batches: ``requested``, or for 1 up to ``MICRO_BATCHES_A_STAGE`` a stage."""
+    """Return ``requested`` micro-batches or, if this is 1, up to ``MICRO_BATCHES_A_STAGE`` per stage. Raises
+    ConfigError if a stage would be idle."""
     if requested >= stages:
         return requested
     if requested == 1:
@@ -285,8 +287,8 @@ def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where:
                 return count
     raise ConfigError(
         f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages needs at least {stages} "
-        f"micro-batches, otherwise some are idle. Their number must divide the {samples} samples of a step; best is "
-        f"{MICRO_BATCHES_A_STAGE * stages}."
+        f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; best "
+        f"is {MICRO_BATCHES_A_STAGE * stages}."
     )
 
 

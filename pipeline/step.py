@@ -1,4 +1,4 @@
-"""The step: one optimizer update from one global batch. Techniques change its parts, instruments watch them."""
+"""The training step: one optimizer update from one global batch. Techniques and instruments replace its parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TrainingStep:
         self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
         """Adds the gradients of a loss to the parameters' gradients."""
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Context in which ranks do not exchange gradients, for every micro-batch of a step except the last."""
+        """Context in which ranks do not exchange gradients. Used for every micro-batch of a step except the last."""
         self.accumulate: Callable[[MicroBatches], None] = self._plain_accumulate
         """Runs a step's micro-batches, records their losses, and sums their gradients in the parameters."""
         self.zero_grad: Callable[[], None] = optimizer.zero_grad
@@ -56,9 +56,9 @@ class TrainingStep:
         self.update: Callable[[], object] = optimizer.step
         """Updates the parameters from their gradients."""
         self.trial_update: Callable[[], object] | None = None
-        """Replaces ``update`` in a trial step, which tests the memory; no rank may wait in it for another."""
+        """Replaces ``update`` in a trial step, which tests the memory. This function must not wait for another rank."""
         self.whole: Callable[[MicroBatches], None] = self._plain_whole
-        """Runs the whole step, its parts in order."""
+        """Runs all parts of the step in order."""
         self.syncs = [False] * (micro_batches - 1) + [True]
         """For each micro-batch, whether ranks exchange gradients after it."""
 

@@ -1,7 +1,8 @@
 """The environment's fingerprint: everything that a measured number depends on beyond code and parameters.
 
-Two machines with the same hardware, software and settings have the same fingerprint, so it holds no time, host name,
-serial number or UUID. The kernel's release is left out on purpose: every security update would discard all results.
+Two machines with the same hardware, software and settings have the same fingerprint, so the fingerprint holds no time,
+host name, serial number or UUID. The kernel's release is left out on purpose, because otherwise every security update
+would invalidate all results.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     """Return ``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers
     hardware, software and settings, on which every number depends.
 
-    Sizes are whole GiB, powers watts. ``None`` means unknown; for a setting, that its value is withheld
-    (``variables``). ``relied_on`` (``plans.relied_on``) names the optional packages and their users. Their versions are
-    not in the hash, because the numbers of others do not depend on them. Call this in the process that a person
-    started: launchers set variables such as OMP_NUM_THREADS in their workers.
+    Sizes are in whole GiB, power limits in watts. ``None`` means an unknown value; for a setting, it means that the
+    value is withheld (``variables``). ``relied_on`` (``plans.relied_on``) names optional packages and the variants and
+    forms that use these packages. The hash does not cover the versions of optional packages, because most numbers do
+    not depend on these versions. Call this in the process that a person started: launchers set variables such as
+    OMP_NUM_THREADS in their workers.
     """
     shown, driver, _ = gpus.shown()
     cpu = cpus.facts()
@@ -100,10 +102,10 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
 
 
 def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
-    """Hash everything that the numbers of ``users`` depend on; if they use no optional package, this is the
-    fingerprint's hash.
+    """Return a hash of everything in the environment that the numbers of ``users`` depend on. If the users need no
+    optional package, this is the fingerprint's hash.
 
-    ``content``: a fingerprint. Its stored hash is not trusted, but computed again.
+    ``content`` is a fingerprint. The hash stored in it is ignored; a new hash is computed.
     """
     known = optional_versions(content, section)
     versions = {name: version for user in users for name, version in known.get(user, {}).items()}
@@ -114,13 +116,15 @@ def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *
 def optional_versions(
     content: Mapping[str, Any], section: Literal["variants", "forms"]
 ) -> Mapping[str, Mapping[str, str | None]]:
-    """Return the optional packages in a fingerprint: user -> name -> version. Empty if it is older than this field."""
+    """Return a fingerprint's optional packages: user -> name -> version. Empty if an older version wrote the
+    fingerprint."""
     found: Mapping[str, Mapping[str, str | None]] = content.get("relied_on", {}).get(section, {})
     return found
 
 
 def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of environment.json's content on which variants' numbers depend: without stages and forms."""
+    """Return environment.json's content without stages, forms and plans: the environment that variants' numbers depend
+    on."""
     kept = {key: value for key, value in content.items() if key not in ("stages", "variants")}
     return kept | {"relied_on": {"variants": dict(optional_versions(content, "variants"))}}
 

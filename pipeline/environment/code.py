@@ -1,7 +1,8 @@
-"""Digests, per file, of the code that stages and variants run, computed from the source without importing it.
+"""Digests of the code that stages and variants run: one digest per file, computed without importing the file.
 
 A digest covers a file's syntax tree without docstrings, so comments, docstrings and formatting do not change it. The
-files are the static closure of imports, wherever in a file they stand; ``unfollowed`` detects other imported modules.
+files are found by following all import statements, wherever in a file these are. ``unfollowed`` detects modules that
+are imported in another way.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pipeline.plans import Plan
 PACKAGE = Path(__file__).parent.parent
 
 FOUND_AS_VALUES = ("pipeline.errors", "pipeline.params", "pipeline.plans", "pipeline.environment", "pipeline.cli")
-"""Modules that enter no digest, and whose imports are not followed, because their results are recorded as values:
-plans, settings of stages and the environment's hash. These modules also hold the texts that describe techniques."""
+"""Modules without a digest, whose imports are not followed. Their results are recorded as values instead: plans,
+settings of stages and the environment's hash. These modules also hold the texts that describe techniques."""
 
 MEMO = Path(".cache/code.json")
 
@@ -47,8 +48,8 @@ def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
 
 
 def of_variant(plan: Plan) -> dict[str, str]:
-    """Return file -> digest of the variant's further code: its techniques, the user's own modules and imports, and the
-    configurations of models of ``transformers``."""
+    """Return file -> digest of the code that the variant adds: its techniques, the user's own modules and their
+    imports, and the configuration files of models of ``transformers``."""
     own = (each.implementation.partition(".")[0] for each in requested(plan.applied))
     modules = {*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)}
     return _digests(modules) | {name: _short(Path(name).read_bytes()) for name in sorted(_configurations(plan))}
@@ -57,12 +58,13 @@ def of_variant(plan: Plan) -> dict[str, str]:
 def _configurations(plan: Plan) -> Iterator[str]:
     for each in (plan.train, plan.applied.distillation):
         name = str(each.model_options.get("config")) if each and each.model == "transformers" else ""
-        if Path(name).is_file():  # building the model says what is missing
+        if Path(name).is_file():  # building the model reports a missing file
             yield name
 
 
 def _of_the_user(plan: Plan) -> set[str]:
-    """Return the modules that the plan names: of factories, and of techniques from outside this package."""
+    """Return the modules that the plan names: the modules of the user's factories, and of other packages'
+    techniques."""
     taught_by = plan.applied.distillation
     named = (plan.train.task, plan.train.model, plan.train.loss, plan.train.metric, taught_by and taught_by.model)
     factories = (name.partition(":")[0] for name in named if name and ":" in name)
@@ -74,9 +76,9 @@ class Unfollowed(PipelineError):
 
 
 def unfollowed(plan: Plan) -> Callable[[], None]:
-    """Return a check that raises Unfollowed if a module of the user's own is loaded but not in ``of_variant(plan)``,
-    because `importlib` loaded it, say. The user's own modules are in the current directory or in a package that the
-    plan names. Modules loaded before this call, such as tests, do not count."""
+    """Return a check that raises Unfollowed if one of the user's own modules is loaded but not in ``of_variant(plan)``,
+    for example because `importlib` loaded it. The user's own modules are in the current directory or in a package that
+    the plan names. Modules loaded before this call, such as tests, do not count."""
     before, named = set(sys.modules), _of_the_user(plan)
     packages = {module.partition(".")[0] for module in named}
     followed = {path.resolve() for _, path in _files(named)}
@@ -121,8 +123,8 @@ def _digests(modules: Iterable[str]) -> dict[str, str]:
 
 
 def _files(modules: Iterable[str]) -> Iterator[tuple[Path, Path]]:
-    """Yield (root, file) of ``modules`` and everything they import, if the file is in the current directory or beside
-    this package, or, in any place, if it belongs to a package that ``modules`` names."""
+    """Yield (root, file) of ``modules`` and everything they import. A file counts if it is in the current directory, in
+    the folder that contains this package, or in any package that ``modules`` names."""
     named = {module.partition(".")[0] for module in modules}
     anywhere = (Path.cwd(), PACKAGE.parent, *map(Path, sys.path))
     here = (*anywhere[:2], *filter(_is_own, anywhere[2:]))
@@ -191,7 +193,8 @@ def _imported(node: ast.AST) -> list[tuple[int, str, list[str]]]:
 
 @functools.cache
 def _memo() -> dict[str, Any]:
-    """Return what earlier processes read, by digest of the file's bytes: reading all files takes most of a second."""
+    """Return the sources that earlier processes parsed, by digest of the file: parsing all files takes most of a
+    second."""
     try:
         found = json.loads(MEMO.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -201,11 +204,11 @@ def _memo() -> dict[str, Any]:
 
 
 _used: dict[str, list[Any]] = {}
-"""The sources that this process has used, and ``remember`` will keep."""
+"""The sources that this process has used; ``remember`` stores these."""
 
 
 def remember() -> None:
-    """Keep only the sources that this process used for the next process; do nothing if the file cannot be written."""
+    """Store the sources that this process used, and no others, for the next process. Does nothing if writing fails."""
     with suppress(OSError):
         if _memo().keys() != _used.keys():
             write_text(MEMO, json.dumps(_used, sort_keys=True))

@@ -66,13 +66,14 @@ def control_groups(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         for hierarchy in (controllers, controller) if controllers else ("", "unified"):
-            # In a container the mount may already be the process's own group, so the parents' paths count too.
+            # In a container, the mount may already be the process's own group, so the parents' paths are tried too.
             for level in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
                 yield CGROUP_MOUNT / hierarchy / level
 
 
 def memory_limits() -> Iterator[int]:
-    """The memory limits, in bytes, of the control groups around this process; those without a limit are left out."""
+    """Yield the memory limits, in bytes, of the control groups around this process. Groups without a limit are left
+    out."""
     for group in control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # there is no such file, or it says "max"

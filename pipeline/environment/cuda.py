@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 LIBRARY = "libcuda.so.1"
 SECONDS = 60.0
-"""Longest wait: waking many GPUs takes the driver some seconds, and a driver that hangs must not hang the command."""
+"""Longest wait for CUDA. The driver takes some seconds to wake many GPUs, and the command must end if the driver
+hangs."""
 
 _NO_DEVICE = (34, 100)
 """CUDA_ERROR_STUB_LIBRARY and CUDA_ERROR_NO_DEVICE: there is no GPU, or CUDA_VISIBLE_DEVICES hides it."""
@@ -37,7 +38,7 @@ def ask() -> Answer:
         return Answer(**json.loads(done.stdout))
     except subprocess.TimeoutExpired:
         return Answer([], f"CUDA does not answer within {SECONDS:g} s")
-    except (OSError, subprocess.CalledProcessError, ValueError, TypeError) as error:  # a library that crashes, say
+    except (OSError, subprocess.CalledProcessError, ValueError, TypeError) as error:  # such as a library that crashes
         return Answer([], f"CUDA could not be asked: {error}")
 
 

@@ -27,8 +27,8 @@ class Shown(NamedTuple):
 def shown() -> Shown:
     """Return the GPUs that CUDA shows to this process.
 
-    NVML is queried first: it knows most and does not initialise CUDA. If NVML is missing, as in a container without the
-    driver's capability ``utility``, or fails, CUDA is queried.
+    NVML is queried first, because NVML knows most and does not initialise CUDA. CUDA is queried if NVML fails or is
+    missing, as in a container without the driver's capability ``utility``.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if software.torch_build()["cuda"] is None or shown == "":
@@ -127,7 +127,7 @@ def _gpu(handle: Any) -> dict[str, Any]:
 
     try:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except pynvml.NVMLError:  # a MIG instance: its GPU has the capability
+    except pynvml.NVMLError:  # a MIG instance has no capability of its own, but its GPU has
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(
             pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         )

@@ -1,4 +1,4 @@
-"""Versions of the software on which numbers depend, and whether it is installed, without importing torch."""
+"""Find the versions of the software that numbers depend on, and missing software, without importing torch."""
 
 from __future__ import annotations
 

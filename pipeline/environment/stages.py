@@ -1,7 +1,7 @@
-"""The code and the settings (with their defaults) that each stage and each variant of params.yaml would run.
+"""The code and the settings, including defaults, that each stage and each variant of params.yaml would use.
 
-dvc.yaml names them as parameters of its stages. They are beside the fingerprint's hash and never inside it, so DVC
-runs a stage again only when the stage's own code or settings have changed.
+dvc.yaml names this code and these settings as parameters of its stages. The fingerprint's hash does not cover code and
+settings, so DVC runs a stage again only when the stage's own code or settings have changed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
 
 
 def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str) -> str:
-    """Return a digest of everything but the data on which the variant's figures of this stage depend. Sessions with the
-    same key can be combined.
+    """Return a digest of everything except the data that the variant's figures of this stage depend on. Sessions with
+    the same key can be combined.
 
     ``content``: the content of environment.json, including the values from ``described``.
     """
@@ -61,8 +61,8 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
 
 
 def made_of(content: Mapping[str, Any]) -> str | None:
-    """Return one digest of the code, settings and plans of all stages and variants; None for an environment.json of a
-    version that did not record them."""
+    """Return one digest of the code, settings and plans of all stages and variants; None if an older version wrote
+    environment.json without stages."""
     if "stages" not in content:
         return None
     told = [content["stages"], content.get("variants")]
@@ -70,13 +70,14 @@ def made_of(content: Mapping[str, Any]) -> str | None:
 
 
 def training(plan: Plan) -> dict[str, Any]:
-    """Return what a training depends on, apart from its seed, the data and the environment's hash."""
+    """Return what a training depends on, except its seed, the data and the environment's hash."""
     return {"code": code.of_stage("train"), "variant": _of_variant(plan)}
 
 
 def _of_variant(plan: Plan) -> dict[str, Any]:
-    """Return the variant's code, the part of its plan on which numbers depend, and its job. Reasons are left out, as
-    they are texts, and so are settings of unused techniques: a new technique must not retrain variants without it."""
+    """Return the variant's code, and the part of its plan on which numbers depend, including the job. Reasons are left
+    out, because no number depends on these texts. Settings of unused techniques are left out, so that a new technique
+    does not cause a retraining of variants without this technique."""
     decisive = {
         **_plain(plan, but=frozenset({"requested", "applied", "skipped", "decided", "train"})),
         "requested": _settings(plan.requested),

@@ -90,13 +90,13 @@ _NO_SETTINGS = re.compile(
     r".*(_HOME|_PATH|_DIR|_DIRECTORY|_FILE|_LOGS?|_LOG_LEVEL|_VERSION)|NCCL_DEBUG.*|CUDA_VISIBLE_DEVICES"
 )
 _MAY_BE_SECRET = re.compile(r"://|@|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20}")
-"""An address, or 20 letters and digits in one word, as in a token; no setting looks like that."""
+"""Matches an address, or a word with 20 letters and digits, such as a token; no setting looks like this."""
 
 
 def settings() -> dict[str, str | None]:
     """Return the variables that are set, by name. None stands for a value that may be a secret.
 
-    Not even a digest of such a value is recorded: a short secret can be found by trying.
+    Not even a digest of such a value is recorded: a short secret can be guessed and compared with its digest.
     """
     return {
         name: value if name in RECORDED and not _MAY_BE_SECRET.search(value) else None

@@ -1,7 +1,7 @@
-"""params.yaml, read into frozen, validated models; and what each technique declares.
+"""Read params.yaml into frozen, validated models, and list what each technique declares.
 
-Nothing here imports torch: a mistake in params.yaml is reported in the first second, before any
-work, with the path of the key, what was found there and what is allowed.
+Nothing here imports torch, so a mistake in params.yaml is reported in the first second, before any work. The message
+names the key, the value found and what is allowed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""params.yaml, read and checked: every mistake is named with its key, what was found there and what is allowed."""
+"""Read and check params.yaml. The message for a mistake names its key, the value found and what is allowed."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
 LIMIT = 1 << 18
-"""Most characters of a parameter file. More are a mistake or an attack, and take minutes to read."""
+"""Maximum number of characters in a parameter file. Longer files are mistakes or attacks, and take minutes to read."""
 VALUES = 10_000
-"""Most values in a parameter file, with every alias expanded."""
+"""Maximum number of values in a parameter file, counted after every alias is expanded."""
 CHARACTERS = 2000
-"""Most characters of one value, because Python does not print integers of many more digits."""
+"""Maximum number of characters of one value. Python does not print integers with many more digits."""
 
 TEACHERS = "models/"
-"""Prefix of a variant's name that means its trained weights."""
+"""Prefix in ``distillation.teacher``: ``models/NAME`` means the trained weights of the variant NAME."""
 
 _FUNCTION = r"[^:.][^:]*:[^:]+"
-"""module:function, as a regular expression."""
+"""Regular expression for module:function."""
 
 
 class Config(Section):
-    """params.yaml."""
+    """The content of params.yaml."""
 
     fetch: sections.Fetch = sections.Fetch()
     prepare: sections.Prepare = sections.Prepare()
@@ -48,14 +48,14 @@ class Config(Section):
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
-    """Includes the students once the file is read."""
+    """After the file is read, this includes the students."""
     students: dict[VariantName, Variant] = Field(
         default_factory=dict,
-        description="Variants with distillation. They are separate because dvc.yaml makes their teachers a dependency.",
+        description="Variants with distillation, kept separate because dvc.yaml makes their teachers a dependency.",
     )
 
     def teacher_of(self, name: str) -> str | None:
-        """Return the variant from which ``variants.<name>`` learns; None if it learns from none, or from a file."""
+        """Return the variant that teaches ``variants.<name>``; None without a teacher, or if the teacher is a file."""
         distillation = self.variants[name].distillation if name in self.variants else None
         found = distillation.teacher.removeprefix(TEACHERS) if distillation else None
         return found if distillation and found != distillation.teacher and found in self.variants else None
@@ -73,7 +73,7 @@ class Config(Section):
 
 
 def load(path: Path = PARAMS_FILE) -> Config:
-    """Read and validate ``path``. Raises ConfigError, naming every offending key."""
+    """Read and validate ``path``. Raises ConfigError, which names every wrong key."""
     values = read(path)
     config = parse(values, str(path))
     if problems := list(_misplaced_students(config, values)):
@@ -99,7 +99,7 @@ def read(path: Path) -> Any:
 
 
 def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
-    """Validate already loaded values. Raises ConfigError, naming every offending key."""
+    """Validate already loaded values. Raises ConfigError, which names every wrong key."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: found {_shown(values)}; expected a mapping of sections.")
     try:
@@ -126,7 +126,7 @@ def _with_students(config: Config) -> Config:
 
 
 def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]:
-    """Yield each variant for which dvc.yaml would not follow its teacher, or that dvc.yaml would train twice."""
+    """Yield problems of students: duplicate names, wrong sections, unknown teachers and cycles of teachers."""
     for name in values["variants"]:
         if name in config.students:
             yield f"students.{name}: a variant under variants has the same name; rename one of them."
@@ -153,15 +153,15 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
 
 
 def schema() -> str:
-    """Return the JSON Schema of params.yaml (``params.schema.json``), with which editors complete and check it."""
+    """Return the JSON Schema of params.yaml (``params.schema.json``), which editors use for completion and checks."""
     described = Config.model_json_schema()
     for each in ("variants", "students"):
-        described["properties"][each]["additionalProperties"] = False  # other names are not variants
+        described["properties"][each]["additionalProperties"] = False  # names that VariantName refuses
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """Yield contradictions between keys that are each valid alone, whatever the machine."""
+    """Yield contradictions between keys that are valid alone. The contradictions do not depend on the machine."""
     if config.compare.baseline not in config.variants:
         yield (
             f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
@@ -203,7 +203,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         if problem := contradiction(variant):
             yield f"variants.{name}: {problem}"
         if variant.scaling == "weak" and not config.train.warmup_fraction:
-            # Not in the technique's entry: ``verify`` takes steps without a warm-up.
+            # The technique's entry does not declare this, because ``verify`` takes steps without a warm-up.
             yield (
                 f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
                 "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
@@ -211,7 +211,7 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _own_code(train: Train) -> Iterator[str]:
-    """Yield what is wrong with names and options of task, model, loss and metric, without looking for their modules."""
+    """Yield the problems in names and options of task, model, loss and metric, without searching for their modules."""
     yield from _model_problems("train.model", train.model)
     if train.task not in sections.TASKS and not re.fullmatch(_FUNCTION, train.task):
         yield (
@@ -244,8 +244,8 @@ def _model_problems(key: str, name: str | None) -> Iterator[str]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, of which YAML silently keeps the last. It also limits the number of
-    values with aliases expanded, because a few lines of aliases can expand to more than the memory holds."""
+    """A YAML loader that refuses duplicate keys; PyYAML would silently keep the last value. It also limits the number
+    of values after aliases are expanded, because a few lines of aliases can expand to more than fits in memory."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -260,7 +260,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(node, yaml.MappingNode):
                 inside = [each for pair in inside for each in pair]
             self._counts[node] = 1 + sum(self._counts[each] for each in inside)
-        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:  # no count: contains itself
+        # A node without a count contains itself.
+        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:
             raise yaml.composer.ComposerError(None, None, f"more than {VALUES:,} values", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and len(node.value) > CHARACTERS:
             raise yaml.composer.ComposerError(None, None, f"more than {CHARACTERS:,} characters", node.start_mark)
@@ -299,11 +300,12 @@ _ALLOWED = {
     "too_long": "{max_length} or fewer entries",
     "too_short": "{min_length} or more entries",
 }
-"""Type of pydantic's error -> what is allowed, a template for the error's context. Other types keep its message."""
+"""Type of pydantic's error -> what is allowed, as a format string for the error's context. Other types keep pydantic's
+message."""
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[str]:
-    """Return a line for each wrong key in ``values``: its path, what was found there, what is allowed."""
+    """Return a line for each wrong key in ``values``: its path, the value found, and what is allowed."""
     at: dict[tuple[Any, ...], list[Any]] = {}
     for each in error.errors(include_url=False):
         at.setdefault(_path(each, values), []).append(each)
@@ -348,7 +350,7 @@ def _closest(found: Any, allowed: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return ``value`` as a person wrote it, shortened."""
+    """Return ``value`` for a message: null, true and false as in YAML, and at most 80 characters."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""The machine, as plans see it."""
+"""The properties of a machine on which plans depend."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Machine(BaseModel):
-    """What the machine offers, as far as a variant's plan depends on it; see ``environment.machine``."""
+    """Hardware and software on which a variant's plan depends; ``environment.machine`` detects both."""
 
     model_config = ConfigDict(frozen=True)
 
     gpus: int
     why_no_gpu: str | None = None
-    """Why no GPU can be used, although something indicates one."""
+    """The reason why no GPU can be used although the machine may have one; otherwise None."""
     gpu_native_bf16: bool
     cpu_native_bf16: bool
     gpu_tf32: bool = False
-    """Whether every GPU has TF32 (compute capability 8.0)."""
+    """Whether every GPU supports TF32 (compute capability 8.0)."""
     gpu_float8: bool = False
-    """Whether every GPU has products of float8 numbers (compute capability 8.9)."""
+    """Whether every GPU can multiply float8 numbers (compute capability 8.9)."""
     trims_memory: bool = True
     """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
     installed: frozenset[str] = frozenset()

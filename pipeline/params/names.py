@@ -1,7 +1,7 @@
-"""Checks that the names of task, model, loss and metric exist, without importing the modules that they name.
+"""Check that the named task, model, loss and metric exist, without importing their modules.
 
-An import would load torch, which takes seconds. So source files are parsed instead. Names that the source does not
-show, such as those of an ``import *``, are checked by the later import.
+An import would load torch, which takes seconds, so source files are parsed instead. Some names are not visible in the
+source, such as those from ``import *``. The later import checks such names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> None:
-    """Raise ConfigError, listing every wrong name, if ``train`` names a task, model, loss or metric that does not
-    exist, or one of ``variants`` names such a model."""
+    """Raise ConfigError if ``train`` names a task, model, loss or metric that does not exist, or a variant names a
+    model that does not exist. The message lists every wrong name."""
     named = {f"train.{key}": getattr(train, key) for key in ("task", "model", "loss", "metric")}
     for variant, each in (variants or {}).items():
         named |= {f"variants.{variant}.model": each.model} if each.model else {}
@@ -52,7 +52,7 @@ def unknown_model(name: str, known: Sequence[str], key: str = "train.model") -> 
 
 
 def torchvision_models() -> list[str]:
-    """Return the installed torchvision's classification models: its registered builders. Empty without torchvision."""
+    """Return the names of the classification models that torchvision registers; empty if it is not installed."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return []
@@ -66,7 +66,7 @@ def torchvision_models() -> list[str]:
 
 
 def _own_problem(key: str, name: str) -> str | None:
-    """Return what is wrong with ``name``, ``module:function``, as far as its source shows; None if nothing is."""
+    """Return the problem of ``name`` (``module:function``) that the source shows; None if it shows no problem."""
     module, _, attribute = name.partition(":")
     spec, missing = _found(module)
     if spec is None:
@@ -85,7 +85,8 @@ def _own_problem(key: str, name: str) -> str | None:
 
 
 def _found(module: str) -> tuple[ModuleSpec | None, str]:
-    """Return the spec of ``module``, or None and the missing part of its name. Imports no package, unlike find_spec."""
+    """Return the spec and the name of ``module``; if it is missing, None and the missing part of its name. Unlike
+    find_spec, this does not import parent packages."""
     top, *below = module.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
     name = top
@@ -93,13 +94,13 @@ def _found(module: str) -> tuple[ModuleSpec | None, str]:
         if spec is None:
             break
         name = f"{name}.{part}"
-        # The last part only: for a dotted name without __init__.py, PathFinder would need the parent in sys.modules.
+        # Pass only the last part: without __init__.py, PathFinder would search sys.modules for a dotted name's parent.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec, name
 
 
 def _names(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module's ``statements`` bind; "*" where the source does not show them."""
+    """Yield the names that a module's ``statements`` bind; "*" for a statement that may bind names at run time."""
     for node in statements:
         if isinstance(node, _DEFINITIONS):
             yield node.name

@@ -1,7 +1,8 @@
 """Techniques of other installed packages, found by their entry points without importing the packages.
 
-A package declares two entry points with the technique's name: in the group ``CATALOGUE`` its ``Entry``, whose module
-must not import torch, and in ``TECHNIQUES`` its class, derived from ``pipeline.techniques.Technique``.
+A package declares two entry points with the technique's name. The entry point in the group ``CATALOGUE`` is the
+technique's ``Entry``, in a module that must not import torch. The entry point in the group ``TECHNIQUES`` is the
+technique's class, derived from ``pipeline.techniques.Technique``.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ TECHNIQUES = "training_performance.techniques"
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of other packages' installed techniques, in alphabetical order."""
+    """Return the names of the techniques that other installed packages provide, in alphabetical order."""
     return tuple(sorted(_points(CATALOGUE)))
 
 
 def package_of(name: str) -> str:
     """Return the distribution that provides the technique ``name``. Raises ConfigError if it is not installed."""
     dist = _point(TECHNIQUES, name).dist
-    assert dist is not None  # entry_points reads them from distributions
+    assert dist is not None  # entry_points() finds them in distributions
     return dist.name
 
 
@@ -34,7 +35,7 @@ def module_of(name: str) -> str:
 
 
 def load(group: str, name: str) -> Any:
-    """Load the entry point ``name`` of ``group``. Raises ConfigError, naming the package, if loading fails."""
+    """Load the entry point ``name`` of ``group``. Raises ConfigError, which names the package, if loading fails."""
     point = _point(group, name)
     try:
         return point.load()
@@ -58,7 +59,7 @@ def _point(group: str, name: str) -> EntryPoint:
 
 @functools.cache
 def _points(group: str) -> dict[str, EntryPoint]:
-    """Return the group's entry points by name. Raises ConfigError for a name that two packages claim."""
+    """Return the group's entry points by name. Raises ConfigError if two packages provide the same name."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         other = found.setdefault(point.name, point)

@@ -1,4 +1,4 @@
-"""The sections of params.yaml as frozen, validated models. ``catalogue`` assembles a variant's model."""
+"""The sections of params.yaml as frozen, validated models. The section of a variant is ``catalogue.Variant``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**16)]
-"""Count of things that each take memory or a process; more is a mistake."""
+"""Number of things that each take memory or a process; a larger number is a mistake."""
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
-"""From 0 to the largest 32-bit int of C."""
+"""From 0 to the largest signed 32-bit integer."""
 Side = Annotated[int, Field(gt=0, le=2**13)]
 """Side of an image, in pixels."""
 Duration = Annotated[float, Field(gt=0.0, le=1e6)]
-"""Seconds or minutes: a larger number overflows a timer."""
+"""Seconds or minutes. A larger number would overflow a timer."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # valid for every random generator
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # becomes a file's name
 
 
 class Section(BaseModel):
-    """A part of params.yaml: read once, never changed, no unknown key, no silent conversion."""
+    """A part of params.yaml. It is immutable, refuses unknown keys, and does not convert types silently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -36,11 +36,11 @@ TASKS = {
 }
 """The pipeline's tasks -> the names of their loss and their score."""
 OF_OWN_TASK = ("loss", "score")
-"""The names of the loss and the score of a task of the user's own."""
+"""The names of the loss and the score if the task is the user's own."""
 
 
 class Synthetic(Section):
-    """Samples that are generated."""
+    """The generated data set."""
 
     train: PositiveInt = Field(10_000, description="Training samples.")
     test: PositiveInt = Field(1_000, description="Test samples.")
@@ -57,14 +57,14 @@ class Synthetic(Section):
     )
     classes: Annotated[int, Field(ge=2, le=2**16)] = Field(
         10,
-        description="Number of classes; each is a texture under noise. With floats, how many numbers to predict, each "
-        "the strength of a texture. With tokens, the size of the vocabulary.",
+        description="Number of classes; each is a texture under noise. With floats: the number of values to predict, "
+        "each the strength of a texture. With tokens: the size of the vocabulary.",
     )
     seed: Seed = Field(0, description="Seed of textures and noise.")
 
 
 class Fetch(Section):
-    """Which data set, and where its raw files come from."""
+    """The data set, and the source of its raw files."""
 
     dataset: Literal[
         "fashion_mnist",
@@ -111,7 +111,7 @@ class Fetch(Section):
 
 
 class Prepare(Section):
-    """How raw files become packed arrays."""
+    """How raw files are converted to packed arrays."""
 
     image_size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         None, description="For image_folder: [height, width] to which every image is resized."
@@ -121,8 +121,8 @@ class Prepare(Section):
     )
     test_fraction: ProperFraction = Field(
         0.2,
-        description="Share held out for testing if the data set has no test split: of each class, of all samples "
-        "without classes, or of the text files.",
+        description="Share held out for testing if the data set has no test split. It is taken from each class, from "
+        "all samples if there are no classes, or from the text files.",
     )
     train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for trials).")
     test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for trials).")
@@ -144,12 +144,12 @@ class Augment(Section):
 
 
 class Train(Section):
-    """The job. Every variant trains exactly this."""
+    """The job that every variant trains."""
 
     OF_RUNS: ClassVar = frozenset({"seeds", "history_every_steps"})
-    """Settings of the number of runs and of their records; no training step depends on them."""
+    """Settings for the number of runs and for their records; no training step depends on these settings."""
     OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
-    """Settings of resuming; no number depends on them."""
+    """Settings for resuming a run; no number depends on these settings."""
 
     task: str = Field(
         "classification",
@@ -166,15 +166,16 @@ class Train(Section):
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
     loss: str = Field(
         default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0],
-        description="Default: the task's, cross_entropy for classification. Or module:factory of your own, which is "
-        "called with classes (the task's description of outputs) and loss_options, and returns a function of outputs "
-        "and targets, the mean of the samples' losses.",
+        description="Default: the task's loss, such as cross_entropy for classification. Or module:factory of your "
+        "own. It is called with classes (the task's description of outputs) and loss_options, and returns a function "
+        "that maps outputs and targets to the mean loss of the samples.",
     )
     loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
     metric: str = Field(
         default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[1],
-        description="Default: the task's, accuracy for classification. Or module:function of your own, which returns a "
-        "score from 0 to 1 per sample from outputs and targets. Results, margins and target_accuracy use its mean.",
+        description="Default: the task's score, such as accuracy for classification. Or module:function of your own, "
+        "which maps outputs and targets to a score from 0 to 1 per sample. Results, margins and target_accuracy use "
+        "the mean score.",
     )
     seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
         [0, 1, 2], description="One run per seed; every variant has the same seeds."
@@ -190,15 +191,18 @@ class Train(Section):
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="SGD's momentum, or AdamW's beta1.")
     weight_decay: NonNegativeFloat = Field(5e-4, description="Weight decay.")
     schedule: Literal["one_cycle", "cosine", "constant"] = Field(
-        "one_cycle", description="The rate after the warm-up: linear to zero, half a cosine to zero, or constant."
+        "one_cycle",
+        description="The learning rate after the warm-up. one_cycle: falls linearly to zero. cosine: falls to zero "
+        "along half a cosine. constant: stays the same.",
     )
-    warmup_fraction: Fraction = Field(0.2, description="Share of all steps over which the rate rises from zero.")
+    warmup_fraction: Fraction = Field(0.2, description="Share of all steps in which the learning rate rises from zero.")
     label_smoothing: Fraction = Field(0.0, description="Label smoothing of cross_entropy in training.")
     augment: Augment = Augment()
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU.")
     placement: Literal["auto", "resident", "streamed"] = Field(
         "auto",
-        description="The data set is on the device, or is streamed from the memory map; auto: resident if it fits.",
+        description="resident: the data set is on the device. streamed: batches come from the memory map. auto: "
+        "resident if it fits.",
     )
     without_native: Literal["leave_out", "refuse", "run"] = Field(
         "leave_out",
@@ -207,63 +211,70 @@ class Train(Section):
     )
     deterministic: bool = Field(
         True,
-        description="PyTorch's deterministic algorithms, so that a seed repeats exactly. The run and its report name "
-        "an operation that has none.",
+        description="Use PyTorch's deterministic algorithms, so that a seed repeats exactly. The run and its report "
+        "name an operation that has no deterministic algorithm.",
     )
     warmup_steps: PositiveInt = Field(
-        10, description="Steps before the measured window: compilation, autotuning and caches settle here."
+        10, description="Steps before the measured window, for compilation, autotuning and filling caches."
     )
-    history_every_steps: PositiveInt = Field(50, description="A row of history every N steps, besides one per epoch.")
+    history_every_steps: PositiveInt = Field(50, description="Write a row of history every N steps, and one per epoch.")
     checkpoint_every_steps: PositiveInt | None = Field(
-        None, description="A checkpoint every N steps, besides one per epoch; null: only one per epoch."
+        None, description="Write a checkpoint every N steps, and one per epoch; null: only one per epoch."
     )
 
 
 class Bench(Section):
-    """Steady-state speed and memory of all variants, side by side."""
+    """Measurement of the steady-state speed and memory of all variants."""
 
     max_minutes: Duration = Field(
         2.5,
-        description="Rounds are measured until this time is spent, but at least six: fewer decide nothing.",
+        description="Rounds are measured until this time is spent, but at least six, because fewer rounds give no "
+        "verdict.",
     )
-    hard_limit: bool = Field(False, description="Stop at max_minutes even before the sixth round; the gate too.")
+    hard_limit: bool = Field(False, description="Stop at max_minutes even before the sixth round, also in the gate.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: Duration = Field(
         1.5,
-        description="Measured window of the baseline in a round; every variant takes as many steps as the baseline. "
-        "The window is longer if variants take long to start.",
+        description="Length of the baseline's measured window in a round; every variant takes as many steps as the "
+        "baseline. The window is longer if variants take long to start.",
     )
     turns: PositiveInt = Field(
         10,
-        description="On a CPU, each variant's window is divided into this many turns, which alternate with the other "
-        "variants' turns, so that a disturbance of some seconds affects all alike. On a GPU always 1.",
+        description="On a CPU, each variant's window is divided into this many turns. The variants take turns, so that "
+        "a disturbance of a few seconds affects all of them equally. On a GPU, there is always one turn.",
     )
     ablate: list[VariantName] = Field(
-        [], description="Variants whose techniques are measured one by one: added to the baseline, and removed."
+        [],
+        description="Variants whose techniques are measured one by one: each is added to the baseline, and removed "
+        "from the variant.",
     )
     max_input_wait: Fraction = Field(
-        0.5, description="A window that waits longer for input measures the input, not the technique, and is rejected."
+        0.5,
+        description="Largest share of a window spent waiting for input. A window with a larger share measures the "
+        "input, not the technique, and is rejected.",
     )
     max_foreign_load: Fraction = Field(
-        0.1, description="A window in which other processes took a larger share of the CPU's time is rejected."
+        0.1,
+        description="Largest share of the CPU's time that other processes may take in a window. A window with a larger "
+        "share is rejected.",
     )
     energy: bool = Field(
         False,
-        description="Also measure the energy per sample, by the counters of GPUs (windows of at least a second) or "
-        "CPU.",
+        description="Also measure the energy per sample, with the energy counters of the GPUs (windows of at least a "
+        "second) or the CPU.",
         exclude_if=operator.not_,
     )
 
 
 class Profile(Section):
-    """Where a step's time goes, under torch's profiler."""
+    """Profiling of steps with torch's profiler, to show where their time goes."""
 
     variants: list[VariantName] = Field([], description="Variants that the stage profile@VARIANT profiles.")
     steps: PositiveInt = Field(10, description="Steps in the profiled window, after the warm-up.")
 
 
 class Infer(Section):
-    """The trained model in the forms in which it can be deployed."""
+    """Measurement of the trained model in the forms in which it can be deployed."""
 
     variants: list[VariantName] = Field([], description="Variants whose model the stage infer@VARIANT measures.")
     forms: list[InferenceForm] = Field(
@@ -273,26 +284,30 @@ class Infer(Section):
     batch_sizes: Annotated[list[Count], Field(min_length=1, max_length=7)] = Field(
         [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one sample."
     )
-    rounds: PositiveInt = Field(8, description="Rounds, with turns for every form; fewer than six bound no ratio.")
-    window_seconds: Duration = Field(0.1, description="Window of one form with one batch size in a round.")
+    rounds: PositiveInt = Field(
+        8, description="Rounds, each with turns for every form. With fewer than six, no ratio gets an interval."
+    )
+    window_seconds: Duration = Field(
+        0.1, description="Length of the window of one form with one batch size in a round."
+    )
     energy: bool = Field(False, description="Also measure the energy per sample.", exclude_if=operator.not_)
 
 
 class Margins(Section):
-    """Margins: differences up to these do not matter."""
+    """The largest differences that do not matter."""
 
     throughput: ProperFraction = Field(0.03, description="Margin of the ratio of samples per second.")
     memory: ProperFraction = Field(0.03, description="Margin of the ratio of peak memories.")
     accuracy: ProperFraction = Field(0.01, description="Margin of the test accuracy: 0.01 is one percentage point.")
     energy: ProperFraction | None = Field(
         None,
-        description="Margin of the ratio of energies per sample (bench.energy); null: no verdict uses them.",
+        description="Margin of the ratio of energies per sample (bench.energy); null: no verdict uses energy.",
         exclude_if=operator.not_,
     )
 
 
 class Compare(Section):
-    """How results become a comparison."""
+    """How results are compared."""
 
     baseline: VariantName = Field("baseline", description="The variant that the others are compared with.")
     target_accuracy: ProperFraction = Field(0.85, description="Time to this test accuracy is compared.")
@@ -303,26 +318,30 @@ class Compare(Section):
 
 
 class Gate(Section):
-    """How a commit is compared with another."""
+    """How the gate compares two commits."""
 
     max_minutes: Duration = Field(
         10.0,
-        description="Rounds of both commits are measured until this time is spent, but at least six. The time doubles "
-        "if a loss of must_see is then neither shown nor excluded.",
+        description="Rounds of both commits are measured until this time is spent, but at least six. The time is "
+        "doubled if the rounds then neither show nor exclude a loss of must_see.",
     )
-    must_see: PositiveFloat = Field(0.1, description="A pass must exclude a loss this large, of throughput or memory.")
+    must_see: PositiveFloat = Field(
+        0.1, description="The gate passes only if it can exclude a loss of throughput or memory this large."
+    )
     variants: list[str] = Field(
-        default_factory=list, description="Variants to measure, beside compare.baseline; empty: all of both commits."
+        default_factory=list,
+        description="Variants to measure in addition to compare.baseline; empty: all variants of both commits.",
     )
     accuracy: bool = Field(True, description="Also compare accuracies; both commits must have been trained.")
 
 
 class Publish(Section):
-    """MLflow, which mirrors the files."""
+    """Publication of the result files in MLflow."""
 
     experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
     live: bool = Field(True, description="Follow training live; the final runs are published either way.")
     models: bool = Field(True, description="Log each run's trained model, ready for mlflow.pyfunc.")
     registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = Field(
-        "training-performance", description="The registry's name for what `python -m pipeline promote` registers."
+        "training-performance",
+        description="Name in MLflow's registry for the model that `python -m pipeline promote` registers.",
     )

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
+"""From linux/prctl.h."""
 
 
 def age_seconds() -> float:
@@ -36,10 +36,11 @@ def age_seconds() -> float:
 def let_threads_sleep() -> None:
     """Let OpenMP's threads spin only briefly between parallel regions, unless the user sets OMP_WAIT_POLICY.
 
-    Where other processes share the cores, a spinning thread takes the core from the very thread that it waits for. With
-    threads that sleep after a short spin, the default job ran 1.2 to 17 times as fast beside one busy process on two
-    cores, and up to 3 times as fast beside two. Waking the threads costs time: on an idle machine nothing with AVX2,
-    15% of a small model's throughput with AVX-512. Call this before torch is loaded, which reads the variable.
+    If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. With
+    threads that sleep after a short spin, the default job on two cores ran 1.2 to 17 times as fast while one other
+    process was busy, and up to 3 times as fast while two were busy. Waking the threads costs time: on an idle machine,
+    nothing with AVX2, and 15% of a small model's throughput with AVX-512. Call this before torch is loaded, because
+    torch reads the variable while loading.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -48,9 +49,10 @@ def let_threads_sleep() -> None:
 def end_with_parent() -> None:
     """Let the system kill this process as soon as its ``multiprocessing`` parent has ended.
 
-    The parent is the process that called ``start``, whichever process this one was forked from. PR_SET_PDEATHSIG would
-    signal the end of a thread instead. Only the parent holds the other end of a pipe, and Linux sends a signal when
-    that end is closed. On other systems this process lives on until it next checks its parent.
+    The parent is the process that called ``start``, even if this process was forked from another process.
+    PR_SET_PDEATHSIG is not used, because it would signal the end of a thread. Instead, only the parent holds the other
+    end of a pipe, and Linux sends a signal when that end is closed. On other systems this process lives on until it
+    next checks its parent.
     """
     import multiprocessing  # imported here: the import takes a fifth of a quick command's time
 
@@ -66,7 +68,7 @@ def end_with_parent() -> None:
 
 
 def terminate_with_parent() -> None:
-    """Let Linux send SIGTERM to this process, started as a command, when the thread that started it has ended."""
+    """Let Linux send SIGTERM to this process, a started command, when the thread that started it ends."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

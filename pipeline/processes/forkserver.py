@@ -1,4 +1,5 @@
-"""What a fork server imports first: it ends with the process that started it, also while it imports the rest."""
+"""A fork server imports this module first, so that the server ends with its parent process, even during later
+imports."""
 
 from pipeline.processes import terminate_with_parent
 

@@ -6,16 +6,16 @@ import ctypes
 import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's malloc.h"""
+"""From glibc's malloc.h."""
 
 
 def keep_freed_memory() -> None:
     """Let this process keep the CPU memory that it frees, for its next tensors.
 
     By default glibc returns large blocks to the system when they are freed, and every step pays for the same pages
-    again: some 2,000 page faults per step of the default job, and a fifth to a third of its throughput. The price of
-    keeping them is that the peak depends on where blocks happen to lie in the heap: see ``return_freed_memory``. Does
-    nothing with another C library, or where the user has set MALLOC_* or LD_PRELOAD.
+    again: some 2,000 page faults per step of the default job, and a fifth to a third of its throughput. If these blocks
+    are kept, however, the peak memory depends on where in the heap blocks lie: see ``return_freed_memory``. Does
+    nothing with another C library, or if the user has set MALLOC_* or LD_PRELOAD.
     """
     _mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that glibc accepts; larger blocks are still returned
     _mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -24,9 +24,9 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let this process return blocks of 128 KiB and more to the system as soon as it frees them.
 
-    Its resident memory is then the memory of its tensors, the same in every process. With kept memory, the peaks
-    (35 MiB) of equal processes forked from different servers differed by a fifth; with returned memory, by less than
-    1 MiB. Does nothing where ``keep_freed_memory`` does nothing.
+    Its resident memory is then the memory of its tensors, the same in every process. With kept memory, the peaks (35
+    MiB) of equal processes forked from different servers differed by a fifth; with returned memory, by less than 1 MiB.
+    Does nothing if ``keep_freed_memory`` does nothing.
     """
     _mallopt(_M_MMAP_THRESHOLD, 128 * 2**10)  # glibc's default; setting it explicitly keeps it from growing
 

@@ -1,8 +1,8 @@
-"""What every technique declares before it runs: the key that asks for it, what it changes, what it cannot run with.
+"""The catalogue: every technique declares its key, what it changes, and which techniques it cannot run with.
 
-Each group's file declares a variant's settings and, for each technique, an ``Entry``, which names the class under
-``pipeline/techniques`` that implements it. Other packages can add techniques (``outside``). The catalogue imports no
-torch, so that an impossible combination is refused in the first second.
+The file of each group declares settings of a variant, and an ``Entry`` for each technique. The ``Entry`` names the
+class under ``pipeline/techniques`` that implements the technique. Other packages can add techniques (``outside``). The
+catalogue does not import torch, so an impossible combination is refused in the first second.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Variant(
     ParallelismSettings,
     ModelSettings,
 ):  # the last base's fields come first
-    """One way to train the job: the techniques it applies. Without keys: a single device, fp32, no technique."""
+    """One way to train the job: the techniques that it applies. An empty variant trains on one device in fp32."""
 
     extra: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Techniques of other installed packages: name -> its options."
@@ -55,12 +55,13 @@ class Variant(
 
 
 def entries() -> tuple[Entry, ...]:
-    """Return all available techniques: this package's, then those of other packages. Raises ConfigError."""
+    """Return all available techniques, this package's first. Raises ConfigError if another package's entry is
+    broken."""
     return (*CATALOGUE, *(_from_outside(name) for name in outside.names()))
 
 
 def entry(name: str) -> Entry:
-    """Return the entry of that name. Raises ConfigError if there is none, or its package is broken."""
+    """Return the technique's entry. Raises ConfigError if there is no such technique, or its package is broken."""
     return _BY_NAME.get(name) or _from_outside(name)
 
 
@@ -76,7 +77,7 @@ def in_order(variant: Variant) -> list[Entry]:
 
 
 def acting(variant: Variant) -> list[Entry]:
-    """Return the techniques that act in the variant's training, in the order in which they apply."""
+    """Return the techniques that have an effect in the variant's training, in the order in which they apply."""
     parallelism = variant.parallelism
     return [
         each
@@ -92,10 +93,10 @@ def keys(technique: Entry) -> tuple[str, ...]:
 
 
 def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
-    """Return what the variant applies beyond single-device fp32: a technique's label -> the keys that ask for it.
+    """Return the variant's techniques: label -> the keys that ask for the technique or configure it.
 
-    The order is that of the variant's fields. The keys of a parallelism include those of techniques that need it. An
-    extra's package is not loaded, as the variant may come from a result.
+    Techniques are in the order of the variant's fields. The keys of a parallelism include the keys of the techniques
+    that need this parallelism. Packages of extra techniques are not loaded: the variant may come from a stored result.
 
     >>> techniques(Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4))
     {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
@@ -105,11 +106,12 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
     applied = sorted((each for each in CATALOGUE if each.requested_by(variant)), key=lambda each: order.index(each.key))
     options = {"parallelism": tuple(each.key for each in applied if each.needs)}
     found = {each.label(variant): (*keys(each), *options.get(each.key, ())) for each in applied}
-    return found | ({"+".join(variant.extra): ("extra",)} if variant.extra else {})  # extras count as one
+    return found | ({"+".join(variant.extra): ("extra",)} if variant.extra else {})  # all extras count as one technique
 
 
 def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str, str]:
-    """Return the techniques that ``technique`` cannot run with: name -> why, whichever of the two declares it."""
+    """Return name -> reason for each technique that ``technique`` cannot run with. Either of the two may declare
+    this."""
     apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in among}
     others = {other.name: other.excludes[technique.name] for other in among if technique.name in other.excludes}
     return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
@@ -132,7 +134,7 @@ def _runs_in(technique: Entry, parallelism: Entry) -> bool:
 
 
 def misplaced(variant: Variant) -> dict[str, str]:
-    """Return key -> what is wrong, for keys that need a technique or parallelism that the variant does not have."""
+    """Return key -> problem, for each key whose technique or parallelism the variant does not have."""
     applied, plain = requested(variant), Variant()
     needed = {
         each.key: ("parallelism", list(each.needs))
@@ -152,7 +154,7 @@ def misplaced(variant: Variant) -> dict[str, str]:
 
 
 def unrequested(variant: Variant, technique: Entry) -> dict[str, Any]:
-    """Return the keys of the technique with the values that no longer ask for it."""
+    """Return the technique's keys with the values that turn the technique off."""
     if technique.name in variant.extra:
         return {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
     plain = Variant()
@@ -160,7 +162,7 @@ def unrequested(variant: Variant, technique: Entry) -> dict[str, Any]:
 
 
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
-    """Return the variant without these techniques. The remaining ones may be unable to run alone."""
+    """Return the variant without these techniques. The remaining techniques may need a removed one to run."""
     for technique in techniques:
         variant = variant.model_copy(update=unrequested(variant, technique))
     return variant
@@ -180,7 +182,7 @@ def contradiction(variant: Variant) -> str | None:
 
 
 def extra_problems(variant: Variant) -> list[str]:
-    """Return the problems of the variant's techniques of other packages: not installed, or invalid options."""
+    """Return the problems of the variant's extra techniques: packages that are not installed, or invalid options."""
     return [problem for name, options in variant.extra.items() for problem in _problems_of(name, options)]
 
 

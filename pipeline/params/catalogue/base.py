@@ -1,4 +1,4 @@
-"""What one technique declares."""
+"""The declaration of one technique."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     from pipeline.params.catalogue import Variant
 
 Changes = Literal["nothing", "rounding", "statistics"]
-"""nothing: the trained weights are the same, bit for bit; rounding: the same sums in another order or precision, equal
-within a tolerance that the technique's test states; statistics: another random process, equal on average over runs."""
+"""How a technique changes the trained weights. nothing: they are the same, bit for bit. rounding: the same sums are
+computed in another order or precision, and are equal within a tolerance that the technique's test states. statistics:
+the random process differs, and only averages over runs are equal."""
 
 Layer = Literal["model", "blocks", "parallelism", "compiler", "forward", "step"]
 """Where a technique acts. Layers apply in this order; techniques of one layer apply in the catalogue's order.
 
-model: the bare model, its process, or the choice of optimizer; blocks: parts of the model; parallelism: the whole
-model, which is wrapped or split, and the communication; compiler: the model inside the parallel wrapper; forward:
-around the forward pass; step: around the whole step.
-Of two techniques that wrap the same part, the later one is outermost.
+model: the bare model, its process, or the choice of optimizer. blocks: parts of the model. parallelism: the whole model
+(to wrap or split it) and the communication. compiler: the model inside the parallel wrapper. forward: around the
+forward pass. step: around the whole step. If two techniques wrap the same part, the later technique is outermost.
 """
 
 COMPILER = "compiler"
 """Value in ``relies_on`` for the C++ compiler that torch.compile calls."""
 
 WhyNot = Callable[[Machine, bool], str | None]
-"""The machine, and whether the job runs on its GPUs -> why the technique cannot run there; None if it can."""
+"""(Machine, whether the job runs on GPUs) -> the reason why the technique cannot run there; None if it can."""
 
 
 def _nothing(*_: object) -> None:
-    """Return None: there is no reason against the technique."""
+    """Return None, which means that nothing speaks against the technique."""
 
 
 @dataclass(frozen=True)
@@ -43,65 +43,71 @@ class Entry:
     """One technique, or one form of parallelism."""
 
     name: str
-    """The name in results and reports."""
+    """The technique's name in results and reports."""
     setting: str
-    """The line of a variant in params.yaml that asks for the technique; no other does, without ``requested_if``."""
+    """The line of a variant in params.yaml that asks for the technique. With ``requested_if``, this line is an
+    example."""
     searched_for: tuple[str, ...]
-    """Names under which people look for it."""
+    """Names under which people look for the technique."""
     does: str
     pays: str
-    """When it pays."""
+    """When the technique pays."""
     costs: str
     source: str
     changes: Changes
     implementation: str = ""
-    """Module under ``pipeline/techniques``, and class. A job imports only what it applies, as some import much of
-    torch. Empty if the technique is part of the one it ``needs`` or of the plan, is a ``placement``, or is from another
-    package, whose entry point names the class."""
+    """The technique's module under ``pipeline/techniques`` and its class: ``module.Class``. A job imports only the
+    modules of the techniques that it applies, because some import much of torch. Empty if the technique has no class of
+    its own, because the plan, the ``placement`` or a parallelism in ``needs`` does the work. Also empty for another
+    package's technique, whose entry point names the class."""
     layer: Layer = "step"
     requested_if: Callable[[Variant], bool] | None = None
-    """Whether a variant applies the technique. None: if the variant has ``setting``, or the name under ``extra``."""
+    """Returns whether a variant applies the technique. None: a variant with ``setting``, or with the technique's name
+    under ``extra``, applies it."""
     details: tuple[str, ...] = ()
     """Further keys of a variant, which only configure the technique."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Name of another technique -> why the two cannot run together. One of the two declares it."""
+    """Name of another technique -> why the two cannot run together. Only one of the two has to declare this."""
     needs: tuple[str, ...] = ()
-    """Values of ``parallelism``, one of which the technique needs; empty if it needs none."""
+    """The technique needs one of these values of ``parallelism``; empty if it needs no parallelism."""
     why_not: WhyNot = _nothing
-    """Why the machine cannot run the technique, which is then refused."""
+    """Returns why the machine cannot run the technique; the plan then refuses the variant."""
     emulated: WhyNot = _nothing
-    """Why the machine only emulates the technique, slower than without it; train.without_native decides what to do."""
+    """Returns why the machine can only emulate the technique, which is slower than training without the technique.
+    train.without_native decides what happens then."""
     why_not_with: Callable[[Train], str | None] = _nothing
-    """The job -> why the technique cannot be applied to it, on any machine; None if it can."""
+    """Job -> the reason why the technique cannot be applied to this job on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
-    """Like ``why_not``, for single values of the key."""
+    """Value of the key -> a function like ``why_not`` for this value."""
     why_not_beside: Callable[[Variant, bool], str | None] = _nothing
-    """The whole variant, and whether the job runs on GPUs -> why the technique cannot run with the variant's other
-    settings, for conditions that ``excludes`` cannot express; None if it can."""
+    """(Variant, whether the job runs on GPUs) -> the reason why the technique cannot run with the variant's other
+    settings; None if it can. Used for conditions that ``excludes`` cannot express."""
     done_by: tuple[str, ...] = ()
-    """Values of ``parallelism`` that already do what the technique does; with them, it changes nothing more."""
+    """Values of ``parallelism`` that already do the technique's work, so that its class is not used."""
     placement: Literal["resident", "streamed", "dataloader"] | None = None
-    """Where the training reads the data set from; None: as ``train.placement`` says."""
+    """Where the training reads the data set from; None: from where ``train.placement`` says."""
     evaluates_whole: bool = False
-    """True if evaluation cannot run the trained model, for example because it is a stage, or one of several to average.
-    Evaluation then runs the single-device model, as ``Technique.for_evaluation`` changes it, with the state that a
-    checkpoint reads."""
+    """True if evaluation cannot run a process's trained model, for example because it is only one stage, or must be
+    averaged with other processes' models. Evaluation then runs the single-device model with the state that a checkpoint
+    reads; ``Technique.for_evaluation`` can change this model."""
     shared_rng: bool = False
     """Whether the processes that hold one model together must draw the same random numbers."""
     max_step_skew: int = 0
-    """How many steps a process may be ahead of another: above 0 if some steps do not wait for all."""
+    """How many steps a process may be ahead of another. Above 0 if processes do not wait for each other in every
+    step."""
     recomputes: bool = False
     """Whether the technique makes a step repeat floating-point operations."""
     needs_measuring: bool = False
-    """Whether the technique's memory has to be measured, because the estimate on fake tensors does not foresee it."""
+    """Whether the technique's memory must be measured, because the estimate with fake tensors cannot predict it."""
     roundoff: float = 2.0**-24
-    """If ``changes`` is rounding: the unit roundoff (half the distance from 1 to the next number) of the coarsest
-    format in which the technique computes or sends; by default float32's. ``verify`` derives its bounds from it."""
+    """The unit roundoff (half the distance from 1 to the next number) of the coarsest format in which the technique
+    computes or sends numbers; default: float32. Used if ``changes`` is rounding: ``verify`` derives its bounds from
+    this value."""
     repeats: bool = True
     """Whether the same seed gives the same weights again, bit for bit."""
     without_effect: Callable[[Variant], dict[str, Any]] | None = None
-    """The variant -> changes of its settings with which the technique is applied but has no effect on the weights;
-    ``verify`` tries them. None if there are none."""
+    """Variant -> changed settings with which the technique runs but does not affect the weights; ``verify`` tries these
+    settings. None if there are no such settings."""
     relies_on: tuple[str, ...] = ()
     """Software besides torch on whose versions the numbers depend: distributions of the extras, and ``COMPILER``."""
     options: type[BaseModel] | None = None
@@ -134,7 +140,7 @@ class Entry:
         return here or self.why_not_beside(variant, on_gpu)
 
     def label(self, variant: Variant) -> str:
-        """Return the name, with the variant's value where the name does not imply it.
+        """Return the technique's name, followed by the variant's value if the name does not imply this value.
 
         >>> from pipeline.params import Variant, requested
         >>> variant = Variant(precision="bf16", gradient_accumulation=4)
@@ -147,7 +153,7 @@ class Entry:
 
 
 def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
-    """``why_not`` of techniques that only CUDA has."""
+    """``why_not`` of techniques that need CUDA."""
     return None if on_gpu else "it needs a GPU, and this run is on the CPU"
 
 

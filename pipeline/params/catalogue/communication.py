@@ -18,15 +18,19 @@ class CommunicationSettings(Section):
     """A variant's settings of what processes exchange, and how."""
 
     bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = Field(
-        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's own, 25."
+        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's default, 25."
     )
     gradient_as_bucket_view: bool = Field(
         True, description="DDP: gradients lie in the buckets; false: they have their own memory and are copied."
     )
     static_graph: bool = Field(False, description="DDP: promise that every step uses the same parameters.")
-    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the whole micro-batch of all processes.")
+    sync_batchnorm: bool = Field(
+        False, description="BatchNorm normalises over the micro-batches of all processes together."
+    )
     communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
-        "none", description="DDP: how gradients are sent: unchanged, in 16 bits, as low-rank factors, or seldom."
+        "none",
+        description="DDP: how gradients are sent: unchanged (none), in 16 bits, or as low-rank factors (powersgd). "
+        "post_local_sgd: weights are averaged every 4 steps instead.",
     )
 
 
@@ -36,9 +40,9 @@ COMMUNICATION: tuple[Entry, ...] = (
         setting="bucket_mb: 50",
         searched_for=("bucket_cap_mb", "DDP bucket size", "gradient bucketing"),
         does="DDP reduces gradients in buckets of this many MiB instead of 25",
-        pays="larger when every message costs much (many processes, slow networks), smaller when the backward pass "
-        "is short and reductions should begin early",
-        costs="larger: reductions begin later and overlap less; smaller: more messages",
+        pays="larger buckets: when every message takes long (many processes, slow networks); smaller buckets: when the "
+        "backward pass is short and reductions should begin early",
+        costs="larger buckets: reductions begin later and overlap less; smaller buckets: more messages",
         source="Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
         requested_if=lambda variant: variant.bucket_mb is not None,
@@ -53,7 +57,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         name="gradients_beside_buckets",
         setting="gradient_as_bucket_view: false",
         searched_for=("gradient_as_bucket_view",),
-        does="Gradients have their own memory and are copied into DDP's buckets and back, as is torch's default",
+        does="Gradients have their own memory and are copied into DDP's buckets and back, which is torch's default",
         pays="never by itself: it shows what gradient_as_bucket_view, the default here, saves",
         costs="the gradients' memory a second time, and the copies",
         source="PyTorch documentation: DistributedDataParallel",
@@ -69,7 +73,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         searched_for=("DDP static graph", "find_unused_parameters", "unused parameters"),
         does="DDP records in the first step which parameters are used and how often, and assumes the same in all later "
         "steps",
-        pays="for models with parameters that no step uses; without it, DDP refuses them",
+        pays="for models with parameters that no step uses, which DDP refuses otherwise",
         costs="in the first step, reductions begin only after the backward pass; a model that later uses other "
         "parameters fails",
         source="PyTorch documentation: DistributedDataParallel",
@@ -97,7 +101,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         excludes={
             **dict.fromkeys(
                 ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
-                "a block that runs again must not update its running statistics again, but SyncBatchNorm always does",
+                "a block that runs again must not update its running statistics again, but SyncBatchNorm always "
+                "updates them",
             ),
             "auto_micro_batch": "a process that runs out of memory would leave the others waiting for its statistics",
         },
@@ -137,12 +142,12 @@ COMMUNICATION: tuple[Entry, ...] = (
         name="powersgd",
         setting="communication_hook: powersgd",
         searched_for=("PowerSGD", "powerSGD_hook", "low-rank gradient compression"),
-        does="Matrices of gradients are sent as factors of rank 2, from a power iteration that starts at the last "
-        "step's factors; their error is added to the next step's gradients. It begins after the learning rate's "
-        "warm-up",
+        does="Gradient matrices are sent as factors of rank 2, which a power iteration computes from the last step's "
+        "factors. The factors' error is added to the next step's gradients. Compression begins after the learning "
+        "rate's warm-up",
         pays="when steps wait for the network, and 16 bits do not compress enough",
-        costs="accuracy; two more copies of the gradients; products and reductions one after the other; on a GPU, a "
-        "wait for the device per bucket",
+        costs="accuracy; two more copies of the gradients; matrix products and reductions that do not overlap; on a "
+        "GPU, a wait for the device per bucket",
         source="Vogels et al., PowerSGD, NeurIPS 2019",
         changes="statistics",
         layer="parallelism",

@@ -19,7 +19,7 @@ class DataLoadingSettings(Section):
         "memory map. dataloader: PyTorch's DataLoader with loader_workers processes.",
     )
     loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        2, description="With data_loading dataloader: worker processes for each process that trains; 0: none."
+        2, description="With data_loading: dataloader, worker processes per training process; 0: none."
     )
 
 
@@ -51,8 +51,8 @@ DATA_LOADING: tuple[Entry, ...] = (
         name="dataloader",
         setting="data_loading: dataloader",
         searched_for=("torch.utils.data.DataLoader", "num_workers", "persistent_workers", "torchvision transforms"),
-        does="PyTorch's DataLoader: worker processes, kept for all epochs, read, augment and normalise one sample at a "
-        "time; batches are pinned",
+        does="The worker processes of PyTorch's DataLoader read, augment and normalise one sample at a time. They are "
+        "kept for all epochs, and batches are pinned",
         pays="when samples must be decoded or changed one by one in Python; otherwise it shows what the other ways "
         "save",
         costs="Python code for every sample; loader_workers processes per training process, whose memory is not "

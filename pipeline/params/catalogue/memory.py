@@ -41,9 +41,9 @@ class MemorySettings(Section):
 
     activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
         False,
-        description="Recompute activations in the backward pass instead of keeping them: of all blocks (true); all but "
-        "the outputs of matrix products and convolutions (selective); or of so many blocks that the kept activations "
-        "take at most this fraction of their bytes.",
+        description="Recompute activations in the backward pass instead of keeping them. true: the activations of all "
+        "blocks. selective: all but the outputs of matrix products and convolutions. A fraction: the activations of so "
+        "many blocks that the kept activations take at most this fraction of their bytes.",
     )
     activation_offload: bool = Field(
         False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
@@ -55,8 +55,8 @@ class MemorySettings(Section):
     )
     loss_chunks: Count = Field(
         1,
-        description="Number of parts of a micro-batch, which the last layer and the loss take one at a time: parts of "
-        "its tokens if the loss is a language model's own, else of its samples.",
+        description="Number of chunks of a micro-batch; the last layer and the loss compute one chunk at a time. A "
+        "chunk is a part of the tokens for a language model with the built-in loss, else a part of the samples.",
     )
     optimizer_in_backward: bool = Field(
         False, description="Update each parameter as soon as its gradient is complete, and free the gradient."
@@ -80,8 +80,8 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
         does="Blocks keep only their input and run again in the backward pass",
         pays="when activations are most of the peak, and a larger batch or model is worth a third more arithmetic",
-        costs="a second forward pass of the blocks. A block that changes itself in its forward pass, such as "
-        "spectral_norm, does so twice; only the norms' statistics are updated once",
+        costs="a second forward pass of the blocks. State that a block changes in its forward pass, such as that of "
+        "spectral_norm, changes twice; only running statistics of normalisation layers are updated once",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
         layer="blocks",
@@ -95,21 +95,20 @@ MEMORY: tuple[Entry, ...] = (
         does="Blocks keep their input and the outputs of their matrix products and convolutions; the cheap operations "
         "between them run again in the backward pass",
         pays="when activations are most of the peak and a second forward pass costs too much",
-        costs="a second run of a forward pass's element-wise operations and normalisations; each operation passes "
-        "through Python",
+        costs="element-wise operations and normalisations run twice per step; each operation passes through Python",
         source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
         changes="nothing",
         layer="blocks",
         implementation="activation_checkpointing.SelectiveCheckpointing",
         recomputes=True,
-        excludes={"activation_offload": "the hooks that would offload its kept activations do not see them"},
+        excludes={"activation_offload": "the offloading hooks do not see the activations that it keeps"},
     ),
     Entry(
         name="checkpointing_budget",
         setting="activation_checkpointing: 0.5",
         searched_for=("activation memory budget", "checkpointing policy", "activation_memory_budget"),
-        does="So many blocks run again in the backward pass that the kept activations take at most this fraction of "
-        "their bytes; the blocks are chosen for few operations",
+        does="Some blocks run again in the backward pass, so that the kept activations take at most this fraction of "
+        "their bytes; the chosen blocks need few operations",
         pays="when activations are a little too large, and full checkpointing recomputes more than necessary",
         costs="a second forward pass of the chosen blocks",
         source="Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020",
@@ -125,7 +124,7 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("CPU offload", "activation offloading", "save_on_cpu", "saved_tensors_hooks"),
         does="Activations wait for the backward pass in the host's pinned memory",
         pays="when activations do not fit, and copying them is faster than computing them again",
-        costs="every kept byte crosses the bus twice; as much pinned host memory",
+        costs="every kept byte crosses the bus twice and occupies pinned host memory",
         source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
         changes="nothing",
         layer="forward",
@@ -151,8 +150,8 @@ MEMORY: tuple[Entry, ...] = (
         name="auto_micro_batch",
         setting="gradient_accumulation: auto",
         searched_for=("automatic batch size", "auto_find_batch_size", "batch size finder", "out of memory", "OOM"),
-        does="Before the training, a trial step is divided into more and more micro-batches until every process has "
-        "the memory for it; batch size and learning rate stay the same",
+        does="Before the training, a trial step is divided into more and more micro-batches until it fits into every "
+        "process's memory; batch size and learning rate stay the same",
         pays="when the same job has to fit on different devices",
         costs="a few trial steps; with more than one micro-batch, the costs of gradient_accumulation",
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
@@ -175,10 +174,11 @@ MEMORY: tuple[Entry, ...] = (
             "large vocabulary",
             "logits memory",
         ),
-        does="The last linear layer and the loss take one chunk of the tokens at a time (of the samples, unless the "
-        "loss is a language model's own), so the logits are never all in memory",
+        does="The last linear layer and the loss compute one chunk of a micro-batch at a time, so the logits are never "
+        "all in memory. A chunk is a part of the tokens for a language model with the built-in loss, else a part of "
+        "the samples",
         pays="for language models whose vocabulary is several times as large as their width, and for very many classes",
-        costs="smaller products, one chunk after the other; compile does not fuse the last layer",
+        costs="smaller matrix products, which run one after the other; compile does not fuse the last layer",
         source="Hsu et al., Liger Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, "
         "ICLR 2025",
         changes="rounding",
@@ -187,7 +187,7 @@ MEMORY: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.loss_chunks > 1,
         excludes={
             "fp16": "the logits' gradients are computed before the scaler has scaled the loss, and would vanish",
-            "pipeline": "stages are cut by the time of the model's layers, and the last layer would run in the loss",
+            "pipeline": "stages are cut by the time of the model's layers, but the last layer would run in the loss",
             "parameter_precision": "the loss gets float32 activations, but the last layer's parameters are bfloat16",
         },
     ),
@@ -260,8 +260,9 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
         does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
         pays="when other code keeps the gradients' addresses; to see what set_to_none, the default, saves",
-        costs="the gradients' memory during the forward pass; per step, a pass over it, and an addition instead of a "
-        "move. Momentum and weight decay also change a parameter in steps that do not use it",
+        costs="the gradients' memory during the forward pass; in each step, filling it with zeros, and adding "
+        "gradients instead of moving them. Momentum and weight decay also change a parameter in steps that do not use "
+        "it",
         source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
         changes="nothing",
         implementation="optimizer_choices.ZeroedGradients",

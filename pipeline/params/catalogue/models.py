@@ -1,4 +1,4 @@
-"""What a variant trains: another model than the job's, and a teacher to learn from."""
+"""Settings of the model that a variant trains, and of a teacher to learn from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Distillation(Section):
     """A teacher, and how much a student learns from it."""
 
     teacher: Annotated[str, Field(min_length=1)] = Field(
-        description="models/VARIANT: the weights that this variant trained with the same seed; or a file of weights, a "
-        "state dict."
+        description="models/VARIANT: the weights of that variant, trained with the same seed. Or a file of weights (a "
+        "state dict)."
     )
     temperature: PositiveFloat = Field(
-        4.0, description="Divides the logits of both, so that the teacher's small probabilities count. Unused in tasks "
-        "without logits.",
+        4.0, description="Divides the logits of teacher and student, so that the teacher's small probabilities count. "
+        "Unused in tasks without logits.",
     )  # fmt: skip
     alpha: Fraction = Field(0.5, description="Share of the teacher in the loss; the rest is the job's own loss.")
     model: str | None = Field(
-        None, description="The teacher's model. null: that of its variant, or of the job for a file of weights."
+        None, description="The teacher's model. null: its variant's model, or the job's model for a file of weights."
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the teacher.")
 
@@ -47,8 +47,8 @@ MODELS: tuple[Entry, ...] = (
         setting="model: small_cnn",
         searched_for=("student", "smaller model", "model_options", "architecture"),
         does="The variant trains this model instead of train.model",
-        pays="when a smaller or faster model is accurate enough; beside a student that learns from a teacher, to show "
-        "what the teacher adds",
+        pays="when a smaller or faster model is accurate enough; to show what a teacher adds, by training the "
+        "student's model without it",
         costs="the comparison is of models too, not of techniques alone; the report says so",
         source="not a technique; a comparison of models",
         changes="statistics",
@@ -60,9 +60,9 @@ MODELS: tuple[Entry, ...] = (
         name="distillation",
         setting="distillation: {teacher: models/baseline}",
         searched_for=("knowledge distillation", "teacher", "student", "soft targets", "KD", "temperature"),
-        does="A trained teacher sees each batch too, and a part of the loss is the distance between the model's "
-        "outputs and the teacher's: for logits the Kullback-Leibler divergence at a temperature, for other outputs the "
-        "mean squared difference",
+        does="A trained teacher sees each batch too, and a part of the loss is the distance between the outputs of "
+        "model and teacher. The distance is the Kullback-Leibler divergence at a temperature for logits, and the mean "
+        "squared difference for other outputs",
         pays="when a small model is to be deployed, and a larger one is trained anyway",
         costs="a forward pass of the teacher in each step, and its weights in the memory of every process; with other "
         "techniques the teacher stays whole and uncompiled, and computes in the variant's precision",

@@ -10,7 +10,7 @@ from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.sections import Count, Section
 
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-_ONE_FORWARD = "checkpointing replaces a block's forward pass, and every GPU's copy would run the first GPU's"
+_ONE_FORWARD = "checkpointing replaces a block's forward pass, and all GPUs' copies would run the first GPU's"
 
 
 class ParallelismSettings(Section):
@@ -28,28 +28,29 @@ class ParallelismSettings(Section):
     )
     replicas: Count = Field(
         1,
-        description="With fsdp, pipeline or tensor: number of whole models that the processes hold. They share the "
-        "batch as in ddp.",
+        description="With fsdp, pipeline or tensor: number of complete models that the processes hold together. The "
+        "models share the batch as in ddp.",
     )
     schedule: Literal["gpipe", "1f1b"] = Field(
         "1f1b",
-        description="Schedule of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: in turns, so "
-        "that no more micro-batches are in memory than there are stages.",
+        description="Schedule of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: forward and "
+        "backward passes alternate, so that at most as many micro-batches are in memory as there are stages.",
     )
     reshard_after_forward: bool = Field(
         True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
     )
     parameter_precision: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="With fsdp. bf16: parameters are gathered and used in bfloat16, gradients summed in float32.",
+        description="With fsdp. bf16: parameters are gathered and used in bfloat16, and gradients are summed in "
+        "float32.",
     )
     cpu_offload: bool = Field(
-        False, description="With fsdp on GPUs: shards of parameters, gradients and optimizer state in host memory."
+        False, description="With fsdp on GPUs: keep shards of parameters, gradients and optimizer state in host memory."
     )
     scaling: Literal["strong", "weak"] = Field(
         "strong",
-        description="strong: train.batch_size is shared out. weak: each data-parallel process takes that many samples, "
-        "and the learning rate is multiplied by the number of processes.",
+        description="strong: the processes share train.batch_size. weak: each data-parallel process takes "
+        "train.batch_size samples, and the learning rate is multiplied by the number of processes.",
     )
 
 
@@ -58,7 +59,7 @@ PARALLELISM: tuple[Entry, ...] = (
         name="data_parallel",
         setting="parallelism: data_parallel",
         searched_for=("DataParallel", "nn.DataParallel", "DP", "multi-GPU", "single process"),
-        does="One process copies the model to every GPU in each forward pass, and a thread drives each",
+        does="One process copies the model to every GPU in each forward pass, and one thread per GPU runs its copy",
         pays="never today: it shows what DistributedDataParallel replaced",
         costs="a broadcast of the model and a gathering of the gradients per step; threads that wait for Python's "
         "lock; more memory on the first GPU than on the others",
@@ -69,12 +70,12 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         excludes={
             **dict.fromkeys(
-                ("bf16", "float8"), "its threads do not take over autocast's type, and would compute in float16"
+                ("bf16", "float8"), "its threads do not inherit autocast's dtype, and would compute in float16"
             ),
             "activation_checkpointing": _ONE_FORWARD,
             "selective_checkpointing": _ONE_FORWARD,
             "checkpointing_budget": _ONE_FORWARD,
-            "activation_offload": "its threads do not take over the hooks that move activations",
+            "activation_offload": "its threads do not inherit the hooks that move activations",
         },
         why_not=needs_gpu,
     ),
@@ -95,8 +96,8 @@ PARALLELISM: tuple[Entry, ...] = (
         name="zero1",
         setting="parallelism: zero1",
         searched_for=("ZeRO", "ZeRO-1", "ZeroRedundancyOptimizer", "sharded optimizer state", "DeepSpeed stage 1"),
-        does="As ddp, but every process keeps the optimizer state of its share of the parameters only, updates this "
-        "share and sends it to the others",
+        does="Like ddp, but every process keeps the optimizer state of its share of the parameters only, updates this "
+        "share and sends it to the other processes",
         pays="when the optimizer's state does not fit (AdamW: two values per parameter)",
         costs="a broadcast of all parameters per step, after the update, without overlap",
         source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020",
@@ -106,8 +107,8 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes",),
         excludes={
-            "optimizer_in_backward": "it sends the new parameters once, after an update of all of them",
-            "cuda_graph": "the host starts the broadcasts of its update, which no graph records",
+            "optimizer_in_backward": "it sends the new parameters once per step, after all of them are updated",
+            "cuda_graph": "the host starts broadcasts after an update, and no graph records them",
         },
     ),
     Entry(
@@ -124,8 +125,9 @@ PARALLELISM: tuple[Entry, ...] = (
             "2-D parallelism",
             "device mesh",
         ),
-        does="Every process holds a shard of parameters, gradients and optimizer state, gathers a block's parameters "
-        "when it runs, and scatters their gradients; with `replicas: N`, N groups do this and average as in ddp",
+        does="Every process holds a shard of parameters, gradients and optimizer state. It gathers a block's "
+        "parameters when the block runs, and reduces and scatters their gradients. With `replicas: N`, N groups do "
+        "this, and average gradients as in ddp",
         pays="when parameters, gradients and optimizer state together do not fit on one GPU; the parameters alone "
         "must fit, at the start",
         costs="1.5 times the communication of ddp, in smaller pieces; BatchNorm sees only its process's share of the "
@@ -139,7 +141,7 @@ PARALLELISM: tuple[Entry, ...] = (
         details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
-            "cuda_graph": "the host gathers and frees parameters, which no graph records",
+            "cuda_graph": "the host gathers and frees parameters, and no graph records this",
             "auto_micro_batch": "a step that fails leaves some parameters gathered",
         },
     ),
@@ -195,9 +197,9 @@ PARALLELISM: tuple[Entry, ...] = (
             "stages",
             "2-D parallelism",
         ),
-        does="The model is cut into stages of equal cost, one per process; micro-batches pass through them in turn",
-        pays="when parameters, gradients and optimizer state together do not fit on one GPU (the parameters alone "
-        "must, at the start and for evaluation), and between hosts: only activations at the cuts are sent",
+        does="The model is cut into stages of equal cost, one per process; micro-batches pass from stage to stage",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU (the parameters alone must "
+        "fit, at the start and for evaluation); and across hosts, because only activations at the cuts are sent",
         costs="with p stages and m micro-batches, stages wait for (p - 1) / (m + p - 1) of the time; BatchNorm sees "
         "only micro-batches",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
@@ -217,11 +219,11 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="parallelism: tensor",
         searched_for=("tensor parallelism", "TP", "Megatron", "parallelize_module", "DTensor", "model parallelism"),
         does="Pairs of linear layers are cut along the width between them, and gpt's attention by its heads: every "
-        "process computes its columns of the first layer and its rows of the second; with `replicas: N`, N groups do "
+        "process computes its columns of the first layer and its rows of the second. With `replicas: N`, N groups do "
         "this and share the batch as in ddp",
         pays="for wide transformers on GPUs of one host, joined by NVLink",
-        costs="an all-reduce of activations per pair in each direction, without overlap; every process holds and "
-        "computes the rest of the model",
+        costs="an all-reduce of activations per pair in the forward and in the backward pass, without overlap; every "
+        "process holds and computes the rest of the model",
         source="Shoeybi et al., Megatron-LM, 2019",
         changes="rounding",
         layer="parallelism",
@@ -232,7 +234,7 @@ PARALLELISM: tuple[Entry, ...] = (
         excludes={
             "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
             "fp16": "each process would detect the overflows of its own gradients and have its own loss scale",
-            "cuda_graph": "its collectives are not known to be capturable",
+            "cuda_graph": "its collectives possibly cannot be captured",
             "auto_micro_batch": "a process that ran out of memory would leave the others waiting in a pair of layers",
         },
     ),

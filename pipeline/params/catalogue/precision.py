@@ -1,4 +1,4 @@
-"""Techniques of precision: in how many bits a model computes."""
+"""Techniques of precision: the number formats in which a model computes."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ PRECISION: tuple[Entry, ...] = (
         name="float8",
         setting="precision: float8",
         searched_for=("FP8", "e4m3", "e5m2", "torchao.float8", "Float8Linear", "Transformer Engine"),
-        does="Linear layers except the last multiply in float8, with a scale per tensor, in the forward pass (e4m3) "
-        "and in the backward pass (gradients: e5m2); the rest is as with bf16, and parameters stay float32",
+        does="Linear layers except the last multiply in float8 with a scale per tensor: e4m3 in the forward pass, e5m2 "
+        "for gradients in the backward pass. The rest is as with bf16, and parameters stay float32",
         pays="on GPUs from compute capability 8.9, compiled, for transformers whose linear layers are wide "
         "(4,096 and more)",
-        costs="factors keep 4 bits of mantissa, gradients 3; a pass over each factor for its scale, which compile "
-        "fuses. Layers whose sides are not multiples of 16 stay in bf16",
+        costs="factors keep 4 bits of mantissa, gradients 3 bits; a pass over each factor to compute its scale, which "
+        "compile fuses. Layers whose sides are not multiples of 16 stay in bf16",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022; torchao documentation: torchao.float8",
         changes="rounding",
         roundoff=2.0**-3,

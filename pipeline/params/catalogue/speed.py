@@ -62,8 +62,8 @@ class SpeedSettings(Section):
 
     attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
         "auto",
-        description="The kernel of a step's scaled_dot_product_attention; auto: PyTorch's choice. efficient and cudnn: "
-        "on GPUs only.",
+        description="The kernel that computes a step's scaled_dot_product_attention; auto: PyTorch's choice. efficient "
+        "and cudnn: on GPUs only.",
     )
     channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
@@ -75,10 +75,13 @@ class SpeedSettings(Section):
     )
     cudnn_benchmark: bool = Field(
         False,
-        description="Let cuDNN try its convolutions once and take the fastest; a seed may then not repeat exactly.",
+        description="Let cuDNN try its algorithms for each convolution once and use the fastest; a seed may then not "
+        "repeat exactly.",
     )
     optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
-        "fused", description="One kernel for all parameters, one per operation, or one per operation and parameter."
+        "fused",
+        description="fused: one kernel for the whole update. foreach: one per operation. for_loop: one per operation "
+        "and parameter.",
     )
 
 
@@ -115,9 +118,9 @@ SPEED: tuple[Entry, ...] = (
         searched_for=("NHWC", "memory format", "torch.channels_last"),
         does="Images and weights have the channels innermost, as convolution kernels for Tensor Cores read them",
         pays="for convolutional models in 16 bits on GPUs, and on CPUs with oneDNN",
-        costs="a copy if an operation has no kernel for this format; every 4-D parameter is rearranged, so code that "
-        "relies on its strides, such as view and view_as_complex, fails; with fsdp, which shards only contiguous "
-        "weights, a copy of a convolution's weights whenever it runs",
+        costs="a copy if an operation has no kernel for this format. Every 4-D parameter is rearranged, so code that "
+        "relies on its strides, such as view and view_as_complex, fails. With fsdp, which shards only contiguous "
+        "weights, a convolution's weights are copied whenever it runs",
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         layer="model",
@@ -138,11 +141,11 @@ SPEED: tuple[Entry, ...] = (
         ),
         does="The model runs as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
         "max-autotune also tries several kernels for matrix products (on a CPU, batched ones only). While "
-        "train.deterministic is true, it tries only kernels with the same rounding",
+        "train.deterministic is true, max-autotune tries only kernels with the same rounding",
         pays="for models with many small operations, in runs long enough to make up for the compilation",
         costs="tens of seconds before the first step, fewer with a warm cache; it needs a C++ compiler and a model "
-        "without graph breaks. reduce-overhead, and max-autotune on GPUs, exclude gradient_accumulation and "
-        "set_to_none: false, whose gradients outlive a forward pass",
+        "without graph breaks. reduce-overhead and, on GPUs, max-autotune exclude gradient_accumulation and "
+        "set_to_none: false, which keep gradients during the next forward pass",
         source="Ansel et al., PyTorch 2, ASPLOS 2024",
         changes="rounding",
         layer="compiler",
@@ -153,8 +156,8 @@ SPEED: tuple[Entry, ...] = (
             "data_parallel": "it makes new replicas in each step, and compiled code belongs to one model",
             "pipeline": "a stage runs its own part of the model, not the compiled whole",
             "fsdp": "it gathers parameters between the blocks, which one graph cannot hold",
-            "sync_batchnorm": "its exchange of statistics is not known to compile as a part of one graph",
-            "activation_offload": "it is not known to offload the activations that generated code keeps",
+            "sync_batchnorm": "its exchange of statistics possibly does not compile as a part of one graph",
+            "activation_offload": "it possibly does not offload the activations that generated code keeps",
         },
         why_not=_needs_compiler,
         relies_on=(COMPILER,),
@@ -167,7 +170,7 @@ SPEED: tuple[Entry, ...] = (
         searched_for=("CUDA graphs", "torch.cuda.CUDAGraph", "whole-network capture", "launch-bound"),
         does="Forward pass, backward pass and update are recorded once; from then on, one call per step replays them",
         pays="for small models and batches, whose kernels end before the CPU has launched the next",
-        costs="memory that nothing else can use; Python's decisions in a step are made once, in the recording",
+        costs="memory that nothing else can use; Python code in a step runs only once, during the recording",
         source="PyTorch documentation: CUDA semantics, CUDA Graphs",
         changes="rounding",
         implementation="cuda_graph.CudaGraph",
@@ -200,7 +203,7 @@ SPEED: tuple[Entry, ...] = (
         does="cuDNN tries its algorithms once for each shape of convolution and takes the fastest; while "
         "train.deterministic is true, it tries only deterministic algorithms",
         pays="for convolutional models with fixed shapes",
-        costs="a search in the first step; its choice can differ from run to run, and with it the rounding",
+        costs="a search in the first step; the chosen algorithm, and so the rounding, can differ from run to run",
         source="PyTorch documentation: torch.backends.cudnn",
         changes="rounding",
         repeats=False,
