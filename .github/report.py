@@ -1,10 +1,10 @@
-"""The GPU workflow's report: into the run's summary, and into the pull request as one comment that is kept up to date.
+"""Write the GPU workflow's report into the run's summary, and into one comment of the pull request.
 
-Needs Python alone. Reads what the `gpu` job left in the directory that is named, and GitHub's variables; with
-PULL_REQUEST set to a number it comments there, with GITHUB_TOKEN.
+The script needs only Python. It reads the files of the `gpu` job in the given directory, and GitHub's variables. If
+PULL_REQUEST has a number, it updates its comment there, with GITHUB_TOKEN.
 
-What the job left, a pull request's own code wrote, and it is posted under the workflow's name: so of the files only
-figures are shown, names and words that are known, and the gate's own text as text, in which nothing is a link.
+The pull request's own code wrote these files, and the comment has the workflow's name. So the comment shows only
+figures, known names and known words of the files. It quotes the gate's text in a form in which links do not work.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 MARKER = "<!-- The GPU workflow finds its comment by this line. -->"
 AUTHOR = "github-actions[bot]"
-"""Whose comments the workflow's token writes. Anybody can write the marker, so it alone proves nothing."""
+"""The author of comments that the workflow's token writes. Anybody can write the marker, so the author is checked."""
 LIMIT = 65_536
-"""Characters of a comment."""
+"""The largest number of characters in a comment."""
 LARGEST = 1 << 25
-"""Bytes of a file that is read."""
+"""The most bytes that are read of a file."""
 OUTCOMES = {
     "passed": "Nothing was shown to be worse.",
     "worse": "Worse than the base.",
@@ -36,11 +36,11 @@ OUTCOMES = {
 ONE_SESSION = "Measured in one session: in other sessions the ratios may differ by an unknown amount."
 WORDS = {"better", "same", "worse", "undecided", "untrusted", "pays", "trades", "costs", "neutral"}
 DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What JSON that is not as it should be can raise."""
+"""The errors that malformed JSON can raise."""
 
 
 def report(folder: Path, commit: str, run: str) -> str:
-    """Markdown: the gate's decision first; what it said, and the comparison, folded under it where they fit."""
+    """Return Markdown: the gate's decision first. The gate's text and the comparison are folded, if they fit."""
     reports = folder / "reports"
     text = f"{MARKER}\n### On the GPU: {commit[:12]}\n\n"
     try:
@@ -61,8 +61,9 @@ def report(folder: Path, commit: str, run: str) -> str:
 
 
 def table(heading: str, rows: list[Any]) -> str:
-    """Of variants: ratios of throughput and memory, and differences of accuracy, with their intervals and decisions.
-    Raises one of ``DAMAGED`` for what is no figure, no name and no known word."""
+    """Return the variants' ratios of throughput and memory and differences of accuracy, with intervals and decisions.
+
+    Raises one of ``DAMAGED`` if a cell is not a figure, a name or a known word."""
     lines = [f"| {heading} | throughput | peak memory | test accuracy, points |", "| --- | --- | --- | --- |"]
     for row in rows:
         if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,99}|all together", row["variant"]):
@@ -107,7 +108,7 @@ def _compared(reports: Path) -> str:
 
 
 def comment(number: int, text: str) -> str:
-    """Write ``text`` into the workflow's own comment on a pull request, a new one if there is none; its address."""
+    """Write ``text`` into the workflow's comment on a pull request, or into a new comment. Return its address."""
     for page in itertools.count(1):
         found: list[dict[str, Any]] = _api("GET", f"issues/{number}/comments?per_page=100&page={page}")
         for each in found:
