@@ -68,7 +68,7 @@ class _Mirror:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def update(self, status: str | None = None) -> bool:
-        """Log the new rows of the files. With a ``status``, also end the runs with this status. False if MLflow failed."""
+        """Log the new rows of the files. With a ``status``, end the runs with this status. False if MLflow failed."""
         try:
             self._read()
             for seed, live in self._live.items():

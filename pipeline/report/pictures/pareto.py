@@ -41,7 +41,7 @@ class Front(NamedTuple):
 
 
 def front(comparison: Comparison) -> Front | None:
-    """Plot the ratios to the baseline, which is at (1, 1). Untrusted variants are left out; None if all are untrusted."""
+    """Plot ratios to the baseline, which is at (1, 1). Untrusted variants are left out; None if all are untrusted."""
     placed: list[tuple[int, Compared, Ratio | None, Ratio | None]] = [(1, comparison.variants[0], None, None)]
     for number, each in enumerate(comparison.variants[1:], 2):
         if each.verdict != UNTRUSTED:

@@ -18,7 +18,8 @@ MARKS = {"problem": "PROBLEM", "not applicable": "-"}
 ADD_GPUS = "docker run --gpus all ... (the host needs the NVIDIA Container Toolkit)"
 USE_CPU = "or set train.device: cpu"
 NEW_DRIVER = "driver 580 or newer"
-"""Runs all minor versions of CUDA 13, and all older versions (NVIDIA's table of minor version compatibility)."""
+"""This driver runs CUDA 13 in all minor versions, and all older versions (NVIDIA's table of minor version
+compatibility)."""
 INSTALL = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
 TO_THE_TOP = "cd to the top of the checkout; in a container, mount it there"
 
@@ -55,17 +56,17 @@ REMEDIES = {
     "git:": "repair git: DVC and the gate need it",
     "DVC cache:": "see `dvc doctor`, git above, .dvc/config and .dvc/config.local",
 }
-"""Part of a finding's text, ours or another tool's -> its remedy, if the check gives none. The first entry that occurs
-in "check: finding" counts."""
+"""Part of a finding's text -> the remedy, used if the check gives none. The text can be another tool's error message.
+The first entry that occurs in "check: finding" counts."""
 
 
 class Finding(NamedTuple):
     status: Status
-    """problem: something that params.yaml or the environment asks for does not work here. warning: it works, but worse
-    than it could, or otherwise than expected. not applicable: this job on this machine does not need it."""
+    """problem: something that params.yaml or the environment asks for does not work here. warning: the job works, but
+    worse than it could, or not as expected. not applicable: this job on this machine does not need the checked part."""
     found: str
     remedy: str = ""
-    """The command or setting that puts it right; empty where nothing is to be done, or ``REMEDIES`` has the remedy."""
+    """The command or setting that fixes the fault; empty if nothing is to be done, or ``REMEDIES`` has the remedy."""
     check: str = ""
     """The check's name in ``CHECKS``, a word or two."""
 
@@ -86,8 +87,8 @@ def enough(holds: bool, found: str, wants: str, remedy: str, short: Callable[...
 
 
 def as_text(findings: Sequence[Finding], width: int) -> str:
-    """One block per finding: status, check and the finding's text; below them, behind an arrow, the remedy, which has
-    more room so that commands stay on one line."""
+    """One block per finding: status, check and text, and below, after an arrow, the remedy. The remedy is indented less
+    than the text, so that commands stay on one line."""
     name = max(len(finding.check) for finding in findings)
     blocks = []
     for status, found, remedy, check in findings:

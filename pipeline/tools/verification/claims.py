@@ -38,19 +38,19 @@ FLOAT32 = 2.0**-24
 """Unit roundoff of float32."""
 LEAST = 2.0**11 * FLOAT32
 """Relative difference allowed for any float32 sum taken in another order. A sum of k terms is off by about sqrt(k)
-roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019); k,
-samples times pixels, is some 10^5 here, and terms of both signs cancel in part."""
+roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). Here k,
+samples times pixels, is about 10^5, and terms of opposite sign partly cancel."""
 KERNEL_ROUNDOFFS = 2.0**5
 """Largest difference between two kernels of the same layer, in float32 roundoffs; on CPUs it is about 10."""
 DRAWS = 2
 """How often the reference is trained with noise of the size of the expected rounding; the largest difference counts."""
 FACTOR = 2.0
-"""How many times as far as this noise the rounding may carry a training."""
+"""Rounding may change a training by at most this many times the change that this noise causes."""
 CLEAR = 2.0
-"""A bound is meaningful if a fault planted in the reference goes at least this many times as far."""
+"""A bound is meaningful if a fault planted in the reference causes at least this many times the bound."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
-"""Settings of a ``Task``, tried in turn: all steps at the job's learning rate, then few steps at smaller rates. Errors
-grow from step to step, in some trainings beyond all bounds."""
+"""Settings of a ``Task``, tried one after the other: all steps at the job's learning rate, then few steps at smaller
+rates. Errors grow from step to step, in some trainings beyond all bounds."""
 SMALL_TENSOR = 0.1
 """A gradient that nearly cancels is only rounding. So a difference is taken relative to a norm that includes this share
 of the root mean square over all tensors."""
@@ -239,11 +239,11 @@ class Verifier:
         yield evaluated(plan, first)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Claim that gradients, losses and weights are a single device's in float32. That device keeps the techniques
-        that change statistics."""
+        """Claim that gradients, losses and weights are those of a training on a single device in float32. That training
+        keeps the techniques that change statistics."""
         close = [each for each in entries if each.changes != "statistics"]
         if all(each.changes != "rounding" for each in close):
-            return  # the claim of identical bits says more
+            return  # the claim of identical weights is stronger
         gradients, losses, weights = (
             f"{what}: a single device's"
             for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
@@ -325,7 +325,7 @@ class Verifier:
         ]
 
     def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
-        """Claim that the variant without the techniques that change nothing ends in the same weights."""
+        """Claim that the variant ends in the same weights without its techniques that change nothing."""
         exact = [each for each in entries if each.changes == "nothing"]
         if not exact:
             return
@@ -342,7 +342,7 @@ class Verifier:
         yield self._bit_by_bit(plan, entries, claim, first, other)
 
     def _without_effect(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Claim that a technique whose settings leave it no effect ends in the same weights as without it."""
+        """Claim that a technique with settings that give it no effect leads to the same weights as without it."""
         for each in entries:
             if each.without_effect is None:
                 continue
@@ -373,9 +373,9 @@ class Verifier:
 
     def _worked(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Claim:
         """Claim that a step takes all samples that it is credited with. A compiled graph hides its work, so the claim
-        is tried without the compiler."""
+        is tried without compiler techniques."""
         work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
-        assert work is not None  # a run always has it
+        assert work is not None  # a run always records its work
         claim = f"the model and the loss take {work.credited:,} samples a step"
         if compilers and (reduced := self._without_these(plan, compilers).plan):
             try:
@@ -400,7 +400,7 @@ class Verifier:
         return planned(params.parse(values), name, self.machine, self.prepared)
 
     def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
-        """Results of ``tasks``. New tasks run once, all in the same processes; others are not repeated."""
+        """Results of ``tasks``. Tasks that have no result yet run now, all in the same processes."""
         settled = self._settled(plan)
         new = [task for task in tasks if (settled, task, repeat) not in self._seen]
         if new:
@@ -410,7 +410,7 @@ class Verifier:
         return [self._seen[settled, task, repeat] for task in tasks]
 
     def _settled(self, plan: Plan) -> str:
-        """The settings that a training depends on, as text: plans that run alike have the same."""
+        """The settings that a training depends on, as text. Plans that train in the same way have the same text."""
         values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
         values["applied"].pop("processes", None)  # "auto" and the number that it stands for are the same
         return json.dumps(values, sort_keys=True)
@@ -434,8 +434,8 @@ def said(found: Nature) -> str:
 
 
 def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
-    """``claim`` with the bound from ``spoilt``: the differences that noise and, as the last one, a fault cause in the
-    reference. Empty: not promised."""
+    """``claim`` with the bound that follows from ``spoilt``: the differences that noise causes in the reference, and as
+    the last value, the difference that a fault causes. If ``spoilt`` is empty, no bound is promised."""
     if not spoilt:
         return replace(claim, undecided=UNPROMISED)
     *noisy, fault = spoilt
@@ -445,8 +445,8 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
 
 
 def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
-    """The claim after ``error``: not tried if the pipeline itself refused, such as for lack of memory; any other error
-    is a fault."""
+    """The claim after ``error``. It is not tried if the pipeline itself refused, for example for lack of memory. After
+    any other error, the claim is wrong."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         return Claim(variant, claim, holds=False, note=text)
