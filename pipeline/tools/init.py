@@ -162,7 +162,7 @@ def _whole(top: str, folder: str) -> dict[str, str]:
 
 
 def _is_theirs(name: str, text: str, record: Mapping[str, str]) -> bool:
-    """True if the user changed, created or deleted the file: it has neither ``text`` nor the content that ``init`` wrote."""
+    """True if the user changed, created or deleted the file: it has neither ``text`` nor what ``init`` wrote."""
     there = _text(name)
     return name in record if there is None else there != text and _digest(there) != record.get(name)
 
