@@ -256,7 +256,7 @@ def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
         outcomes = [each["outcome"] for each in trials if each["head"] == kind]
         errors, count = sum(map(wrong, outcomes)), len(outcomes)
         most = float(betaincinv(errors + 1, count - errors, 0.95)) if errors < count else 1.0
-        return f"{kind}: {error} in {errors} of {count} gates, so by them in at most {most:.0%}"
+        return f"{kind}: {error} in {errors} of {count} gates; with 95% confidence, the rate is at most {most:.0%}"
 
     return [
         line("equal", "called worse", lambda outcome: outcome.startswith("worse")),
@@ -405,7 +405,7 @@ def main() -> None:
     recording.add_argument("--variants", nargs="*", default=[], help="default: all of params.yaml")
     rating = commands.add_parser("rates", help="error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
-    drawing = commands.add_parser("power", help="decisions on losses of 3 to 12%, from the pool in FILE")
+    drawing = commands.add_parser("power", help="decisions on losses of 3 to 12%%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
     for command, trials in ((rating, 1000), (drawing, 300)):

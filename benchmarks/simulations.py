@@ -40,7 +40,7 @@ Logs = np.ndarray[Any, np.dtype[np.float64]]
 def rounds_of(
     random: np.random.Generator, within: float, autocorrelation: float, arms: int, rounds: int
 ) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Logarithms [arms, rounds] with standard deviation ``within``, each round correlated with the last (AR(1))."""
+    """Logarithms [arms, rounds] of deviation ``within``, each round correlated with the round before (AR(1))."""
     drawn = random.normal(0, within, (arms, rounds))
     for index in range(1, rounds):
         drawn[:, index] = autocorrelation * drawn[:, index - 1] + (1 - autocorrelation**2) ** 0.5 * drawn[:, index]

@@ -4,7 +4,7 @@
     make peers ARGS="--job small-cnn --minutes 15"
 
 A round runs every arm once as a whole process, with the round's own seed and order; our pipeline runs twice, as its
-own control. New rounds are added to the rounds in ``peers-<machine>.json`` if both were measured in the same way; the
+own control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were measured in the same way; the
 ``.md`` next to it has a table of all rounds. If a peer wins, ``--job NAME --why "PEER: reason"`` records the reason and
 measures nothing.
 """

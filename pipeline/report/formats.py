@@ -33,7 +33,7 @@ def speed(samples_per_second: float | None, unit: Unit) -> str:
 
 
 def size(value: float | None) -> str:
-    """``value`` bytes in the largest unit that they fill at least once."""
+    """``value`` bytes, in the largest unit that is not larger than ``value``."""
     if value is None:
         return UNKNOWN
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -116,12 +116,12 @@ def interval(ratio: Ratio | Noise) -> str:
 
 
 def ends(low: float, high: float) -> str:
-    """The ends of a ratio's interval that only describes: no decision rests on it."""
+    """The ends of a ratio's interval from which nothing is decided."""
     return _to(_bare(low, 2), _bare(high, 2))
 
 
 def _decimals(ratio: Ratio | Noise) -> int:
-    """Return 2 decimals, or 3 where 2 would make the ends of a narrow interval look the same."""
+    """Return 2 decimals, or 3 if 2 would make the ends of a narrow interval look the same."""
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
 
 

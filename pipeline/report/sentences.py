@@ -29,8 +29,7 @@ from pipeline.report.formats import (
 from pipeline.results import Bench, Dataset, ScoreName, rejected, rejections
 
 FEW_TEST_SAMPLES = 2_000
-"""With fewer test samples, the accuracy depends on which samples these are. An interval over seeds does not show
-this."""
+"""With fewer test samples, the accuracy depends much on their choice. An interval over seeds does not show this."""
 
 BETWEEN_SESSIONS = 1.2
 """The speeds of two sessions on one machine differ by 10 to 20%. The speeds of two trainings that run one after the
@@ -182,7 +181,7 @@ def sentences(fragments: Sequence[str]) -> list[str]:
 
 
 def sessions(comparison: Comparison) -> str:
-    """The text above the ratios: how many sessions they come from, and what this says about other sessions."""
+    """The text above the ratios: how many sessions the ratios come from, and what this says about other sessions."""
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)

@@ -130,7 +130,7 @@ def _record() -> dict[str, str]:
     try:
         return dict(json.loads(_text(str(RECORD)) or "{}"))
     except (TypeError, ValueError):  # after a merge, say
-        raise ConfigError(f"init: {RECORD} is damaged; delete it: what differs then counts as yours.") from None
+        raise ConfigError(f"init: {RECORD} is damaged; delete it; files that differ then count as yours.") from None
 
 
 def _check_room() -> None:

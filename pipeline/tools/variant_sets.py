@@ -106,8 +106,8 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
             added.append(name)
         elif config.variants[name] != _parsed(name, values):
             raise ConfigError(
-                f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, the set {dict(values)}; "
-                "rename yours."
+                f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, but the set has "
+                f"{dict(values)}; rename yours."
             )
     written = StringIO()
     text.dump(params, written)

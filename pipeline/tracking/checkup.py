@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 class Health(NamedTuple):
     well: bool | None
-    """None: not checked."""
+    """None if the store was not checked."""
     found: str
     remedy: str = ""
 
 
 def health(root: Path, experiment: str) -> Health:
-    """The state of the store that ``publish`` would use. If a server does not answer, this takes until the timeout in
-    ``stores.DEFAULTS``, or until the user's own timeout."""
+    """The state of the store that ``publish`` would use. If a server does not answer, the check ends after
+    the timeout in ``stores.DEFAULTS``, or after the user's own timeout."""
     uri = stores.address(root)
     embedded = uri.startswith(stores.SQLITE)
     path = Path(uri.removeprefix(stores.SQLITE))
@@ -119,7 +119,7 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
             remedy += "; in a container, this name is the container itself: use the server's name or --network host"
     elif status == 403 and "host" in str(error).lower():
         found = f"the server rejects the host name {host} (403)"
-        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # the server wants both names
+        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # with and without the port
         remedy = f"add to MLFLOW_SERVER_ALLOWED_HOSTS of the server, and restart it: {names}"
     elif status in (401, 403):
         found = f"the server wants other credentials ({status})"
@@ -132,6 +132,6 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
 def _strange(place: str) -> Health:
     return Health(
         False,
-        f"{place}: what answers is not MLflow",
+        f"{place}: the server there is not MLflow",
         "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
     )

@@ -84,7 +84,7 @@ class Wanted:
     settings: Compare
     """The section ``compare`` of params.yaml."""
     report: str
-    """Digest of the report's files, and of the profiles and inference results beside it."""
+    """Digest of the report's files, and of the JSON files of profiles and inference."""
     children: Mapping[str, Child]
     """Key -> child, in the order of params.yaml and of the seeds."""
     profiles: Mapping[str, Sequence[Path]] = field(default_factory=dict)

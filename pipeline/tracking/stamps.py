@@ -1,6 +1,7 @@
-"""Record next to an embedded store what it holds, and the state of its files. If nothing is new, it is not opened.
+"""Record the content of an embedded store and the state of its files, in a file next to the store.
 
-This saves the import of MLflow, which takes seconds. A server's state cannot be seen in files, so it has no record.
+If nothing is new, the store is not opened. This saves the import of MLflow, which takes seconds. The state of a server
+cannot be seen in files, so a server has no record.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ OF_SQLITE = re.compile(r"\(sqlite3\.\w+\) (.+?)(?: \[SQL: |$)")
 """Matches the reason in an SQLAlchemy error's message, without the SQL statement and values that follow."""
 
 REMEDIES = {
-    "database is locked": "Another process holds it: end that one, or wait for it.",
+    "database is locked": "Another process uses it: end that process, or wait.",
     "disk is full": "Make room there.",
     os.strerror(errno.ENOSPC): "Make room there.",
     "readonly database": "Let this user write there.",
@@ -77,7 +77,7 @@ class MisplacedStore(Exception):
 
 
 def address(root: Path) -> str:
-    """MLFLOW_TRACKING_URI, else the embedded SQLite store of this checkout."""
+    """The value of MLFLOW_TRACKING_URI; if it is not set, the embedded SQLite store of this checkout."""
     return os.environ.get("MLFLOW_TRACKING_URI") or SQLITE + str(root.resolve() / DATABASE)
 
 

@@ -81,7 +81,7 @@ def driver(facts: Facts) -> Finding:
     if device == "cpu":
         return not_applicable("train.device is cpu")
     if failure and facts.computes:
-        return warning(f"NVML fails ({failure}): CUDA works, but nobody sees throttling or other processes")
+        return warning(f"NVML fails ({failure}): CUDA works, but throttling and other processes are not detected")
     if not failure:
         return ok(f"{facts.driver.found['version']}, for CUDA up to {facts.driver.found['cuda']}")
     if "LibraryNotFound" not in failure:

@@ -88,7 +88,7 @@ class Facts:
 def look(root: Path) -> Facts:
     """Gather the facts about the checkout at ``root``, which is the current directory, and about the machine."""
     machine = None
-    with ThreadPoolExecutor(2) as pool:  # more would make every probe late on a small machine: imports take CPU time
+    with ThreadPoolExecutor(2) as pool:  # more threads would delay all probes on a small machine: imports take CPU time
         answers = pool.map(ask, PROBES)
         with suppress(Exception):  # the checks that need the machine say that it is unknown
             machine = environment.machine()

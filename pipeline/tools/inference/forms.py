@@ -145,7 +145,7 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def cause(error: Exception) -> str:
-    """The error in one line. For a compiler's error, this is the error inside."""
+    """The error in one line; for a compiler's error, the error that it contains."""
     inside: Exception = getattr(error, "inner_exception", error)
     kind, said = type(inside).__name__, first_line(inside)
     return kind if said == kind else f"{kind}: {said}"

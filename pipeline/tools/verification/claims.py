@@ -143,7 +143,8 @@ def loss_difference(found: Observed, expected: Observed) -> float:
 
 
 def differing_values(found: Path, expected: Path) -> int:
-    """The number of values in two state dicts that differ in any bit; if one lacks a name, all its values differ."""
+    """The number of values in two state dicts that differ in any bit. If a state dict lacks a name, all values of this
+    name differ."""
     ours, theirs = _read(found), _read(expected)
     different = sum(
         value.numel() for name, value in {**ours, **theirs}.items() if not (name in ours and name in theirs)

@@ -1,7 +1,8 @@
 """Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
 Each process draws its own numbers, and BatchNorm normalises by the samples of the process, so a distributed training
-differs from a single device's by design. To show other differences, the model is kept still: both are removed.
+differs from a single device's by design. To show other differences, the model is kept still: both reasons are
+removed.
 """
 
 from __future__ import annotations
