@@ -73,7 +73,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if here == PROJECT:
         raise ConfigError("init: this is the pipeline's own checkout; run it in a repository of yours.")
     if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
-        raise ConfigError(f"init: found the folder {folder!r}; a workflow takes letters, digits and _.-/ alone.")
+        raise ConfigError(f"init: found the folder {folder!r}; a workflow takes only letters, digits and _.-/.")
     record = _record()
     if not record:
         _check_room()

@@ -69,8 +69,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     if best and best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
         print(
             f"not promoted: of {best['among']} variants that pay by {best['quantity']}, the gain of the best is not "
-            "decided where some sessions choose and others measure it. Run `python -m pipeline bench --again` on "
-            "another day.",
+            "decided if some sessions choose the best and others measure the gain. Run `python -m pipeline bench "
+            "--again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW

@@ -26,7 +26,7 @@ TO_THE_TOP = "cd to the top of the checkout; in a container, mount it there"
 REMEDIES = {
     "params.yaml is missing": TO_THE_TOP,
     "bf16 is skipped": "use a machine that has it, or set train.without_native: run",
-    ": GPU is skipped": "see to the NVIDIA driver, below, or set train.device: cpu",
+    ": GPU is skipped": "repair the NVIDIA driver, below, or set train.device: cpu",
     "is skipped: train.batch_size": "set train.batch_size to a multiple of the number of GPUs",
     "is skipped": "nothing, if this is expected: the report names it",
     "params.yaml:": "correct params.yaml; params.schema.json lists all keys",
@@ -44,7 +44,7 @@ REMEDIES = {
     "does not answer": "run nvidia-smi, `dmesg | grep -i nvrm` on the host; start the container anew with --gpus all",
     "system is too old": f"install {NEW_DRIVER} on the host, or a torch that is built for the driver's CUDA, above",
     "the driver shows 0": f"run nvidia-smi on the host; in a container: {ADD_GPUS}",
-    "torch sees": "see to the driver above; run nvidia-smi: a GPU that hangs needs a reset or a reboot",
+    "torch sees": "repair the driver, above; run nvidia-smi: a GPU that hangs needs a reset or a reboot",
     "No such file or directory: 'git'": "apt-get install git",
     "dubious ownership": 'git config --global --add safe.directory "$PWD"',
     "not a git repository": "start from a clone; a worktree also needs its main checkout, mounted at the same path",

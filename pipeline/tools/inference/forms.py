@@ -106,7 +106,7 @@ def int8(trained: Trained) -> Made:
     Source: torchao, PyTorch 2 Export Quantization. Its kernels on x86 CPUs come with torch.compile.
     """
     if trained.device.type != "cpu":
-        raise Unavailable("PyTorch maintains no int8 convolutions for GPUs; TensorRT does, but is not part of it")
+        raise Unavailable("PyTorch has no maintained int8 convolutions for GPUs; TensorRT is not part of PyTorch")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"the int8 kernels are for x86 CPUs, and this one is {platform.machine()}")
     if importlib.util.find_spec("torchao") is None:
@@ -119,7 +119,7 @@ def int8(trained: Trained) -> Made:
         except Exception as error:  # any error of these two libraries with a model that they do not support
             raise Unavailable(f"{versions} cannot quantise this model ({cause(error)})") from error
     if made is None:
-        raise Unavailable(f"{versions} found nothing in this model that it has an int8 kernel for")
+        raise Unavailable(f"{versions} have no int8 kernel for any part of this model")
     return made
 
 

@@ -59,7 +59,7 @@ Distance = Callable[[Observed, Observed], float]
 
 STILL = "with dropout off and BatchNorm's statistics fixed"
 UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
-_NO_REFERENCE = "the reference, the training without it, fails"
+_NO_REFERENCE = "the reference, the training without these techniques, fails"
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Verifier:
         moved = torch.load(first.way, weights_only=True)
         weights = [moved[weight] for weight, _ in self._small.model().named_parameters() if weight in moved]
         if weights and not any(each.any() for each in weights):
-            yield Claim(name, "the variant trains", holds=False, note="no weight changed: no gradient reaches one")
+            yield Claim(name, "the variant trains", holds=False, note="no weight changed: no weight gets a gradient")
             return
         yield from self._against_one_device(plan, entries)
         yield from self._without(plan, entries, first)
@@ -258,7 +258,7 @@ class Verifier:
         statistical = [each.name for each in entries if each.changes == "statistics"]
         loose = [f"{' and '.join(statistical)}: only statistical"] if statistical else []
         if not kept_still.still:
-            loose.append(f"only statistical: the model {said(kept_still)} also then")
+            loose.append(f"only statistical: the model {said(kept_still)} even then")
         roundoff = max(each.roundoff for each in close)
         against = _Against(
             expected.plan,
@@ -268,7 +268,7 @@ class Verifier:
         )
         plain = self.config.train.model_copy(update=PLAIN_SGD)
         if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
-            note = f"no step of plain SGD shows them: {why_no_step}"
+            note = f"no step of plain SGD shows the gradients: {why_no_step}"
             yield Claim(plan.name, gradients, note=note, undecided=UNTRIED)
         else:
             (claim,) = self._compared(plan, against, [Task("step", still)], {gradients: way_difference})
@@ -309,7 +309,7 @@ class Verifier:
         slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
         note = "; ".join(filter(None, [against.note, slower]))
         if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
-            note = theirs.not_finite or "a single device's are not finite"
+            note = theirs.not_finite or "the values of the single device are not finite"
             return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
         try:
             (ours,) = self._observe(plan, [task])
@@ -392,7 +392,7 @@ class Verifier:
             return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
         except ConfigError as error:
             problem = str(error).removeprefix(f"{params.PARAMS_FILE}: ")
-            return _Expected(None, f"no reference, as the variant cannot run without it: {problem}")
+            return _Expected(None, f"no reference, as the variant cannot run without these techniques: {problem}")
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
