@@ -112,8 +112,8 @@ def advice(comparison: Comparison) -> str:
 
 
 def _saving(each: Compared) -> str:
-    """Say when to use a variant that gains something, and at what price. A price that is not decided is given as an
-    interval. Empty if there is no gain, or an interval is missing."""
+    """Say when to use a variant that gains something, and at what price. A price that is not decided is marked as
+    such. Empty if there is no gain, or an interval is missing."""
     gains, price = (_figures(each, decision) for decision in ("better", "worse"))
     if each.verdict == "undecided":
         price += [(need, f"{text} (not decided yet)") for need, text in _figures(each, "undecided")]

@@ -16,7 +16,7 @@ class Cell(NamedTuple):
     beside: tuple[str, ...] = ()
     """Short lines that are shown with the value, such as its ratio to the baseline's value."""
     decision: str = ""
-    """The decision on the ratio; empty if nothing was decided."""
+    """The decision on the difference to the baseline; empty if nothing was decided."""
 
 
 class Column(NamedTuple):

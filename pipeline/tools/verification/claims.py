@@ -45,7 +45,7 @@ KERNEL_ROUNDOFFS = 2.0**5
 DRAWS = 2
 """How often the reference is trained with noise of the size of the expected rounding; the largest difference counts."""
 FACTOR = 2.0
-"""Rounding may change a training by at most this many times the change that this noise causes."""
+"""Rounding may change a training by at most this many times the change that the noise of ``DRAWS`` causes."""
 CLEAR = 2.0
 """A bound is meaningful if a fault planted in the reference causes at least this many times the bound."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
