@@ -33,16 +33,16 @@ BY_NAME = {
     "beyond_memory_heavier": lambda: beyond_memory.training(pool=2),
     "own_job": own_job.decided,
 }
-"""Those that need root, or ten minutes."""
+"""Benchmarks that need root or ten minutes. They run only if they are named."""
 
 
 def main() -> None:
     every = BENCHMARKS | BY_NAME
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}; none: all but {', '.join(BY_NAME)}"
+        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(every)}; default: all but {', '.join(BY_NAME)}"
     )
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="for the figures")
+    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="of the figures")
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)
     if unknown := set(names) - set(every):

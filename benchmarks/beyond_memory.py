@@ -1,8 +1,8 @@
-"""Training from a set three times as large as the memory a process may use, over training from the same set in memory.
+"""Compare training from a set three times as large as a process's memory limit with training from the set in memory.
 
-Root alone may make the control group that limits the memory, the page cache included. It also limits ``prepare``. Each
-arm reads twice as much as the limit. One model is so light that the data path is most of a step; the other, the same
-net on four times as many pixels, is still lighter than most that are trained on 64x64 images:
+Only root can make the control group that limits the memory, including the page cache. The limit also applies to
+``prepare``. Each arm reads twice as many bytes as the limit. The first model is so light that the data path takes most
+of a step. The second is the same net on four times as many pixels, and still lighter than most models for 64x64 images:
 
     python -m benchmarks beyond_memory beyond_memory_heavier
     python -m benchmarks.beyond_memory try MEBIBYTES    # one pair with another limit; keeps no figure
@@ -43,9 +43,9 @@ def pooled(*, pool: int, channels: int, height: int, width: int, classes: int) -
 
 
 def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> dict[str, Any]:
-    """Samples a second with the memory limited over those without; ``prepare`` runs within the limit, too.
+    """Samples a second with limited memory over samples a second without a limit. ``prepare`` has the limit too.
 
-    ``pool`` is the model's. ``disk_bytes``: what each limited training had the disk read.
+    ``pool``: as in ``pooled``. ``disk_bytes`` in the result: bytes that each limited training read from disk.
     """
     disk_bytes: list[int] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, limited(limit_bytes) as group:
@@ -76,13 +76,13 @@ def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> d
 
 
 def _steps(limit_bytes: int) -> int:
-    """The steps of an arm: they read twice the limit."""
+    """Number of steps of an arm, which read twice as many bytes as the limit."""
     return math.ceil(2 * limit_bytes / (BATCH_SIZE * SAMPLE_BYTES))
 
 
 @contextmanager
 def limited(limit_bytes: int) -> Iterator[Path]:
-    """A control group with ``limit_bytes`` of memory: the file to which a process writes its id to join."""
+    """Make a control group with ``limit_bytes`` of memory. Yield the file to which a process writes its id to join."""
     version_1 = Path("/sys/fs/cgroup/memory")
     place = (version_1 if version_1.is_dir() else version_1.parent) / f"beyond-memory-{os.getpid()}"
     place.mkdir()
@@ -111,8 +111,8 @@ def _run(what: str, folder: str, limit_bytes: int, pool: int, group: Path | None
 
 
 def main(what: str, folder: str, limit: str = "", pool: str = "", group: str = "") -> None:
-    """Try a pair with a limit of ``folder`` MiB; or, in a process of its own, prepare the set in ``folder``, or train
-    from it. Prints the figures as JSON."""
+    """For ``try``, measure one pair with a limit of ``folder`` MiB. For ``prepare`` and ``train``, each in a process of
+    its own, prepare the set in ``folder`` or train from it. Print the figures as JSON."""
     if what == "try":
         print(json.dumps(training(pairs=1, limit_bytes=int(folder) << 20), indent=1))
         return
@@ -149,7 +149,7 @@ def main(what: str, folder: str, limit: str = "", pool: str = "", group: str = "
 
 
 def _disk_bytes() -> int:
-    """The bytes that this process has had the disk read."""
+    """The number of bytes that this process has read from disk."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     return int(fields["read_bytes"])
 

@@ -1,11 +1,11 @@
-"""Check that two commits behave alike, for a change that moves or renames code and must not change results.
+"""Check that two commits behave in the same way, for a change that moves or renames code and must not change results.
 
     python -m benchmarks.commits OLD NEW [--variants NAME ...]
 
-Works in a clone of each commit, on this machine. Every ready-made variant trains on the digits, and must end with the
-same weights; ``compare`` runs on the old commit's results and bench, and must give the same ``comparison.json``; and
-every command gets good and bad input, and must exit with the same code and name the same keys. Exits with 1 if anything
-differs.
+The check works in a clone of each commit, on this machine. Every ready-made variant trains on the digits, and must end
+with the same weights. ``compare`` runs on the old commit's results and bench, and must give the same
+``comparison.json``. Every command gets good and bad input, and must exit with the same code and name the same keys. The
+exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def answers(checkout: Checkout) -> Iterator[tuple[str, Any]]:
-    """The outcomes of every command on the job as it is, and of the quick ones on mistakes."""
+    """The outcomes of commands on the job of ``PARAMS``, on an unknown variant, and on each value of ``BAD``."""
     checkout.use(PARAMS)
     for command in COMMANDS:
         yield command, checkout.run(command)
@@ -131,7 +131,7 @@ def comparison(checkout: Checkout, measured: Path) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("commits", nargs=2, metavar="COMMIT", help="the old one, the new one")
+    parser.add_argument("commits", nargs=2, metavar="COMMIT", help="the old commit, then the new commit")
     parser.add_argument("--variants", nargs="*", default=sorted(ready_made()), metavar="NAME")
     arguments = parser.parse_args()
     differing = 0
@@ -156,7 +156,7 @@ def main() -> int:
             if old.run(*command)[0]:
                 raise SystemExit(f"{' '.join(command)}: {old.said}")
         same("comparison", comparison(old, old.path), comparison(new, old.path))
-    print(f"{differing} of them differ")
+    print(f"{differing} outcomes differ")
     return int(differing > 0)
 
 

@@ -1,7 +1,7 @@
-"""The data path alone against torchvision's: how many times faster it gives the same batches, on one CPU thread.
+"""Measure how many times faster than torchvision our data path gives the same batches, on one CPU thread.
 
 Both sides read 60,000 images of 28x28 from the same IDX files and give normalised float32 batches of 64. Before any
-timing, their tensors are checked to be identical for the same order.
+timing, a check requires that both sides give identical tensors for the same order.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SAMPLES = 60_000
 BATCH_SIZE = 64
 PADDING = 4
 REFERENCE_BATCHES = 60
-"""Number of torchvision's batches that are timed: they are slow enough. Our data path is timed over a whole epoch."""
+"""Number of torchvision's batches that are timed; these take long enough. Our data path is timed over an epoch."""
 CASES = {
     "plain": (Augment(), [], 100.0),
     "augmented": (Augment(crop_padding=PADDING, flip=True), [RandomCrop(28, PADDING), RandomHorizontalFlip()], 30.0),
 }
-"""Our augmentation, torchvision's, and the target ratio."""
+"""Case -> our augmentation, torchvision's augmentation, and the target ratio."""
 
 
 def ratio_of(case: str, pairs: int = 10) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""What a teacher adds to a student's accuracy, at equal epochs and at equal time, over many seeds.
+"""Measure what a teacher adds to a student's accuracy, at equal epochs and at equal time, over many seeds.
 
     python -m benchmarks.distillation [--seeds 24]
 
-The job is scikit-learn's digits. Each seed trains the teacher, then each student alone, taught, and alone for as many
-epochs as take the time of the taught one's. A step of both is timed before, in pairs.
+The job is scikit-learn's digits. Each seed trains the teacher, then each student in three ways: alone, with the
+teacher, and alone for as many epochs as fit into the time with the teacher. This number of epochs follows from steps
+with and without the teacher, which are timed before, in pairs.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Job:
             return training.score.accuracy, {key: each.clone() for key, each in training.model_state.read().items()}
 
     def step_ratio(self, student: dict[str, Any]) -> dict[str, Any]:
-        """A step's seconds with the teacher over those without."""
+        """A step's seconds with the teacher over its seconds without the teacher."""
         with (
             assembled(self._plan(student | TAUGHT, 10**6), self.prepared) as both,
             assembled(self._plan(student, 10**6), self.prepared) as one,
@@ -126,7 +127,7 @@ def _gain(taught: list[float], alone: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description="What a teacher adds.")
     parser.add_argument("--seeds", type=int, default=24, metavar="N", help="seeds 0 to N - 1, at least 2")
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="for the figures")
+    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="of the figures")
     arguments = parser.parse_args()
     figure = gains(arguments.seeds)
     for name, each in figure["students"].items():

@@ -1,10 +1,11 @@
 """The gate's own error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
 
 ``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
-whose training step takes 10% longer. ``rates`` draws trials from these rounds, each of as many consecutive rounds as
-the default budget gives, so that the machine's drift stays in, and lets the gate's own code decide; ``power`` tries
-other losses. ``simulate`` draws the rounds as well, so that its trials are many and independent. ``trial`` runs
-complete gates and adds them to a file: no other trials are both real and independent, and their count bounds the rates.
+whose training step takes 10% longer. ``rates`` draws trials from these rounds, and lets the gate's own code decide. A
+trial has as many consecutive rounds as the default budget gives, so it includes the machine's drift. ``power`` does the
+same for other losses of speed. ``simulate`` draws the rounds from a distribution, so its trials are many and
+independent. ``trial`` runs complete gates and adds them to a file. Only these trials are both real and independent;
+their number limits how precisely the error rates are known.
 
     python -m benchmarks.gate pool FILE --minutes 180
     python -m benchmarks.gate rates FILE
@@ -74,8 +75,8 @@ def _slower(step):
 
 TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """
-"""Code appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by exactly that
-fraction."""
+"""Code appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by exactly
+``SLOWDOWN_FRACTION``."""
 
 LOSSES = (0.03, 0.05, 0.10, 0.15)
 """Losses of speed that ``simulate`` tries."""
@@ -86,10 +87,11 @@ CONTROL = (", A/A control", " again")
 
 
 def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) -> dict[str, Any]:
-    """Record rounds of base (its baseline twice), an equal and a slower head, of the variants ``names`` (empty: all).
+    """Record rounds of the variants ``names`` (empty: all) on three sides: a base, an equal head and a slower head.
 
-    The rounds are in parts of ``part_minutes``, each with new servers, as every gate starts its own. Returns speeds and
-    memory peaks by arm, one per round, None where refused. An interruption keeps the complete rounds.
+    The base's baseline is measured twice. The rounds are in parts of ``part_minutes``. Each part has new servers,
+    because every gate starts new servers. Returns speeds and memory peaks by arm, one per round, None if rejected.
+    After an interruption, the complete rounds are kept.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     ended = time.monotonic() + 60 * minutes
@@ -169,8 +171,8 @@ def gate_of_drawn_rounds(
 ) -> dict[str, Any]:
     """``error_rates`` of independent gates of one variant, whose rounds are drawn instead of recorded.
 
-    ``within``: the standard deviation of the logarithm of a round's ratio, half of its variance from each arm;
-    ``autocorrelation``: of an arm's round with its next (AR(1)). Seeded.
+    ``within``: the standard deviation of the logarithm of a round's ratio; each arm contributes half of the variance.
+    ``autocorrelation``: of an arm's round with the next round (AR(1)). The random numbers are seeded.
     """
     random_numbers, arms = np.random.default_rng(0), ("base baseline, A/A control", "base baseline", "head baseline")
     logs = [rounds_of(random_numbers, within / math.sqrt(2), autocorrelation, len(arms), rounds) for _ in range(trials)]
@@ -191,7 +193,7 @@ def gate_of_drawn_rounds(
 def power(
     recorded: Mapping[str, Any], picture: Path, trials: int = 300, minutes: float | None = None
 ) -> dict[str, Any]:
-    """The decisions on losses of 3 to 12%, by ``error_rates``; draws them into ``picture``, an SVG."""
+    """The decisions on losses of 3 to 12%, by ``error_rates``. Also draw these decisions into ``picture``, an SVG."""
     losses = [percent / 100 for percent in range(3, 13)]
     found = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
@@ -216,7 +218,8 @@ def power(
 def trial(file: Path, minutes: float) -> None:
     """Run complete gates one after the other until ``minutes`` are over, and add each to ``file`` when it ends.
 
-    The head differs from its base by a comment, or by a slower training step: whichever kind has fewer trials so far.
+    The head differs from its base by a comment, or by a slower training step. The kind with fewer trials so far is
+    next.
     Every gate starts from scratch, so gates at different times and on different machines are independent.
     """
     ended, config = time.monotonic() + 60 * minutes, params.load(ROOT / params.PARAMS_FILE)
@@ -253,7 +256,7 @@ def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
         outcomes = [each["outcome"] for each in trials if each["head"] == kind]
         errors, count = sum(map(wrong, outcomes)), len(outcomes)
         most = float(betaincinv(errors + 1, count - errors, 0.95)) if errors < count else 1.0
-        return f"{kind}: {error} in {errors} of {count} gates, so by them in at most {most:.0%}"
+        return f"{kind}: {error} in {errors} of {count} gates; with 95% confidence, the rate is at most {most:.0%}"
 
     return [
         line("equal", "called worse", lambda outcome: outcome.startswith("worse")),
@@ -399,19 +402,19 @@ def main() -> None:
     recording = commands.add_parser("pool", help="record rounds into FILE")
     recording.add_argument("file", type=Path)
     recording.add_argument("--minutes", type=float, default=180.0)
-    recording.add_argument("--variants", nargs="*", default=[], help="none: all of params.yaml")
+    recording.add_argument("--variants", nargs="*", default=[], help="default: all of params.yaml")
     rating = commands.add_parser("rates", help="error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
-    drawing = commands.add_parser("power", help="what becomes of losses of 3 to 12%, from the pool in FILE")
+    drawing = commands.add_parser("power", help="decisions on losses of 3 to 12%%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
     for command, trials in ((rating, 1000), (drawing, 300)):
         command.add_argument("--trials", type=int, default=trials)
         command.add_argument("--minutes", type=float, help="the budget of a gate; default: that of params.yaml")
-    commands.add_parser("simulate", help="error rates of independent gates, drawn; adds to simulations.json")
-    whole = commands.add_parser("trial", help="complete gates, one at least")
+    commands.add_parser("simulate", help="error rates of independent gates with drawn rounds; adds to simulations.json")
+    whole = commands.add_parser("trial", help="run complete gates, at least one")
     whole.add_argument("--file", type=Path, default=machines.FIGURES / "gate-trials.json")
-    whole.add_argument("--minutes", type=float, default=40.0, help="no gate begins later")
+    whole.add_argument("--minutes", type=float, default=40.0, help="no gate begins after this time")
     arguments = parser.parse_args()
     if arguments.command == "pool":
         files.write_text(

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
 
 Runs the GPU tests, the default job and its energy, a ready-made variant of each kind that the machine can run,
-``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. Goes on after a failure, prints
-a table of the steps, and writes all that a bug report needs to one small file. The exit code is the number of failed
-steps (at most 100), or 2 without a GPU. All of it runs in a temporary copy of the checkout.
+``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. The check
+goes on after a failure, prints a table of the steps, and writes all that a bug report needs to one small file. The exit
+code is the number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy of the checkout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipeline.errors import ConfigError, redacted
 from pipeline.params import Config, Machine, Variant
 
 KINDS = ("parallelism", "precision", "compile", "cuda_graph", "activation_checkpointing", "activation_offload")
-"""Keys of a variant: one variant is run for each key, and one for each value of the first two keys."""
+"""Keys of a variant: one variant is run for each key; for the first two keys, one for each value."""
 MOST = 100
 """Highest exit code; codes above 124 have other meanings in shells."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -67,10 +67,10 @@ class Outcome:
 
 
 def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: bool) -> Iterator[Step]:
-    """All steps. ``values``: params.yaml. ``variants``: variants to try besides its baseline."""
+    """All steps. ``values``: params.yaml. ``variants``: variants to try in addition to its baseline."""
     python = (sys.executable, "-m")
     yield Step("doctor", (*python, "pipeline", "doctor"), 120, values)
-    tests = (*python, "pytest", "-m", "gpu", "--color=no")  # skipped tests prove nothing
+    tests = (*python, "pytest", "-m", "gpu", "--color=no")  # skipped tests prove nothing, so one must pass
     yield Step("GPU tests", tests, 600, says="" if rehearse else " passed")
     yield Step("default job", (*python, "dvc", "repro", "--no-run-cache"), 900)
     changed = trying(values, variants)
@@ -98,7 +98,7 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
-    """For each of KINDS, the first ready-made variant that the machine can run without leaving that key out."""
+    """For each of KINDS, the first ready-made variant that the machine can run without skipping that key."""
     config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()
@@ -130,7 +130,7 @@ def copied(path: Path) -> None:
 
 
 def done(step: Step, folder: Path) -> Outcome:
-    """Run a step in ``folder``, apart from any shared tracking server, and end all processes that the step started."""
+    """Run a step in ``folder``, without any shared tracking server, and end all processes that the step started."""
     if step.params is not None:
         (folder / params.PARAMS_FILE).write_text(yaml.safe_dump(dict(step.params), sort_keys=False), encoding="utf-8")
     started = time.perf_counter()
@@ -153,7 +153,7 @@ def done(step: Step, folder: Path) -> Outcome:
             failed = f"not done after {step.limit:g} s"
         finally:
             for order, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all processes have ended; one is slow
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended, or one is slow
                     os.killpg(process.pid, order)
                     process.wait(patience)
         log.seek(max(0, log.seek(0, os.SEEK_END) - 64_000))
@@ -196,8 +196,8 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
 
 
 def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = False) -> int:
-    """Run all steps in ``folder``, print each when it is done, and keep ``report`` up to date. Return the number that
-    do not hold, at most ``MOST``."""
+    """Run all steps in ``folder``, print each when it is done, and keep ``report`` up to date. Return the number of
+    steps that do not hold, at most ``MOST``."""
     outcomes: list[Outcome] = []
     for step in steps:
         outcomes.append(done(step, folder))
@@ -211,7 +211,7 @@ def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = Fa
 def settings(config: Config, rehearse: bool) -> dict[str, Any]:
     """params.yaml for the copy: the job runs on the GPU only, and uses raw files that are here already.
 
-    For a rehearsal: a small job, on data that needs no network.
+    For a rehearsal, the job is small, and its data need no network.
     """
     values: dict[str, Any] = config.model_dump(mode="json")
     values["bench"] |= {"energy": True, "window_seconds": 3.0}  # NVML's counter needs windows of seconds
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not machine.gpus and not parsed.rehearse:
         print(
             "error: this machine shows no GPU: install NVIDIA's driver (`nvidia-smi` must list it; in a container: "
-            "`--gpus all`), or add --rehearse to go through it on the CPU.",
+            "`--gpus all`), or add --rehearse to try the check on the CPU.",
             file=sys.stderr,
         )
         return 2

@@ -27,7 +27,7 @@ SAMPLES = 1024
 Shape = tuple[int, ...]
 GRAY, COLOUR = (1, 28, 28), (3, 32, 32)
 TEXT, TABLE = (129,), (64,)
-"""Windows of tokens, rows of numbers: a sample's inputs, as the images above."""
+"""Shapes of a sample's inputs: a window of tokens, and a row of numbers."""
 VOCABULARY = 257
 STACK = {"precision": "bf16", "channels_last": True, "activation_checkpointing": True, "gradient_accumulation": 4}
 VIT = {"model_options": {"image_size": 96}}

@@ -1,4 +1,4 @@
-"""How much of a ratio's variance lies between servers, between processes and between turns, and what each costs.
+"""Measure how much of a ratio's variance lies between servers, processes and turns, and what each level costs.
 
     python -m benchmarks.levels NAME
     setarch --addr-no-randomize python -m benchmarks.levels NAME    # or PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS
@@ -72,7 +72,7 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
             with Server(checkout.path) as server:
                 variants = {name: server.plan(name, values) for name, values in server.describe()["variants"].items()}
                 arms = {**variants, f"{baseline} again": variants[baseline]}
-                server.measure(baseline, variants[baseline], STEPS)  # the first also starts the process to fork from
+                server.measure(baseline, variants[baseline], STEPS)  # also starts the process that forks others
                 timed("servers", began)
                 for again in range(processes):
                     began = time.perf_counter()
@@ -119,7 +119,7 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.levels", description=__doc__)
-    parser.add_argument("name", help="under which the figures are kept, such as aslr-off")
+    parser.add_argument("name", help="the name under which the figures are kept, such as aslr-off")
     for level, default in zip(LEVELS, (6, 4, 6), strict=True):
         parser.add_argument(f"--{level}", type=int, default=default)
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")

@@ -1,9 +1,10 @@
-"""A person's own job: how long a bench takes until every variant of a larger net is decided, and which are.
+"""Measure how long the bench of a user's own job, with a larger net, takes, and which variants it decides.
 
     python -m benchmarks own_job
 
-torchvision's ResNet-18 with the stem for small images, 600 images of 16x16, seven variants, one of them compiled; all
-settings of the bench as they are by default. A variant is decided if its throughput and its peak memory are.
+The job trains torchvision's ResNet-18 with the stem for small images on 600 images of 16x16. It has seven variants, one
+of them compiled; the bench has its default settings. A variant is decided if its throughput and its peak memory are
+decided.
 """
 
 from __future__ import annotations

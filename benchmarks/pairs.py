@@ -1,4 +1,4 @@
-"""Ratios measured in pairs: one arm right after the other, in turns, so that a busy machine affects both."""
+"""Measure ratios in pairs: one arm runs right after the other, so that a busy machine affects both arms."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     python -m benchmarks.ready_made [SET ...] [--rounds 7] [--figures DIRECTORY]
 
 Each set of ``variants/`` is one bench, with all its variants side by side. The figures go to
-``ready-made-<machine>.json``, and a table of them to the ``.md`` beside it; sets that are not named keep their figures.
+``ready-made-<machine>.json``, and a table of these figures to the ``.md`` next to it. Sets that are not named
+keep their figures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
 SECTIONS: dict[str, dict[str, Any]] = {"memory": {"optimizer": "adamw", "learning_rate": 0.001}}
 """Set -> the settings of ``train`` that it needs: some techniques work on AdamW's state."""
 LONG_ENOUGH = 60.0
-"""Minutes: so many that the number of rounds, not the time, ends a bench."""
+"""Minutes of a bench: so many that the number of rounds ends the bench, not the time."""
 FIELDS = (verdicts.THROUGHPUT.field, verdicts.MEMORY.field)
 
 
@@ -139,7 +140,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(SETS)}; none: all")
+    parser.add_argument("sets", nargs="*", metavar="SET", help=f"any of {', '.join(SETS)}; default: all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
     arguments = parser.parse_args()

@@ -1,9 +1,10 @@
-"""Simulate the costs and benefits of the rules of bench and comparison; seeded.
+"""Simulate the costs and benefits of the rules of bench and comparison, with seeded random numbers.
 
     python -m benchmarks.simulations [NAME ...]
 
-writes ``figures/simulations.json``. Logarithms of speeds are normal; ``within`` is the standard deviation of a round's
-ratio, with half of the variance from each arm; ``autocorrelation`` is that of one round with the next.
+writes ``figures/simulations.json``. Logarithms of speeds are normally distributed. ``within`` is the standard deviation
+of the logarithm of a round's ratio; each arm contributes half of the variance. ``autocorrelation`` is the correlation
+of an arm's round with the next round.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Logs = np.ndarray[Any, np.dtype[np.float64]]
 def rounds_of(
     random: np.random.Generator, within: float, autocorrelation: float, arms: int, rounds: int
 ) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Logarithms [arms, rounds] with standard deviation ``within``, each round correlated with the last (AR(1))."""
+    """Logarithms [arms, rounds] of deviation ``within``, each round correlated with the round before (AR(1))."""
     drawn = random.normal(0, within, (arms, rounds))
     for index in range(1, rounds):
         drawn[:, index] = autocorrelation * drawn[:, index - 1] + (1 - autocorrelation**2) ** 0.5 * drawn[:, index]
@@ -77,8 +78,8 @@ def looking(
     the control looks equal to the baseline in the same rounds.
 
     Returns fractions of the trials: ``coverage``, the interval holds the truth; ``decided``; ``wrong``, a wrong
-    decision; ``untrusted``; and the mean number of rounds. If ``truth`` is the margin itself, one of two decisions must
-    be wrong, and the more frequent one counts.
+    decision; ``untrusted``; and the mean number of rounds. If ``truth`` is the margin itself, "better" and "same" are
+    both wrong, and the more frequent of the two counts.
     """
     random = np.random.default_rng(0)
     found: dict[str, list[tuple[bool, str, int]]] = {}
@@ -116,7 +117,7 @@ def looking(
 
 
 def _wrong(truth: float) -> list[str]:
-    """The wrong decisions on throughput; at the margin only one of the two can be made at a time."""
+    """The decisions on throughput that are wrong if the ratio is ``truth``."""
     if math.isclose(truth, 1 + MARGIN):
         return ["better", "same"]
     return ["same"] if truth > 1 + MARGIN else ["better", "worse"]
@@ -155,8 +156,8 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
 def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
     """How often a forecast of more pairs (``planning.pairs_needed``), made after ``rounds`` rounds, decides.
 
-    Returns fractions of the forecasts of at most ``most`` pairs: decided by as many pairs, by twice as many, and how
-    many trials there were.
+    Only forecasts of at most ``most`` pairs count. Returns the fractions of these that were decided by as many pairs,
+    and by twice as many, and the number of these forecasts.
     """
     random = np.random.default_rng(0)
     held: list[list[bool]] = []
@@ -206,7 +207,7 @@ def best_of(
     parts of the measurement choose it and others measure it (``told``). Parts are rounds of one session, or sessions
     that differ by ``between``.
 
-    ``ahead``: how often the best is called ahead of the next by more than the margin, which no variant is.
+    ``ahead``: how often the best is called ahead of the next by more than the margin, although no variant is ahead.
     """
     random, one, reference = np.random.default_rng(0), within / math.sqrt(2), np.zeros(rounds)
     seen, told, held, ahead = [], [], 0, 0
@@ -279,7 +280,7 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulations", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SIMULATIONS)}; none: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(SIMULATIONS)}; default: all")
     names = parser.parse_args().names or list(SIMULATIONS)
     if unknown := set(names) - set(SIMULATIONS):
         parser.error(f"no such simulation: {', '.join(sorted(unknown))}")

@@ -60,8 +60,8 @@ def write_images(data: prepared.Dataset, folder: Path, counts: Mapping[str, int]
 
 
 class Textbook:
-    """The textbook script and the baseline's stage, as whole processes: the same model, data, batch of 64, SGD with
-    momentum at the same constant rate, and number of epochs; both evaluate after every epoch."""
+    """The textbook script and the baseline's stage, as whole processes. Both have the same model, data, batch of 64,
+    SGD with momentum at the same constant rate, and number of epochs. Both evaluate after every epoch."""
 
     def __init__(self, folder: Path, epochs: int) -> None:
         self.job = Job("small_cnn", "fashion_mnist", 64, epochs, learning_rate=0.01, folder=str(folder / "checkout"))
@@ -71,7 +71,7 @@ class Textbook:
         (self.checkout.path / "FashionMNIST").mkdir()
         (self.checkout.path / "FashionMNIST" / "raw").symlink_to(raw)
         self.accuracies: dict[str, list[float]] = {}
-        """Test accuracies of all runs, to show that speed is not gained at their expense."""
+        """Test accuracies of all runs, to show that higher speed does not cost accuracy."""
 
     def script(self, data: str = "fashion_mnist") -> float:
         """Run the textbook script with ``Job.data`` set to ``data``; return its seconds."""
@@ -144,8 +144,10 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
 
 
 def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[str, Any]:
-    """The stage's steady throughput with its follower over the throughput without it: the follower is stopped for every
-    other ``steps`` steps of one run. All its work, its start included, falls into the turns in which it runs.
+    """The stage's steady throughput with its follower over the throughput without the follower.
+
+    In one run, the follower is stopped for every other ``steps`` steps. All work of the follower, including its start,
+    falls into the turns in which it runs.
 
     ``rows_lost`` counts the history's rows that are missing from the store in the end; it must be 0.
     """
@@ -224,8 +226,8 @@ class Steady:
 
 
 def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
-    """Time of a ``dvc repro`` with nothing to do, its always-run stages included, over that of a ``dvc status``. Lower
-    is better."""
+    """Time of a ``dvc repro`` with nothing to do, its always-run stages included, over the time of a ``dvc status``.
+    Lower is better."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(
@@ -260,7 +262,8 @@ WITH_OPTIMIZER = "import torch; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
 
 
 def fixed_cost(reference: str, pairs: int = 9) -> dict[str, Any]:
-    """A train stage's wall time, less its training and evaluation, over that of a Python that runs ``reference``."""
+    """A train stage's wall time, less its training and evaluation, over that of a Python process that runs
+    ``reference``."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(

@@ -3,7 +3,7 @@
     python -m benchmarks.transfers
 
 With one GPU there is no all-reduce, only the copies. Without a GPU this is a rehearsal, in two processes over gloo. A
-wrong result is an error: broken links and memory can be fast.
+wrong result is an error, because a broken link or a broken memory can be fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Transfer:
     """Bytes."""
     seconds: float
     bus_factor: float = 1.0
-    """Bytes that each link carries over the size: 2 (n - 1) / n for an all-reduce among n GPUs, as derived in
+    """Bytes that each link carries, divided by the size: 2 (n - 1) / n for an all-reduce among n GPUs, as derived in
     nccl-tests' PERFORMANCE.md, so that figures for different n are comparable."""
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5
 def main() -> None:
     gpus = environment.machine().gpus
     if gpus == 1:
-        print("one GPU: nobody to reduce with, so copies alone")
+        print("one GPU: no all-reduce, only copies")
     for row in measure("cuda", gpus) if gpus else measure("cpu", 2, SIZES[:3]):
         print(row, flush=True)
 

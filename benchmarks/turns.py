@@ -1,4 +1,4 @@
-"""The baseline against itself, measured in short turns and in one go: how far is a round's ratio from 1?"""
+"""Measure the baseline against itself, in short turns and without turns: how far is a round's ratio from 1?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def noise(rounds: int = 10) -> dict[str, Any]:
     """The standard deviation of the A/A ratio's logarithm in rounds with turns, over that in rounds without turns.
 
     Rounds of both kinds, with all variants of the default job, alternate, so that both run in the same conditions.
-    ``samples_per_second``: turns per round -> arm -> one value per round, None where it was refused.
+    ``samples_per_second``: turns per round -> arm -> one value per round, None if it was rejected.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     found: dict[int, dict[str, list[float | None]]] = {1: {}, config.bench.turns: {}}

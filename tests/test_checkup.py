@@ -65,9 +65,9 @@ def test_a_server_whose_files_are_where_this_machine_cannot_write(monkeypatch: p
         ((403, "Invalid Host header - possible DNS rebinding attack detected"), "rejects the host name", "add to MLFL"),
         ((401, "who are you"), "wants other credentials (401)", "export MLFLOW_TRACKING_USERNAME"),
         ((500, MISSING_EXPERIMENT), "the server fails (too many 500 error responses)", "read the server's log"),
-        ((200, "<html>welcome</html>"), "what answers is not MLflow", "set MLFLOW_TRACKING_URI"),
-        ((404, "not found"), "what answers is not MLflow", "set MLFLOW_TRACKING_URI"),
-        ((200, '{"welcome": 1}'), "what answers is not MLflow", "set MLFLOW_TRACKING_URI"),
+        ((200, "<html>welcome</html>"), "the server there is not MLflow", "set MLFLOW_TRACKING_URI"),
+        ((404, "not found"), "the server there is not MLflow", "set MLFLOW_TRACKING_URI"),
+        ((200, '{"welcome": 1}'), "the server there is not MLflow", "set MLFLOW_TRACKING_URI"),
     ],
 )
 def test_a_server_that_is_not(reply: tuple[int, str], found: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -561,7 +561,7 @@ def test_the_job_s_own_parts_are_tried(tmp_path: Path, monkeypatch: pytest.Monke
     assert "nets.py, line 4, in <lambda>" in raising.failure
     ((status, said),) = judged(doctor.parts, parts=raising)
     assert status == "problem"
-    assert said.endswith("-> correct params.yaml, or the module of yours that it names")
+    assert said.endswith("-> correct params.yaml, or the named module of yours")
     assert "has no directory 'train'; expected" in parts(folder="shots/train").failure
     assert "train.batch_size: found 3, but " in parts(batch_size=3).failure
     shutil.rmtree(tmp_path / "shots/test")

@@ -57,11 +57,11 @@ def test_what_is_settled_stops_early_and_rightly() -> None:
     [  # 1 - 0.05 ** (1 / n) where none of n is wrong
         (
             {"equal": ["passed"] * 11, "slower": ["worse: throughput"] * 60},
-            ("0 of 11 gates, so by them in at most 24%", "5%"),
+            ("0 of 11 gates; with 95% confidence, the rate is at most 24%", "5%"),
         ),
         (
             {"equal": ["worse: memory"], "slower": ["undecided", "passed"]},
-            ("1 of 1 gates, so by them in at most 100%", "97%"),
+            ("1 of 1 gates; with 95% confidence, the rate is at most 100%", "97%"),
         ),
     ],
 )

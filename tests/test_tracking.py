@@ -431,7 +431,7 @@ def test_a_store_that_sqlite_keeps_locked_holds_nobody_up(root: Path) -> None:
     with closing(sqlite3.connect(root / "mlflow.db", isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         _, said = start(root, "publish").communicate()
-    held = "mlflow.db: database is locked. Another process holds it: end that one, or wait for it. The result files are"
+    held = "mlflow.db: database is locked. Another process uses it: end that process, or wait. The result files are"
     assert held in said
     assert tracking.publish(config_of(), root).written == 4
 

@@ -4,9 +4,9 @@
     make peers ARGS="--job small-cnn --minutes 15"
 
 A round runs every arm once as a whole process, with the round's own seed and order; our pipeline runs twice, as its
-own control. New rounds are added to those in ``peers-<machine>.json`` if they were measured alike; the ``.md`` beside
-it has a table of all rounds. Where a peer wins, ``--job NAME --why "PEER: reason"`` records the reason and measures
-nothing.
+own control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were measured in the same way; the
+``.md`` next to it has a table of all rounds. If a peer wins, ``--job NAME --why "PEER: reason"`` records the reason and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ STEP_TOLD = re.compile(r"a step took ([\d.]+) microseconds")
 
 
 def laid_out(job: Job, folder: Path) -> tuple[Job, Path, float]:
-    """The job with its data in ``folder``; the directory of the same data prepared; and the seconds of preparing."""
+    """The job with its data in ``folder``; the directory of the prepared data; and the seconds of the preparation."""
     raw, theirs, packed = folder / "listing", folder / "theirs", folder / "packed"
     sections: dict[str, Any] = {}
     if job.data == "ready":
@@ -154,7 +154,7 @@ def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) ->
 def measure(name: str, minutes: float, figures: Path) -> None:
     """Measure as many rounds as fit into ``minutes``, at least one; each is written as soon as it ends."""
     started, longest = time.monotonic(), 0.0
-    # One thread for steps too small to share out: several threads would wait for each other's cores.
+    # One thread for steps that are too small to divide: several threads would mostly wait for each other.
     threads = 1 if JOBS[name].data == "ready" else max(1, int(environment.cores() / JOBS[name].processes))
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
@@ -184,7 +184,7 @@ def file_of(figures: Path) -> Path:
 
 
 def kept(figures: Path) -> dict[str, Any]:
-    """The content that ``machines.keep`` has written, with no peers if there is none."""
+    """The content that ``machines.keep`` has written; without peers if there is no file."""
     path = file_of(figures)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
     return found
@@ -194,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--job", choices=[*JOBS, AGREEMENT], help="none: all")
+    parser.add_argument("--job", choices=[*JOBS, AGREEMENT], help="default: all")
     parser.add_argument("--minutes", type=float, default=30.0, help="for each job (default: 30)")
     parser.add_argument("--why", metavar="PEER: REASON", help="why a peer wins the job")
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")

@@ -70,7 +70,7 @@ class Job:
 
     def command(self, module: str) -> list[str]:
         """The command that runs the job with the peer ``module``: torchrun for several processes, except for Lightning,
-        which starts its own."""
+        which starts its own processes."""
         launcher: list[str] = []
         if self.processes > 1 and module != "lightning_trainer":
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -99,8 +99,8 @@ class Job:
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, nesterov=True, fused=fused)
 
     def loader(self, split: str, *, distributed: bool = False) -> Any:
-        """Batches (images, labels) of one process's size. ``distributed``: from this process's part of the split; else
-        from the whole split, which the peer's library divides."""
+        """Batches (images, labels) of one process's size. If ``distributed``, they come from this process's part of the
+        split, otherwise from the whole split, which the peer's library divides."""
         train = split == "train"
         if self.data == "ready":
             return Ready(getattr(prepared.read(Path(self.folder)), split), self)
@@ -147,8 +147,8 @@ class Job:
 
 
 class Ready:
-    """Batches of a split in memory, made with the fewest operations. After a long epoch it prints the mean time of a
-    step, from one request for a batch to the next, in any peer's loop."""
+    """Batches of a split in memory, made with the fewest operations. After a long epoch it prints the mean time from
+    one request for a batch to the next, which is the time of a step in any peer's loop."""
 
     def __init__(self, split: prepared.Split, job: Job) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

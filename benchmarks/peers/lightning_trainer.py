@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.peers.job import Job, told
 
 
-class Classifier(L.LightningModule):  # type: ignore[misc]  # this has types only where it is installed
+class Classifier(L.LightningModule):  # type: ignore[misc]  # lightning has types only where it is installed
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.job, self.net = job, job.net()

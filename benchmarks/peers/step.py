@@ -1,4 +1,4 @@
-"""The cost of a step besides the model: a minimal loop written by hand, and ours, over the same batches."""
+"""Measure the cost of a step outside the model, in a minimal hand-written loop and in ours, over the same batches."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ LATER = "later epochs with evaluation (Lightning: and checkpoint)"
 SECONDS, EPOCH, STEP, ACCURACY = "seconds", "epoch_seconds", "step_microseconds", "test_accuracy"
 
 Rounds = Sequence[Mapping[str, Mapping[str, float]]]
-"""For each round: arm -> figures. They are the seconds of the process, the seconds of a later epoch with its
-evaluation, and the test accuracy, 0 to 1; or the microseconds of a step."""
+"""For each round: arm -> figures. The figures are the seconds of the process, the seconds of a later epoch with its
+evaluation, and the test accuracy, 0 to 1; or only the microseconds of a step."""
 
 
 def page(figures: Mapping[str, Any]) -> str:
@@ -48,8 +48,8 @@ def noise(rounds: Rounds, key: str) -> Noise:
 
 
 def ratio(rounds: Rounds, key: str, arm: str, reference: str) -> stats.Interval:
-    """Ratio of an arm's figure to the reference's, paired by round. Except for ours against itself, its interval is
-    widened by the difference of ours to itself, as in the comparison of variants."""
+    """Ratio of an arm's figure to the reference's, paired by round. Its interval is widened by the difference of
+    ours to itself, as in the comparison of variants, except if the ratio is that of ours to itself."""
     doubt = 0.0 if (arm, reference) == (CONTROL, OURS) else noise(rounds, key).doubt
     return stats.widened(_paired(rounds, key, arm, reference), doubt)
 

@@ -15,7 +15,7 @@ from benchmarks.peers.job import Job
 from benchmarks.peers.textbook import correct
 
 PRINT_EVERY, REMEMBERED = 10, 20
-"""Steps between printed lines."""
+"""Steps between printed lines, and steps in a running median."""
 
 
 def accuracy(output: Tensor, target: Tensor, *counts: int) -> list[float]:

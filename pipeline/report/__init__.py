@@ -1,7 +1,7 @@
-"""The comparison as files: JSON for programs, Markdown for a pull request, one HTML page for a person, and the data
-of ``dvc metrics`` and ``dvc plots``.
+"""Write the comparison to files: JSON for programs, Markdown for a pull request, one HTML page for a person, and data
+for ``dvc metrics`` and ``dvc plots``.
 
-The same comparison gives the same bytes. The page is self-contained: it needs no network and no script.
+The same comparison always gives the same bytes. The HTML page is self-contained: it needs no network and no script.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["REPORTS", "accuracy_csv", "html", "loss_csv", "markdown", "metrics",
 
 
 def write(comparison: Comparison, histories: Histories, directory: Path = REPORTS) -> None:
-    """Write the whole report into ``directory``, or leave the files there as they are.
+    """Write the whole report into ``directory``: all files, or none if the disk has no room for all.
 
-    The files: ``comparison.{json,md,html}``; ``verdicts.json``, the data of ``dvc metrics show`` and ``diff``;
+    The files are ``comparison.{json,md,html}``; ``verdicts.json``, the data of ``dvc metrics show`` and ``diff``;
     ``metrics/<variant>.json``, all figures of a variant; ``accuracy.csv``, ``loss.csv`` and ``ratios.csv``, the data of
-    ``dvc plots show``. Metrics of variants that are no longer compared are removed.
+    ``dvc plots show``. Files in ``metrics/`` of variants that are no longer compared are removed.
     """
     values: dict[str, object] = {f"metrics/{each.variant}.json": metrics(each) for each in comparison.variants}
     values["verdicts.json"] = verdicts(comparison)

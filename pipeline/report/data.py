@@ -14,8 +14,11 @@ VERDICTS = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_differ
 
 
 def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
-    """Figure -> variant -> value, for ``dvc metrics show`` and ``diff``. A number before each figure's name keeps this
-    order, because DVC sorts by name. Unknown and untrusted values are left out."""
+    """Map each figure to the value of each variant, for ``dvc metrics show`` and ``dvc metrics diff``.
+
+    DVC sorts by name, so a number before each figure's name keeps the order of ``VERDICTS``. Unknown and untrusted
+    values are left out.
+    """
     known = {each.variant: metrics(each) for each in comparison.variants}
     return {
         f"{number}_{name}": {variant: value for variant, of in known.items() if (value := of[name]) is not None}
@@ -24,7 +27,7 @@ def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
 
 
 def metrics(each: Compared) -> dict[str, float | int | str | None]:
-    """One variant's figures for MLflow's parent run. None: unknown or untrusted."""
+    """One variant's figures, for ``dvc metrics`` and MLflow's parent run. Unknown and untrusted values are None."""
     difference, accuracy = each.accuracy_difference, each.accuracy
     return {
         "verdict": each.verdict,
@@ -66,8 +69,8 @@ def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
 
 
 def ratios_csv(comparison: Comparison) -> str:
-    """The intervals of ratios to the baseline, with the baseline's own (A/A). Untrusted and unbounded ones are left
-    out."""
+    """The intervals of the ratios to the baseline, and of the baseline against itself (A/A). Untrusted ratios and
+    ratios without an interval are left out."""
     control = f"{comparison.baseline} (A/A)"
     rows: list[tuple[str, str, Ratio | Noise | None]] = []
     for each in comparison.variants[1:]:
@@ -89,7 +92,7 @@ def ratios_csv(comparison: Comparison) -> str:
 
 
 def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
-    """One row per evaluation, of all variants and seeds; no blank field."""
+    """One row per evaluation, for all variants and seeds. No field is blank."""
     return _csv(
         ("variant", "seed", "epoch", "step", "train_seconds", "test_accuracy"),
         (
@@ -102,7 +105,7 @@ def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
 
 
 def loss_csv(comparison: Comparison, histories: Histories) -> str:
-    """One row of training loss per row of history, of all variants and seeds; no blank field."""
+    """One row per row of the history, with its training loss, for all variants and seeds. No field is blank."""
     return _csv(
         ("variant", "seed", "epoch", "step", "train_seconds", "train_loss"),
         (

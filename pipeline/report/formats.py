@@ -1,4 +1,4 @@
-"""Numbers and comparisons as text, written alike in the Markdown, the page and the pictures."""
+"""Format numbers and comparisons as text, the same way in the Markdown, the page and the pictures."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
-from pipeline.errors import count as count  # the report counts with it, too
+from pipeline.errors import count as count  # the report's other modules import it from here
 from pipeline.results import Unit
 
 MINUS, TIMES, DASH, JOINED = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 DOT = "\N{MIDDLE DOT}"
 UNKNOWN, UNTRUSTED = "unknown", "untrusted"
 CODE = re.compile(r"`([\w .-]+)`")
-"""A command or a name within a sentence."""
+"""Matches a command or a name in backticks within a sentence."""
 
 
 def number(value: float | None, unit: str = "", digits: int = 3) -> str:
@@ -33,7 +33,7 @@ def speed(samples_per_second: float | None, unit: Unit) -> str:
 
 
 def size(value: float | None) -> str:
-    """``value`` bytes in the largest unit that they fill at least once."""
+    """``value`` bytes, in the largest unit that is not larger than ``value``."""
     if value is None:
         return UNKNOWN
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -43,7 +43,7 @@ def size(value: float | None) -> str:
 
 
 def scaled(value: float | None, unit: str) -> str:
-    """``value`` with the prefix that leaves one to three digits before the point.
+    """``value`` with the SI prefix that leaves one to three digits before the decimal point.
 
     >>> scaled(2.5e9, "FLOP/s").replace(JOINED, " ")
     '2.50 GFLOP/s'
@@ -116,12 +116,12 @@ def interval(ratio: Ratio | Noise) -> str:
 
 
 def ends(low: float, high: float) -> str:
-    """The ends of a ratio's interval that is only descriptive."""
+    """The ends of a ratio's interval from which nothing is decided."""
     return _to(_bare(low, 2), _bare(high, 2))
 
 
 def _decimals(ratio: Ratio | Noise) -> int:
-    """Return 2 decimals, or 3 where 2 would make the ends of a narrow interval look the same."""
+    """Return 2 decimals, or 3 if 2 would make the ends of a narrow interval look the same."""
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
 
 
@@ -136,7 +136,7 @@ def _to(low: str, high: str) -> str:
 
 
 def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
-    """A ratio for a table: the estimate and its interval; in brackets if the ratio is untrusted."""
+    """A ratio as the lines of a table cell: the estimate and its interval, in brackets if the ratio is untrusted."""
     if ratio is None:
         return ()
     if ratio.decision == "untrusted":
@@ -146,7 +146,7 @@ def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
 
 
 def ratio_text(ratio: Ratio | None) -> str:
-    """A ratio on one line: the estimate and its interval; in brackets if the ratio is untrusted."""
+    """A ratio on one line: the estimate and its interval, in brackets if the ratio is untrusted."""
     if ratio is None:
         return DASH
     lines = ratio_lines(ratio)

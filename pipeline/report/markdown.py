@@ -19,7 +19,7 @@ from pipeline.report.tables import (
 )
 
 LIMIT = 65_536
-"""Most characters of a comment on GitHub."""
+"""Maximum number of characters of a comment on GitHub."""
 CUT = "\n*Cut short: comparison.html has all of it.*\n"
 
 
@@ -119,7 +119,7 @@ def _folded(summary: str, lines: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line, with all Markdown and HTML escaped but backticks around a command or a name."""
+    """``text`` on one line, with Markdown and HTML escaped. Backticks around a command or a name stay."""
     shown = re.sub(r"[ \t\n\r\f\v]+", " ", text).strip()  # a no-break space stays
     shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(rf"({CODE.pattern})|([\\`*_{{}}\[\]|#~!])", lambda found: found[1] or f"\\{found[3]}", shown)

@@ -1,4 +1,4 @@
-"""The comparison as one self-contained page for a person: style and pictures are inside."""
+"""The comparison as one self-contained HTML page, which contains its style and pictures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pipeline.report.pictures import Histories
 TEMPLATE = Path(__file__).with_name("page.html")
 
 HUES = 6
-"""Number of colours for variants in page.html; with more variants the colours repeat, with another dash."""
+"""Number of colours for variants in page.html. With more variants, colours repeat and dash patterns differ."""
 DASHES = 4
 
 
 def html(comparison: Comparison, histories: Histories) -> str:
-    """The whole page. Names are escaped, whatever they contain."""
+    """The whole page, with all names escaped."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -80,13 +80,13 @@ def html(comparison: Comparison, histories: Histories) -> str:
 
 
 def _marked(text: str) -> Markup:
-    """``text`` as HTML: untrusted figures, which stand in brackets, in grey, and words in backticks as code."""
+    """``text`` as HTML: figures in brackets, which are untrusted, become grey, and words in backticks become code."""
     coded = formats.CODE.sub(r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\[[^]]*\]", r'<span class="unbelieved">\g<0></span>', coded))
 
 
 def _environment(comparison: Comparison) -> dict[str, Any]:
-    """The environment's fingerprint; among "relied on", only the variants that rely on something."""
+    """The environment's fingerprint. Its key "relied_on" keeps only the variants that rely on optional packages."""
     known = {name: each for name, each in optional_versions(comparison.environment, "variants").items() if each}
     return {key: value for key, value in comparison.environment.items() if key != "relied_on"} | (
         {"relied_on": known} if known else {}

@@ -29,11 +29,11 @@ from pipeline.report.formats import (
 from pipeline.results import Bench, Dataset, ScoreName, rejected, rejections
 
 FEW_TEST_SAMPLES = 2_000
-"""Fewer test samples are a small sample themselves; an interval over seeds does not show that."""
+"""With fewer test samples, the accuracy depends much on their choice. An interval over seeds does not show this."""
 
 BETWEEN_SESSIONS = 1.2
-"""Speeds of two sessions on one machine differ by 10 to 20%; so may the ratio of two trainings run one after the
-other."""
+"""The speeds of two sessions on one machine differ by 10 to 20%. The speeds of two trainings that run one after the
+other may differ as much."""
 
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
 """Fields of ``results.Ledger``, in the order in which they are shown."""
@@ -43,7 +43,7 @@ LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "co
 
 
 def sentence(each: Compared, comparison: Comparison) -> str:
-    """What the verdict on one variant rests on, in plain words; for the baseline, its figures."""
+    """The figures behind a variant's verdict, in one sentence; for the baseline, its own figures."""
     if each.throughput is None or each.memory is None or each.accuracy is None:
         pace = speed(each.samples_per_second, comparison.unit) if each.samples_per_second else "throughput unknown"
         memory = f"{size(each.peak_memory_bytes)} of peak memory" if each.peak_memory_bytes else "peak memory unknown"
@@ -61,7 +61,7 @@ def sentence(each: Compared, comparison: Comparison) -> str:
 
 
 def decided(each: Compared) -> str:
-    """The decided quantities of an untrusted verdict, shown beside it: "memory and accuracy decided"; else empty."""
+    """Name the decided quantities of an untrusted verdict: "memory and accuracy decided". Empty for other verdicts."""
     if each.verdict != UNTRUSTED:
         return ""
     found = {"throughput": each.throughput, "memory": each.memory, "accuracy": each.accuracy}
@@ -87,7 +87,8 @@ def _accuracy_part(accuracy: Accuracy) -> str:
 
 
 def advice(comparison: Comparison) -> str:
-    """Which variant to use, in one sentence; where no verdict can be trusted, the decided quantities, if any."""
+    """Say in one sentence which variant to use. If no verdict can be trusted, say what is decided nevertheless, if
+    anything."""
     others = comparison.variants[1:]
     judged = [each for each in others if each.verdict != UNTRUSTED]
     take, best = [], comparison.champion
@@ -111,7 +112,8 @@ def advice(comparison: Comparison) -> str:
 
 
 def _saving(each: Compared) -> str:
-    """When to use a variant that gains something, and at what price, decided or bounded; empty if there is none."""
+    """Say when to use a variant that gains something, and at what price. A price that is not decided is marked as
+    such. Empty if there is no gain, or an interval is missing."""
     gains, price = (_figures(each, decision) for decision in ("better", "worse"))
     if each.verdict == "undecided":
         price += [(need, f"{text} (not decided yet)") for need, text in _figures(each, "undecided")]
@@ -146,14 +148,14 @@ def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
 
 
 def banner(comparison: Comparison) -> list[str]:
-    """Why no variant has a trusted verdict, and what would help; shown once, at the top."""
+    """The reasons for untrusted verdicts that all variants share, and the remedy; shown once, at the top."""
     nouns: dict[str, list[str]] = {}
     judged = comparison.variants[1:]
     noises = {"throughput": comparison.noise_throughput, "memory": comparison.noise_memory}
     noises |= {"energy": comparison.noise_energy} if comparison.noise_energy else {}
     for field, noise in noises.items():
         if judged and all(getattr(each, field).decision != "untrusted" for each in judged):
-            continue  # the ratios are trusted by other sessions
+            continue  # other sessions make all these ratios trusted
         noun, _, why = (noise.why_untrusted or "").partition(": ")
         doubts = [getattr(each, f"noise_{field}").why_untrusted for each in comparison.sessions if field != "energy"]
         if len(doubts) > 1 and all(doubts):
@@ -179,7 +181,7 @@ def sentences(fragments: Sequence[str]) -> list[str]:
 
 
 def sessions(comparison: Comparison) -> str:
-    """How many sessions the ratios come from, and what that says about other times: the text above the ratios."""
+    """The text above the ratios: how many sessions the ratios come from, and what this says about other sessions."""
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
@@ -204,11 +206,11 @@ def sessions(comparison: Comparison) -> str:
 
 
 _BETWEEN = {"better": "ahead", "worse": "behind"}
-"""What a decision between two variants means; the other decisions are words by themselves."""
+"""Decision between two variants -> the word to print. Other decisions are printed as they are."""
 
 
 def champion(comparison: Comparison) -> str:
-    """Which of the variants that pay is the best, by how much, and if it is ahead of the next; empty if fewer than two
+    """Name the best of the variants that pay, its gain, and whether it is ahead of the next. Empty if fewer than two
     pay."""
     best = comparison.champion
     if best is None or best.runner_up is None:
@@ -255,7 +257,7 @@ def share_accuracy(share: Share) -> tuple[str, ...]:
 
 
 def basis(comparison: Comparison) -> list[str]:
-    """How the figures behind the verdicts were measured and decided."""
+    """Say how the figures behind the verdicts were measured, and how they were decided."""
     bench, margins, samples = comparison.bench, comparison.margins, comparison.dataset.test_count
     seeds = count(len(comparison.seeds), "seed")
     few = f", on these {samples:,} test samples" if samples < FEW_TEST_SAMPLES else ""
@@ -331,10 +333,10 @@ def remarks(each: Compared) -> list[str]:
 
 
 def contradicted(each: Compared, baseline: Compared) -> list[str]:
-    """A sentence if a variant's trainings and its bench give ratios of speed that differ beyond the noise of both.
+    """A sentence if the speed ratios of a variant's trainings and of its bench differ by more than the noise of both.
 
-    The trainings' ratio ranges over all pairs of seeds, widened by BETWEEN_SESSIONS. Empty if they agree, and with less
-    than two seeds: one shows no noise.
+    The trainings' ratio is a range over all pairs of seeds, widened by BETWEEN_SESSIONS. Empty if the ratios agree, or
+    if there are fewer than two seeds, which show no noise.
     """
     both, ratio = (each.runs, baseline.runs), each.throughput
     ours, theirs = ([run.samples_per_second for run in runs if run.samples_per_second] for runs in both)
@@ -357,7 +359,7 @@ def disturbed(each: Compared) -> tuple[str, ...]:
 
 
 def notes(comparison: Comparison) -> list[tuple[str, str]]:
-    """(variant or arm, a note on its numbers): skipped, rejected, resumed, not predicted, contradicted."""
+    """Pairs (variant or arm, note): what was skipped, rejected, resumed, not predicted or contradicted."""
     found: list[tuple[str, str]] = []
     for each in comparison.variants:
         name = each.variant
@@ -392,7 +394,7 @@ def target(comparison: Comparison) -> str:
 
 
 def score(comparison: Comparison) -> str:
-    """What ``test_accuracy`` is in the report's words: "test accuracy"."""
+    """The report's name for ``test_accuracy``, such as "test accuracy"."""
     return f"test {ScoreName(name=comparison.train.get('metric', 'accuracy')).in_words}"
 
 

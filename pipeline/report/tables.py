@@ -14,9 +14,9 @@ from pipeline.report.formats import DASH, UNKNOWN, UNTRUSTED
 class Cell(NamedTuple):
     value: str
     beside: tuple[str, ...] = ()
-    """The value against the baseline's, in short lines; empty for the baseline."""
+    """Short lines that are shown with the value, such as its ratio to the baseline's value."""
     decision: str = ""
-    """The decision on that value; empty where nothing was decided."""
+    """The decision on the difference to the baseline; empty if nothing was decided."""
 
 
 class Column(NamedTuple):

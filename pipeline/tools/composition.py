@@ -29,15 +29,17 @@ HOOKS = {
 
 
 def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> None:
-    """Print the plan of ``variants.<name>`` and its techniques in the order in which they apply; if there is a data set
-    in ``prepared``, set up the training on it, to print the parts that each changes. Without a name, list the variants.
+    """Print the plan of ``variants.<name>`` and its techniques in the order in which they apply.
 
-    Starts the processes that the variant needs. Raises PipelineError.
+    Without a name, list the variants.
+
+    If ``prepared`` holds a data set, set up the training in the processes that the variant needs, and print which parts
+    of the training each technique changes. Raises PipelineError.
     """
     if name is None:
         for each, variant in config.variants.items():
             print(f"{each}: {', '.join(one.name for one in requested(variant)) or 'no technique'}")
-        print("One of them with its step: python -m pipeline plan VARIANT")
+        print("The plan of one variant: python -m pipeline plan VARIANT")
         return
     if launched_size() is not None:
         raise PipelineError("plan starts the processes itself: run it without a launcher, on one host.")
@@ -53,7 +55,7 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
         print(f"skipped: {skipped}: {reason}", flush=True)
     if not (prepared / DESCRIPTION).exists():
         print("\n".join(_lines(plan, (), {})))
-        print("After `dvc repro prepare`, this command also prints which parts of the training each one changes.")
+        print("After `dvc repro prepare`, this command also prints which parts of the training each technique changes.")
         return
     with forked(_setting_up, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         print("\n".join(ask(None)[0]))

@@ -1,6 +1,7 @@
-"""Evidence: the files behind a comparison in one archive, which others can check without data, torch or the machine.
+"""Evidence: the files behind a comparison in one archive. Others can check it without the data, torch or the machine.
 
-It is a zip without compression: the same files give the same bytes with every zlib, and no file unpacks to more bytes.
+The archive is a zip without compression. So the same files give the same bytes with every version of zlib, and no file
+unpacks to more bytes than the archive has.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Difference(Exception):
 def write(file: Path = FILE) -> None:
     """Write the comparison and the files that it was made from into ``file``, whole or not at all.
 
-    Addresses lose user names, passwords and queries. Raises EvidenceError if a file whose checksum another file holds
-    has such an address, or if the report does not follow from the files.
+    User names, passwords and queries are removed from addresses. Raises EvidenceError if such an address is in a file
+    whose checksum another file holds, or if the report does not follow from the files.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
     unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
@@ -127,8 +128,8 @@ def check(file: Path = FILE) -> int:
 
 
 def _inputs(config: Config) -> list[str]:
-    """The files that the comparison is made from, and those that record their origin; optional files only if they
-    exist."""
+    """The files from which the comparison is made, and the files that record their origin. Optional files are left out
+    if they do not exist."""
     paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.SESSIONS.glob("*.json")]
     paths += [path for path in (LOCK, DATASET) if path.is_file()]
     paths += [of(variant) for variant in config.variants for of in (results.result_file, results.history_file)]
@@ -159,7 +160,7 @@ def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
-    """``content`` of ``file`` as an archive. Raises EvidenceError unless it can be unpacked without harm."""
+    """``content`` of ``file`` as an archive. Raises EvidenceError if unpacking it could do harm."""
     if len(content) > LARGEST or content.count(b"PK\1\2") > MOST:
         raise EvidenceError(f"{file} is not evidence: it has more than {LARGEST >> 20} MiB or {MOST} files.")
     try:
@@ -240,5 +241,5 @@ def _by_other_code(members: Mapping[str, bytes]) -> str:
     """A remark that the code here differs from the code that made the evidence; empty if it does not."""
     with contextlib.suppress(Exception):
         if json.loads(members["environment.json"])["stages"]["compare"]["code"] != code.of_stage("compare"):
-            return " (The code that compares here, or its Python, is not the one that made it: check with that commit.)"
+            return " (The code that compares here, or its Python, did not make the evidence: check with that commit.)"
     return ""

@@ -1,7 +1,7 @@
 """``init``: write stages, settings and the GPU workflow into the user's repository.
 
 The files come from the project itself (``PROJECT``), not from templates. ``RECORD`` holds the digest of each file as it
-was last offered, so that a later version can tell its own changes from the user's, and keep the user's.
+was last offered. So a later version recognises files that the user changed, and keeps these files.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ WHOLE = (
     "requirements-build.lock",
 )
 AT_THE_TOP = (".github/report.py", ".github/session", ".github/workflows/gpu.yml")
-"""Files for the top of the git repository, where GitHub looks, even if the other files are in a folder."""
+"""Files for the top of the git repository, where GitHub expects them, even if the other files are in a folder."""
 ONCE = (".dvc/config", ".dvc/.gitignore")
 """Files that are written only if they do not exist."""
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
-"""File -> beginning of a line; from this line on, lines that the user's file lacks are added to it."""
+"""File -> beginning of a line. The lines from there on that the user's file lacks are added to the user's file."""
 ADAMW = {"optimizer": "adamw", "learning_rate": 0.001}
 """Usual optimizer and learning rate of a transformer."""
 IN_A_FOLDER = (
@@ -57,23 +57,23 @@ IN_A_FOLDER = (
     ("${{ runner.temp }}/copy/", "${{ runner.temp }}/copy/{}/"),
     ("run: .github/session", 'run: cd {} && "$GITHUB_WORKSPACE/.github/session"'),
 )
-"""Replacements (old, new) in the GPU workflow if the pipeline is in a folder, which stands for {}."""
+"""Replacements (old, new) in the GPU workflow if the pipeline is in a folder; {} stands for this folder."""
 
 
 def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data: str | None) -> None:
     """Write missing files into the current directory, and the workflow to the top of its git repository.
 
-    ``data`` (``images``, ``arrays`` or ``text``: a path) and ``model`` go into a new params.yaml. An existing file is
-    changed only if ``init`` wrote it and nobody changed it since, or by adding lines; and only after showing the
-    difference, with ``yes`` or a yes on the terminal. Without that consent, or if something is in the way, raises
-    ConfigError or PipelineError and writes nothing.
+    ``data`` (``images``, ``arrays`` or ``text``: a path) and ``model`` go into a new params.yaml. An existing file gets
+    new content only if ``init`` wrote it and nobody changed it since; to other files, lines may be added. Before, the
+    difference is shown, and ``yes`` or a yes on the terminal is required. Raises ConfigError or PipelineError, and
+    writes nothing, without this consent or if something is in the way.
     """
     top, here = _top(), Path.cwd()
     folder = here.relative_to(top).as_posix()
     if here == PROJECT:
         raise ConfigError("init: this is the pipeline's own checkout; run it in a repository of yours.")
     if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
-        raise ConfigError(f"init: found the folder {folder!r}; a workflow takes letters, digits and _.-/ alone.")
+        raise ConfigError(f"init: found the folder {folder!r}; a workflow takes only letters, digits and _.-/.")
     record = _record()
     if not record:
         _check_room()
@@ -130,7 +130,7 @@ def _record() -> dict[str, str]:
     try:
         return dict(json.loads(_text(str(RECORD)) or "{}"))
     except (TypeError, ValueError):  # after a merge, say
-        raise ConfigError(f"init: {RECORD} is damaged; delete it: what differs then counts as yours.") from None
+        raise ConfigError(f"init: {RECORD} is damaged; delete it; files that differ then count as yours.") from None
 
 
 def _check_room() -> None:
@@ -140,7 +140,7 @@ def _check_room() -> None:
         return  # params.yaml is the pipeline's already
     taken = re.findall(r"(?m)^/([\w.-]+)", _shipped(".gitignore").partition(LINES[".gitignore"])[2])
     names = sorted({*taken, "sessions", "dvc.yaml", str(PARAMS_FILE)})
-    # With what git ignores: `dvc repro` deletes what lies at a stage's outs.
+    # Ignored files are listed too, because `dvc repro` deletes what lies at a stage's outs.
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--", *names]
     listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
     if found := sorted({name.partition("/")[0] for name in listed if name}):
@@ -162,13 +162,13 @@ def _whole(top: str, folder: str) -> dict[str, str]:
 
 
 def _is_theirs(name: str, text: str, record: Mapping[str, str]) -> bool:
-    """True if the user changed, created or deleted the file: its state is neither ``text`` nor what ``init`` left."""
+    """True if the user changed, created or deleted the file: it has neither ``text`` nor what ``init`` wrote."""
     there = _text(name)
     return name in record if there is None else there != text and _digest(there) != record.get(name)
 
 
 def _with_lines(name: str, first: str) -> str:
-    """The user's file plus the shipped lines, from ``first`` on, that it lacks."""
+    """The user's file plus the shipped lines, from ``first`` on, that this file lacks."""
     there = _text(name) or ""
     shipped = _shipped(name)
     lines = shipped[shipped.index(first) :].splitlines()
@@ -263,8 +263,8 @@ def _with(text: str, key: str, value: object) -> str:
 def _variants(
     machine: Machine, values: Mapping[str, Any], model: str, *, images: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The shipped variants, and the ready-made ones that most often make steps faster, if this machine can run them;
-    and why some are left out."""
+    """The shipped variants and the ready-made variants that most often make steps faster, if this machine can run them;
+    and the reasons why some are left out."""
     speed = yaml.safe_load(_shipped("variants/speed.yaml"))
     found = values["variants"] | {name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")}
     why = []
@@ -315,8 +315,8 @@ def _images(path: str) -> tuple[dict[str, Any], int, list[str]]:
 
 
 def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Keys for arrays, the number of samples, and reasons. Raises ConfigError if they cannot be read, and if a model
-    and a task do not follow from their shapes and types."""
+    """Keys for arrays, the number of samples, and reasons. Raises ConfigError if the arrays cannot be read, or if no
+    model and task follow from their shapes and types."""
     from pipeline.data import arrays
 
     fetch = Fetch(dataset="arrays", arrays=path)
@@ -341,7 +341,8 @@ def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
 
 
 def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Keys for a folder of text, the number of windows, and reasons. Raises ConfigError without two files."""
+    """Keys for a folder of text, the number of windows, and reasons. Raises ConfigError for fewer than two files,
+    and for an empty file."""
     from pipeline.data import text
 
     fetch = Fetch(dataset="text_folder", text_folder=path)

@@ -17,13 +17,13 @@ CHANGES = {
     "statistics": "other gradients or samples: equal only over several runs, if at all",
 }
 
-PROCESSES = "processes: auto, which is one a GPU, and two without GPUs; or a number of them"
+PROCESSES = "processes: auto, which is one per GPU, or two without GPUs; or a number"
 
 
 def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
     """Print the techniques that match ``words``, or without words a line for each. Raises ConfigError if none matches.
 
-    A word that is a technique's name finds that one alone.
+    A word that is a technique's name finds only this technique.
     """
     on_gpu = machine.gpus > 0
     installed = entries()
@@ -125,7 +125,7 @@ def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
 
 
 def _overview(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
-    """A line for each technique: its name, if it runs here, what it does."""
+    """A line for each technique: its name, whether it runs here, and what it does."""
     lines: list[str] = []
     column = max(len(entry.name) for entry in found)
     for group in dict.fromkeys(entry.group for entry in found):
@@ -138,7 +138,7 @@ def _overview(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int
         lines += [""]
     return [
         *lines,
-        "All about one, and its setting: python -m pipeline techniques NAME, or a word such as AMP",
+        "One technique in detail, with its setting: python -m pipeline techniques NAME, or a word such as AMP",
     ]
 
 

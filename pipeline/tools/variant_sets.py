@@ -1,4 +1,4 @@
-"""Ready-made variants: sets in files under ``variants/``, here or the project's own, for use in params.yaml."""
+"""Ready-made variants for params.yaml: sets in files under ``variants/``, the current directory's or the project's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from pipeline.params.loading import read
 from pipeline.plans import plan
 
 PROJECT = next(each for each in (PACKAGE / "project", PACKAGE.parent) if each.is_dir())
-"""Directory of the project's own files: in an installed package (pyproject.toml), or the checkout."""
+"""Directory of the project's own files: ``project`` in an installed package (pyproject.toml), or the checkout."""
 FOLDER = Path("variants")
 NULL_TAG = "tag:yaml.org,2002:null"
 
 
 def show(machine: Machine, name: str | None, *, add: bool) -> None:
-    """Print all sets, or one set's variants and whether they can run here; with ``add``, add those to params.yaml.
+    """Print all sets, or one set's variants and whether each can run here. With ``add``, add those that can run here to
+    params.yaml.
 
     Raises ConfigError if there is no such set, or if params.yaml has a different variant of the same name.
     """
@@ -69,7 +70,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def can_run(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
-    """True if this machine can run the variant with at least one of its techniques; and a remark about that."""
+    """True if this machine can run the variant with at least one of its techniques, or if it has none; and a remark."""
     variant = _parsed(name, values)
     try:
         made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
@@ -105,8 +106,8 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
             added.append(name)
         elif config.variants[name] != _parsed(name, values):
             raise ConfigError(
-                f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, the set {dict(values)}; "
-                "rename yours."
+                f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, but the set has "
+                f"{dict(values)}; rename yours."
             )
     written = StringIO()
     text.dump(params, written)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 class Health(NamedTuple):
     well: bool | None
-    """None: not checked."""
+    """None if the store was not checked."""
     found: str
     remedy: str = ""
 
 
 def health(root: Path, experiment: str) -> Health:
-    """The state of the store that ``publish`` would use. A server that does not answer costs the timeout of
-    ``stores.DEFAULTS``, or the user's."""
+    """The state of the store that ``publish`` would use. If a server does not answer, the check ends after
+    the timeout in ``stores.DEFAULTS``, or after the user's own timeout."""
     uri = stores.address(root)
     embedded = uri.startswith(stores.SQLITE)
     path = Path(uri.removeprefix(stores.SQLITE))
@@ -41,7 +41,7 @@ def health(root: Path, experiment: str) -> Health:
         return _server(open_client, uri, experiment)
     try:
         found = open_client(_read_only(path)).get_experiment_by_name(experiment)
-    except Exception as error:  # SQLAlchemy's, or MLflow's
+    except Exception as error:  # an error of SQLAlchemy or MLflow
         return _unreadable(error, where, path)
     if found and stores.is_misplaced(uri, root, found.artifact_location):
         return Health(
@@ -55,8 +55,8 @@ def health(root: Path, experiment: str) -> Health:
 
 
 def _read_only(path: Path) -> str:
-    """A read-only SQLite address for MLflow: opened as usual, a store of an older version would be migrated, and
-    another program's database filled with tables. ``sqlite:`` alone would make MLflow create directories."""
+    """A read-only SQLite address for MLflow. With a usual address, MLflow would migrate the store of an older version,
+    and add its tables to another program's database. With ``sqlite:`` alone, MLflow would create directories."""
     return f"sqlite+pysqlite:///{quote(path.resolve().as_uri())}?mode=ro&uri=true&timeout=1"
 
 
@@ -82,7 +82,7 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
     place = redacted(uri)
     try:
         found = open_client(uri).get_experiment_by_name(experiment)
-    except Exception as error:  # MLflow's, or a parser's
+    except Exception as error:  # an error of MLflow or of a parser
         return _failure(error, uri, place)
     if found and found.name != experiment:
         return _strange(place)
@@ -119,7 +119,7 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
             remedy += "; in a container, this name is the container itself: use the server's name or --network host"
     elif status == 403 and "host" in str(error).lower():
         found = f"the server rejects the host name {host} (403)"
-        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # the server wants both
+        names = ",".join(dict.fromkeys([host, address.hostname or host]))  # with and without the port
         remedy = f"add to MLFLOW_SERVER_ALLOWED_HOSTS of the server, and restart it: {names}"
     elif status in (401, 403):
         found = f"the server wants other credentials ({status})"
@@ -132,6 +132,6 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
 def _strange(place: str) -> Health:
     return Health(
         False,
-        f"{place}: what answers is not MLflow",
+        f"{place}: the server there is not MLflow",
         "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
     )

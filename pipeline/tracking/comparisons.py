@@ -1,4 +1,4 @@
-"""The runs that a store must hold by the files: comparisons, with a child for each variant and seed, and their keys."""
+"""The runs that a store must hold, found from the files: a comparison, and its child runs by variant and seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
 COMPARISON = "pipeline.comparison"
 """Tag of a comparison's parent run and of its children: the key of the comparison."""
 RUN = "pipeline.run"
-"""Tag of a child: the key of the run. The parent has none."""
+"""Tag of a child: the key of the run. A parent does not have this tag."""
 REPORT = "pipeline.report"
 """Tag of a parent: the digest of the report it holds."""
 COMPLETE = "pipeline.complete"
@@ -84,7 +84,7 @@ class Wanted:
     settings: Compare
     """The section ``compare`` of params.yaml."""
     report: str
-    """Digest of the report's files, and of the profiles and inference results beside it."""
+    """Digest of the report's files, and of the JSON files of profiles and inference."""
     children: Mapping[str, Child]
     """Key -> child, in the order of params.yaml and of the seeds."""
     profiles: Mapping[str, Sequence[Path]] = field(default_factory=dict)
@@ -106,8 +106,8 @@ class Wanted:
 def wanted(config: Config, root: Path) -> Wanted | None:
     """The comparison of the present results; None if there is no result.
 
-    Raises ResultError, naming the file, if a file is not a result, is of another job than ``config``, or does not match
-    its inputs or its record; see ``consistency.broken_links`` for its further errors.
+    Raises ResultError if a file is not a result, is of another job than ``config``, or does not match its inputs or its
+    record; the message names the file. Also raises the errors of ``consistency.broken_links``.
     """
     found = []
     for variant in config.variants:
@@ -153,7 +153,7 @@ def report_files(root: Path) -> list[Path]:
 
 
 def context_files(root: Path) -> list[Path]:
-    """Files that a comparison rests on beside its results. If only these change, the parent run is not out of date."""
+    """Further files that a comparison depends on. If only these files change, the parent run is not written again."""
     return [file for file in (root / ENVIRONMENT_FILE, root / "params.yaml", root / "dvc.lock") if file.exists()]
 
 

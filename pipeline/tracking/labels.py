@@ -22,19 +22,20 @@ from pipeline.tracking.metrics import allowed
 
 NOTE = "mlflow.note.content"
 VERDICT = "verdict"
-"""Tag of a child, and with a variant's name after a dot tag of a parent: the variant's verdict."""
+"""Tag of a child: its variant's verdict. A parent has one tag ``verdict.<variant>`` per variant."""
 COLUMNS = (VERDICT, "speed", "memory", "accuracy")
 """Tags of a child: the comparison's figures for its variant, shown in a table."""
 REJECTIONS = "rejections"
-"""Tag of a child, and with a variant's name after a dot tag of a parent: which numbers were refused, and why."""
+"""Tag of a child: which of its numbers were rejected, and why. A parent has one tag ``rejections.<variant>`` per
+variant."""
 FINDING = "finding"
-"""Tag of a parent, with a variant's name after a dot: the findings of the variant's profile."""
+"""Tag ``finding.<variant>`` of a parent: the findings of the variant's profile."""
 NOTE_LIMIT = 7900
-"""Most characters of a note; MLflow's tags end at 8000."""
+"""Maximum number of characters of a note; MLflow limits a tag to 8000."""
 
 
 def child_params(result: Result) -> dict[str, str]:
-    """The configuration that was asked for, and the one that ran on the machine."""
+    """The configuration that the user asked for, and the configuration that ran on the machine."""
     values = result.model_dump(mode="json", exclude={"schema_", "variant", "environment", "summary", "runs"})
     return flatten(values.pop("config") | values)
 
@@ -113,7 +114,7 @@ def parent_note(root: Path) -> str | None:
 
 
 def origin_tags(root: Path, command: str) -> dict[str, str]:
-    """The origin of a run, in the tags that MLflow's page shows; the commit is the one checked out now."""
+    """The origin of a run, in the tags that MLflow's page shows. Its commit is the commit checked out now."""
     tags = {"mlflow.source.name": f"python -m pipeline {command}", "mlflow.source.type": "LOCAL"}
     with suppress(OSError, KeyError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
@@ -130,7 +131,7 @@ def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
 
 
 def stale(wanted: Wanted, root: Path) -> list[str]:
-    """The inputs of comparison.json, files and settings, that differ here."""
+    """The inputs of comparison.json, files and settings, that differ from the present ones."""
     runs = {child.variant: [run.model_dump(mode="json") for run in child.result.runs]
             for child in wanted.children.values()}  # fmt: skip
     content = _comparison(root)
@@ -204,7 +205,7 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
 def lock_sha256(lock: Path) -> str:
     """The digest of dvc.lock without the stage ``publish``, which DVC adds only after ``publish`` has run.
 
-    So the file that is committed then has the same digest.
+    Without this stage, the file that is committed later has the same digest.
     """
     stages = re.split(r"^(?=  \S)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()
@@ -220,12 +221,12 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _origin_of(result: Result, root: Path) -> dict[str, str]:
-    """The origin of a result, apart from its commit: machine, container image and the digest of dvc.lock."""
+    """The origin of a result, without its commit: machine, container image and the digest of dvc.lock."""
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
-    if known:  # it is the result's environment: otherwise ``comparisons.wanted`` would have refused the result
-        tags["environment"] = hash_of(known, "variants")  # the digest of what all variants share, to search by
+    if known:  # ``comparisons.wanted`` has checked that this is the result's environment
+        tags["environment"] = hash_of(known, "variants")  # without the variants' own packages
         if known["software"]["image"]:
             tags["image"] = known["software"]["image"]
     if lock.exists():
@@ -234,7 +235,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
 
 
 def _rejections(comparison: Mapping[str, Any], variant: str) -> str:
-    """The samples of a variant that the bench refused, one line per round."""
+    """The rejected samples of a variant in the bench, one line per round."""
     samples = [
         sample
         for arm in comparison.get("bench", {}).get("arms", ())

@@ -1,4 +1,4 @@
-"""Show a running training in MLflow, from a process of its own that reads only the files that the training writes.
+"""Show a running training in MLflow. A process of its own reads the files that the training writes, and nothing else.
 
 The view is provisional: ``publish`` writes each run from its files and deletes the live runs.
 """
@@ -26,17 +26,17 @@ FINISHED = b"finished\n"
 
 
 def follow(config: Config, variant: str, root: Path = Path()) -> int:
-    """Mirror ``variant``'s history and system samples into one live run per seed, until a line or the end of standard
-    input.
+    """Mirror ``variant``'s history and system samples into one live run per seed, until standard input gives a line or
+    ends.
 
-    The line ``finished`` marks the live runs as finished; anything else marks them as killed. Returns 0, or 1 if the
-    last update failed; MLflow's errors are not raised but cost one warning.
+    The line ``finished`` marks the live runs as finished; any other line, or the end, marks these runs as killed.
+    Returns 0, or 1 if the last update failed. MLflow's errors are not raised; the first error prints a warning.
     """
     _yield_to_training()
     mirror = _Mirror(config, variant, root)
     ended = Event()
-    # Opening a store takes seconds of CPU time, and the training leaves little. A training that ends first does not
-    # wait for the store: this thread reads standard input, and a daemon thread ends with its process.
+    # Opening a store takes seconds of CPU time, and the training leaves little CPU time. So a daemon thread opens it,
+    # and this thread reads standard input. If the training ends first, the process ends without a store.
     worker = Thread(target=mirror.run, args=(ended,), daemon=True)
     worker.start()
     status = "FINISHED" if sys.stdin.buffer.readline() == FINISHED else "KILLED"
@@ -48,7 +48,7 @@ def follow(config: Config, variant: str, root: Path = Path()) -> int:
 
 
 class _Mirror:
-    """The live runs of one training. What MLflow fails to take stays pending for the next update."""
+    """The live runs of one training. Points that MLflow did not accept stay pending until the next update."""
 
     def __init__(self, config: Config, variant: str, root: Path) -> None:
         self.store: Store | None = None
@@ -60,7 +60,7 @@ class _Mirror:
         self._warned = False
 
     def run(self, ended: Event) -> None:
-        """Update until the training has ended; while MLflow fails, at longer and longer intervals."""
+        """Update until the training has ended. While MLflow fails, the pauses get longer."""
         pause = FIRST_PAUSE_SECONDS
         while not ended.wait(POLL_SECONDS):
             if not self.update():
@@ -68,7 +68,7 @@ class _Mirror:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def update(self, status: str | None = None) -> bool:
-        """Log the new rows of the files and, with a ``status``, end the runs with it. True if MLflow took it."""
+        """Log the new rows of the files. With a ``status``, end the runs with this status. False if MLflow failed."""
         try:
             self._read()
             for seed, live in self._live.items():

@@ -1,4 +1,4 @@
-"""A run's trained model, in MLflow's format: raw inputs in, outputs out, ready for pyfunc and for PyTorch.
+"""Log a run's trained model in MLflow's format, for pyfunc and for PyTorch. The model takes raw inputs.
 
 The model is saved as an exported program (MLflow's ``pt2``), not as a pickle: loading it needs no code of this project.
 Loading the file saved here runs only PyTorch's and MLflow's code; loading a file that somebody else put in its place
@@ -33,7 +33,7 @@ from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
 
 EXAMPLES = 2
-"""Samples in the input example. With one the exported program would accept batches of one only."""
+"""Samples in the input example. With one sample, the exported program would accept only batches of one sample."""
 
 
 class NotLoggable(Exception):
@@ -50,7 +50,7 @@ def log(store: Store, run_id: str, child: Child) -> LoggedModel:
     client = store.client
     with tempfile.TemporaryDirectory() as temporary:
         needed = 2 * sum(tensor.nbytes for tensor in weights.values()) + (1 << 20)
-        if shutil.disk_usage(temporary).free < needed:  # torch's writer would end the process
+        if shutil.disk_usage(temporary).free < needed:  # on a full disk, torch's writer would end the process
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
         directory = Path(temporary) / "model"
         model = Model(run_id=run_id)

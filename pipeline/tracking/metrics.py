@@ -50,7 +50,7 @@ def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
 
 
 def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
-    """The result's figures; unknown ones are left out."""
+    """The result's figures, without unknown figures."""
     for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
         if isinstance(value, int | float):
             yield Point(name, value, timestamp_ms, run.steps)
@@ -76,7 +76,7 @@ def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[
     """The comparison's figures for the child's variant. The run's own speed and memory come from trainings run one
     after the other, and are not comparable.
 
-    ``known``: the metrics of the run in the store. A value that is refused now is logged as NaN.
+    ``known``: the metrics of the run in the store. A value that is unknown now is logged as NaN.
     """
     now = round(time.time() * 1000)  # MLflow shows a metric's latest value
     [found] = [each for each in comparison["variants"] if each["variant"] == child.variant]

@@ -44,8 +44,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
     for this very commit and MLflow holds the comparison, and ResultError for files that do not match their record.
 
-    Returns 0; or ``TOO_FEW``, with a message and no change, if the gain rests on too few sessions, or is not decided
-    when some sessions choose the best variant and others measure it.
+    Returns 0, or ``TOO_FEW`` with a message and no change. It is ``TOO_FEW`` if the gain rests on too few sessions, or
+    is not decided when some sessions choose the best variant and others measure the gain.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)
@@ -69,12 +69,12 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     if best and best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
         print(
             f"not promoted: of {best['among']} variants that pay by {best['quantity']}, the gain of the best is not "
-            "decided where some sessions choose and others measure it. Run `python -m pipeline bench --again` on "
-            "another day.",
+            "decided if some sessions choose the best and others measure the gain. Run `python -m pipeline bench "
+            "--again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW
-    # The first seed, not the one with the highest test accuracy: that would be chosen by luck, and look too good.
+    # Take the first seed. The seed with the highest test accuracy would be chosen by luck, and look too good.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
     if child is None:
         raise PromotionError(f"the comparison is of {variant!r}, which is not under variants; run `dvc repro`.")
@@ -84,8 +84,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         raise PromotionError(f"the gate measured {', '.join(measured)}, not {variant} (gate.variants). {GATE_AGAIN}")
     if child.model_file is None:
         raise PromotionError(
-            f"the model of {child.name} cannot be made here: that takes publish.models, its weights and {PREPARED}; "
-            "`dvc pull` or `dvc repro` brings both."
+            f"the model of {child.name} cannot be made here: publish.models must be true, and its weights and "
+            f"{PREPARED} must exist; `dvc pull` or `dvc repro` brings both."
         )
     with importing():
         from pipeline.tracking import logged_models
@@ -114,7 +114,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
 
 
 def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
-    """The smallest number of sessions behind one of the variant's trusted ratios, the champion's gain included; 0 if no
+    """The smallest number of sessions behind any trusted ratio of the variant, the champion's gain included; 0 if no
     ratio is trusted."""
     return min(
         (

@@ -18,7 +18,7 @@ from pipeline.tracking.stores import Store
 
 NO_HARM = (
     "The result files are complete and nothing is lost. Once MLflow works, run `python -m pipeline publish` "
-    "(or `dvc repro`); MLFLOW_TRACKING_URI says where it is, and without it a local store is used."
+    "(or `dvc repro`); MLFLOW_TRACKING_URI sets MLflow's address; without this variable a local store is used."
 )
 
 
@@ -39,8 +39,8 @@ class Published:
 def publish(config: Config, root: Path = Path()) -> Published:
     """Make the MLflow store hold the comparison of the results under ``root`` exactly once.
 
-    One parent run for the comparison, with one complete child run for each variant and seed; other comparisons stay
-    as history. Prints one line. A failure of MLflow is a warning on stderr. Raises ResultError for files that cannot be
+    The comparison is one parent run, with one complete child run for each variant and seed. Other comparisons stay as
+    history. Prints one line. A failure of MLflow is a warning on stderr. Raises ResultError for files that cannot be
     read, a result of another job, or weights of another digest.
     """
     wanted = comparisons.wanted(config, root)
@@ -108,7 +108,7 @@ def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> 
     """Write a run from its files, and mark it complete as the last step."""
     client, (started, ended) = store.client, metrics.run_times(child)
     ended_ms = round(ended * 1000)
-    # Tagged from the start, so that a half-written run is found and deleted.
+    # The run has its tags from the start, so that a half-written run is found and deleted.
     tags = labels.origin_tags(store.root, f"train {child.variant}") | labels.child_tags(child)
     tags |= {PARENT: parent_id, COMPARISON: wanted.key}
     created = client.create_run(store.experiment_id, round(started * 1000), tags, run_name=child.name)
@@ -126,7 +126,7 @@ def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> 
 
 
 def _log_model(child: Child, run_id: str, store: Store) -> None:
-    with importing():  # torch, too
+    with importing():  # imports torch, too
         from pipeline.tracking import logged_models
 
     try:

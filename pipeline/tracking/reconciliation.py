@@ -1,4 +1,4 @@
-"""Find the changes after which a store holds one comparison exactly once. A pure function."""
+"""Find the changes after which a store holds one comparison exactly once. This module makes no change itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StoredRun:
     start_ms: int
     tags: Mapping[str, str]
     intact: bool = True
-    """False where the run's artifacts should be on this machine and are gone."""
+    """False if the run's artifacts should be on this machine and are missing."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     """The latest value of each metric."""
 

@@ -1,6 +1,7 @@
-"""A record, beside an embedded store, of its content and its files' state: if nothing is new, the store stays closed.
+"""Record the content of an embedded store and the state of its files, in a file next to the store.
 
-Opening the store takes MLflow, whose import takes seconds. The state of a server shows in no file, so it has no record.
+If nothing is new, the store is not opened. This saves the import of MLflow, which takes seconds. The state of a server
+cannot be seen in files, so a server has no record.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipeline.tracking.stores import SQLITE, Store
 def agreeing(uri: str, experiment: str, wanted: Wanted) -> str | None:
     """The experiment's id, if the store has not changed since it was made to hold ``wanted``.
 
-    None: this is not known, and MLflow must be asked.
+    Returns None if this is not known; MLflow must then be asked.
     """
     try:
         found = json.loads(_file(uri).read_text(encoding="utf-8"))
@@ -45,7 +46,7 @@ def _file(uri: str) -> Path:
 
 def _content(uri: str, experiment: str, experiment_id: str, artifacts: str, wanted: Wanted) -> dict[str, Any]:
     database, directory = Path(uri.removeprefix(SQLITE)).stat(), Path(artifacts)
-    kept = directory.stat() if directory.is_dir() else None  # None for an address, whose state is unknown here
+    kept = directory.stat() if directory.is_dir() else None  # None for an address: its state is unknown
     return {
         "comparison": wanted.key,
         "report": wanted.report,

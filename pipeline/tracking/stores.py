@@ -44,12 +44,12 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-"""With these a server that is down or hangs costs seconds, not MLflow's minutes; a user's own setting wins. MLflow
-sends no telemetry and prints no address for every run, unless the user asks for it."""
+"""With these settings, a server that is down or hangs delays a command by seconds instead of minutes. MLflow sends no
+telemetry, and does not print an address for every run. A user's own setting takes precedence."""
 
 
 EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",  # else MLflow's page opens as one for language models
+    "mlflow.experimentKind": "custom_model_development",  # otherwise MLflow shows its page for language models
     "mlflow.note.content": (
         "The view *Verdicts* (under *Views*) shows verdict, speed, memory and accuracy of each variant. "
         "Each `comparison-...` run compares all variants of one job; its child runs hold one variant and seed each. "
@@ -58,10 +58,10 @@ EXPERIMENT_TAGS = {
 }
 
 OF_SQLITE = re.compile(r"\(sqlite3\.\w+\) (.+?)(?: \[SQL: |$)")
-"""The reason in an SQLAlchemy error's message; its statement and values follow."""
+"""Matches the reason in an SQLAlchemy error's message, without the SQL statement and values that follow."""
 
 REMEDIES = {
-    "database is locked": "Another process holds it: end that one, or wait for it.",
+    "database is locked": "Another process uses it: end that process, or wait.",
     "disk is full": "Make room there.",
     os.strerror(errno.ENOSPC): "Make room there.",
     "readonly database": "Let this user write there.",
@@ -77,12 +77,12 @@ class MisplacedStore(Exception):
 
 
 def address(root: Path) -> str:
-    """MLFLOW_TRACKING_URI, else the embedded SQLite store of this checkout."""
+    """The value of MLFLOW_TRACKING_URI; if it is not set, the embedded SQLite store of this checkout."""
     return os.environ.get("MLFLOW_TRACKING_URI") or SQLITE + str(root.resolve() / DATABASE)
 
 
 def checkout(root: Path) -> str:
-    """Identifies this directory on this machine; it marks the live runs of this checkout."""
+    """An identifier of this directory on this machine, which marks the live runs of this checkout."""
     return hashlib.sha256(f"{socket.gethostname()}:{root.resolve()}".encode()).hexdigest()[:16]
 
 
@@ -98,7 +98,7 @@ def warn(message: str) -> None:
 
 
 def describe(uri: str, error: Exception) -> str:
-    """What failed, in one line, without secrets."""
+    """Say in one line, without secrets, what failed."""
     reason = redacted(" ".join(str(error).split()))
     if of_sqlite := OF_SQLITE.search(reason):
         reason = f"{of_sqlite[1]}."
@@ -165,7 +165,7 @@ class Store:
         self.client.log_artifact(run_id, str(file), folder)
 
     def delete(self, run_id: str) -> None:
-        """Delete a run and its models: MLflow would keep showing the models."""
+        """Delete a run and its models. MLflow itself would keep showing the models of a deleted run."""
         models = self.client.search_logged_models([self.experiment_id], filter_string=f"source_run_id = '{run_id}'")
         for model in models:
             self.client.delete_logged_model(model.model_id)
@@ -178,7 +178,7 @@ def client_class() -> type[MlflowClient]:
     with importing():
         from mlflow.tracking import MlflowClient
 
-    # This logger announces each migration of a new database, and prints the traceback of errors that are raised too.
+    # This logger announces each migration of a new database, and prints tracebacks of errors that are also raised.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return MlflowClient
 
@@ -190,7 +190,7 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
     """
     open_client = client_class()
     if uri.startswith(SQLITE) and not (database := Path(uri.removeprefix(SQLITE))).exists():
-        # Created under another name, then moved: MLflow cannot continue migrations that were killed halfway.
+        # The database is created under another name, then renamed: MLflow cannot continue migrations that were killed.
         unborn = database.with_name(f"{database.name}.new")
         unborn.unlink(missing_ok=True)
         open_client(SQLITE + str(unborn))
@@ -203,7 +203,7 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
 def locked(uri: str) -> Iterator[None]:
     """Keep other processes of this project out of an SQLite store; a server needs no lock.
 
-    MLflow's creation of a new SQLite file fails if a second process does the same, and two publishers would both write.
+    Without the lock, MLflow fails if two processes create the same SQLite file, and two publishers would both write.
     Raises TimeoutError if the lock is not free within ``LOCK_SECONDS``.
     """
     if not uri.startswith(SQLITE):

@@ -11,7 +11,7 @@ from pipeline.tracking.labels import COLUMNS
 from pipeline.tracking.metrics import COMPARED, run_times
 
 TAG = "mlflow.sharedViewState."
-"""Tag of an experiment that MLflow's menu "Views" writes; a view's key follows."""
+"""Start of the tag in which MLflow's menu "Views" stores a view of an experiment; the view's key follows."""
 VERDICTS = "verdicts"
 """Key of the view that `make ui` opens: one row per variant of the comparison that was published last."""
 
@@ -29,7 +29,7 @@ def tags(wanted: Wanted) -> dict[str, str]:
     seed = next(iter(wanted.children.values())).run.seed
     table = {
         "searchFilter": f"tags.`{COMPARISON}` = '{wanted.key}' AND tags.`seed` = '{seed}'",
-        "orderByKey": "metrics.`bench/samples_per_second`",  # by start time the runs would be folded under their parent
+        "orderByKey": "metrics.`bench/samples_per_second`",  # by start time, runs would be folded under their parent
         "orderByAsc": False,
         "selectedColumns": list(widths),
         "columnOrder": list(widths),
@@ -41,7 +41,7 @@ def tags(wanted: Wanted) -> dict[str, str]:
 
 
 def state(wanted: Wanted) -> str:
-    """The view of the charts, in the format of MLflow's page, which ignores keys that it does not know."""
+    """The view of the charts, in the format of MLflow's page. The page ignores unknown keys."""
     variants = dict.fromkeys(child.variant for child in wanted.children.values())
     others = (
         "Model metrics",
@@ -72,7 +72,7 @@ def state(wanted: Wanted) -> str:
 
 
 def link(uri: str, experiment_id: str, wanted: Wanted) -> str:
-    """The address of the view, once its tag is set: on the server, or on that of `make ui` for an embedded store."""
+    """The address of the view, which works once its tag is set. `make ui` serves an embedded store."""
     return f"{page(uri)}/#/experiments/{experiment_id}/runs?compareRunsMode=CHART&viewStateShareKey={wanted.name}"
 
 

@@ -20,7 +20,7 @@ class Line(NamedTuple):
     points: str
     """x,y pairs in the format of SVG's polyline."""
     thick: bool
-    """True for the line over all seeds, False for one seed's."""
+    """True for the line over all seeds, False for the line of one seed."""
 
 
 class Chart(NamedTuple):
@@ -34,7 +34,7 @@ class Chart(NamedTuple):
 
 
 _Run = list[tuple[int, float, float]]
-"""Steps with their x and y."""
+"""(step, x, y) of each point of a line."""
 
 
 def charts(comparison: Comparison, histories: Histories) -> list[Chart]:

@@ -1,4 +1,4 @@
-"""Intervals as whiskers: of variants against the baseline, and of techniques one by one."""
+"""Intervals drawn as whiskers, for variants against the baseline and for single techniques."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     caption: str
     value: str
     whisker: Whisker | None
-    """None: the ratio is unknown."""
+    """None if the ratio is unknown."""
 
 
 class Row(NamedTuple):
@@ -40,7 +40,7 @@ class Forest(NamedTuple):
     rows: tuple[Row, ...]
     ticks: tuple[Tick, ...]
     band: tuple[float, float]
-    """Left end and width of the band within the margin."""
+    """Left end and width of the band that shows the margin."""
     none: float
     """Position of no difference."""
 
@@ -91,7 +91,7 @@ def forests(comparison: Comparison) -> list[Forest]:
 
 
 def share_forests(comparison: Comparison) -> list[Forest]:
-    """Each technique's share in each ablated variant: added to the baseline alone, and within the variant's stack."""
+    """Each technique's ratios in each ablated variant: added alone to the baseline, and within the variant's stack."""
     margins, made = comparison.margins, []
     for variant in dict.fromkeys(share.variant for share in comparison.shares):
         shares = [share for share in comparison.shares if share.variant == variant]
@@ -129,7 +129,7 @@ def _share_row(share: Share, added: Ratio | None, stacked: Ratio | None) -> _Row
 
 
 def _forest(title: str, rows: Sequence[_Row], margin: float, *, ratios: bool) -> Forest:
-    """``rows`` over a common scale: of ratios about 1, or of percentage points about 0."""
+    """Draw ``rows`` on a common scale. No difference is at 1 for ratios, and at 0 for percentage points."""
     none, band = (1.0, (1 / (1 + margin), 1 + margin)) if ratios else (0.0, (-margin, margin))
     known = [*band, none]
     for _, estimates, _ in rows:

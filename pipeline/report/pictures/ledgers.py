@@ -22,7 +22,7 @@ class Bar(NamedTuple):
     value: str
     segments: tuple[Segment, ...]
     tensors: float | None
-    """Where the memory of tensors ends; None: at the bar's end."""
+    """Position at which the memory of tensors ends; None if that is the bar's end."""
 
 
 class Bars(NamedTuple):
@@ -36,7 +36,7 @@ class Bars(NamedTuple):
 
 
 def bars(comparison: Comparison) -> Bars | None:
-    """Bars of the measured and the predicted ledgers; None where no variant has a ledger."""
+    """Bars of the measured and the predicted ledgers; None if no variant has a ledger."""
     ledgers = [
         (each.variant, kind, ledger)
         for each in comparison.variants

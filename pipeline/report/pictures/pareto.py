@@ -32,7 +32,7 @@ class Front(NamedTuple):
     alt: str
     points: tuple[Point, ...]
     steps: tuple[tuple[float, float, float, float], ...]
-    """Lines x1, y1, x2, y2 around the area that a point of the front beats in throughput and memory."""
+    """Lines (x1, y1, x2, y2) around the area of variants that are slower and need more memory than one on the front."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     baseline: tuple[float, float]
@@ -41,7 +41,7 @@ class Front(NamedTuple):
 
 
 def front(comparison: Comparison) -> Front | None:
-    """Ratios to the baseline, which is at (1, 1). Untrusted variants are not drawn; None if all are untrusted."""
+    """Plot ratios to the baseline, which is at (1, 1). Untrusted variants are left out; None if all are untrusted."""
     placed: list[tuple[int, Compared, Ratio | None, Ratio | None]] = [(1, comparison.variants[0], None, None)]
     for number, each in enumerate(comparison.variants[1:], 2):
         if each.verdict != UNTRUSTED:
@@ -94,7 +94,7 @@ def _ends(ratio: Ratio | None, at: Callable[[float], float]) -> tuple[float, flo
 
 
 def _staircase(best: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float, float]]:
-    """Lines from the left edge to the top edge, through points that go right and up."""
+    """Lines of a staircase from the left edge to the top edge, through ``best``, which goes from left to right."""
     left = 0.0
     for (x, y), (_, above) in zip(best, [*best[1:], (0.0, 0.0)], strict=True):
         yield left, y, x, y

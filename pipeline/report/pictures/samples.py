@@ -13,8 +13,8 @@ from pipeline.report.formats import UNKNOWN
 from pipeline.results import Arm
 
 FURTHEST = 1.5
-"""Samples further than this from their arm's median are drawn at the strip's edge, so that they flatten no other
-sample."""
+"""Samples further than this factor from their arm's median are drawn at the strip's edge. Otherwise one outlier would
+make all other samples look equal."""
 
 
 class Dot(NamedTuple):

@@ -46,7 +46,7 @@ def plain(value: float, decimals: int) -> str:
 
 
 def padded(values: Sequence[float], share: float, *, logarithmic: bool) -> Scale:
-    """A scale that holds ``values`` and, at either end, ``share`` of their range beyond them."""
+    """A scale over the range of ``values``, extended at both ends by ``share`` of this range."""
     low, high = min(values), max(values)
     if logarithmic:
         padding = (high / low) ** share

@@ -1,7 +1,7 @@
-"""Find what this machine or container lacks for the job of params.yaml, and how to put it right.
+"""Find what this machine or container lacks for the job of params.yaml, and how to fix it.
 
-``doctor`` also works where much is broken: each fault is a line. Probes that hang are cut off; nothing is changed. A
-check is a function of the ``Facts`` that returns one finding or several; ``CHECKS`` lists all checks.
+``doctor`` also works if much is broken: each fault is a line. Probes that hang are stopped; nothing is changed. A
+check is a function of the ``Facts`` that returns one or more findings; ``CHECKS`` lists all checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.tools.doctor.findings import USE_CPU, Finding, enough, not_applica
 
 PCI = Path("/sys/bus/pci/devices")
 """Containers see this directory too. Vendor 0x10de is NVIDIA; classes that begin with 0x03 are display controllers,
-GPUs among them."""
+which include GPUs."""
 
 OURS = (
     *(".", ".dvc", ".dvc/tmp", ".dvc/cache", "data", "models", "reports", "results"),
@@ -34,9 +34,9 @@ GIB = 2**30
 SHARED_MEMORY_BYTES = GIB
 """NVIDIA's recommendation for NCCL in containers (--shm-size=1g)."""
 PROCESS_BYTES = 2 * GIB
-"""Memory of a training process: torch takes most of the first GiB, model and data come on top."""
+"""Memory of a training process: torch takes most of the first GiB, model and data take the rest."""
 DISK_BYTES = 5 * GIB
-"""Data, models and DVC's copies of both for a small job, with some to spare."""
+"""Room for data, models and DVC's copies of both for a small job, with a reserve."""
 LEAST_DISK_BYTES = GIB
 
 
@@ -56,7 +56,7 @@ def params_file(facts: Facts) -> Iterator[Finding]:
 
 
 def parts(facts: Facts) -> Finding:
-    """The job's own model, loss, metric, task and data, made as training makes them."""
+    """Judge whether the job's model, loss, metric, task and data can be made, as training makes them."""
     if facts.job.mistakes:
         return not_applicable("unknown, see above")
     model = facts.parts.told("model")
@@ -81,7 +81,7 @@ def driver(facts: Facts) -> Finding:
     if device == "cpu":
         return not_applicable("train.device is cpu")
     if failure and facts.computes:
-        return warning(f"NVML fails ({failure}): CUDA works, but nobody sees throttling or other processes")
+        return warning(f"NVML fails ({failure}): CUDA works, but throttling and other processes are not detected")
     if not failure:
         return ok(f"{facts.driver.found['version']}, for CUDA up to {facts.driver.found['cuda']}")
     if "LibraryNotFound" not in failure:
@@ -207,7 +207,7 @@ def remote(facts: Facts) -> Finding:
 
 def disk(facts: Facts) -> Finding:
     """Judge the free space of the fullest file system that will hold data, models or the cache. A directory that does
-    not exist yet counts as where its parent is."""
+    not exist yet is on the file system of its parent."""
     root, cache = facts.root.resolve(), facts.dvc.found.get("cache")
     places = [root, root / "data", root / "models", *([Path(cache)] if cache else [])]
     free, place = min((shutil.disk_usage(nearest(place)).free, place) for place in places)
@@ -242,7 +242,7 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
     "disk": disk,
     "tracking": tracking,
 }
-"""All checks, in the order in which a person would put things right."""
+"""All checks, in the order in which a person would fix faults."""
 
 
 def run(*, as_json: bool) -> int:

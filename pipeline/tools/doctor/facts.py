@@ -1,7 +1,7 @@
 """Facts that are gathered once and judged by several checks: the job on this machine, and the answers of probes.
 
-A probe examines something that is slow, may hang or may crash, in a process of its own. It prints each fact at once, so
-facts found before a hang are not lost; an exception in the probe becomes its failure.
+A probe runs in a process of its own, because what it examines is slow, or may hang or crash. It prints each fact at
+once, so facts found before a hang are not lost. An exception in the probe becomes its failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.data.prepared import Dataset
 
 PROBE_SECONDS = 60.0
-"""Importing torch, DVC or MLflow takes one to three seconds; from a cold disk, or on a busy machine, much longer."""
+"""Importing torch, DVC or MLflow takes one to three seconds, and much longer from a cold disk or on a busy machine."""
 LATE = "no answer within"
 
 
@@ -88,7 +88,7 @@ class Facts:
 def look(root: Path) -> Facts:
     """Gather the facts about the checkout at ``root``, which is the current directory, and about the machine."""
     machine = None
-    with ThreadPoolExecutor(2) as pool:  # more would make every probe late on a small machine: imports take CPU time
+    with ThreadPoolExecutor(2) as pool:  # more threads would delay all probes on a small machine: imports take CPU time
         answers = pool.map(ask, PROBES)
         with suppress(Exception):  # the checks that need the machine say that it is unknown
             machine = environment.machine()
@@ -97,7 +97,7 @@ def look(root: Path) -> Facts:
 
 
 def read(path: Path, machine: params.Machine | None) -> Job:
-    """The job of ``path``, planned for ``machine`` unless that is unknown."""
+    """The job of ``path``. It is planned for ``machine``, unless the machine is unknown (None)."""
     try:
         job = Job(config := params.load(path))
     except ConfigError as error:
@@ -133,7 +133,7 @@ def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
 
 
 def answer(probe: str) -> None:
-    """Run the probe, which prints its facts as one JSON object per line; print its failure likewise."""
+    """Run the probe, which prints its facts as one JSON object per line; print its failure in the same form."""
     try:
         PROBES[probe]()
     except Exception as error:
@@ -146,8 +146,8 @@ def _say(**found: Any) -> None:
 
 
 def _driver() -> None:
-    """Facts from the driver's library (NVML): version, cuda (the newest one supported) and gpus: for each GPU the UUIDs
-    of its MIG instances, or None if it is not split."""
+    """Facts from the driver's library (NVML): version, cuda (the newest supported version) and gpus. ``gpus`` has, for
+    each GPU, the UUIDs of its MIG instances, or None if the GPU is not split."""
     import pynvml as nvml
 
     nvml.nvmlInit()
@@ -189,7 +189,7 @@ def _store() -> None:
 
 
 def _dvc() -> None:
-    """Facts as DVC itself reads its settings: cache, remote (the default one) and url; exists, if there is a remote."""
+    """Facts as DVC itself reads its settings: cache, remote (the default one), url, and exists if there is a remote."""
     from dvc.repo import Repo
 
     with Repo() as repo:
@@ -209,8 +209,8 @@ def _dvc() -> None:
 
 
 def _parts() -> None:
-    """Facts: data (what it is, in words) and, if its form is known, parameters (the model's number of them); fails as
-    training would."""
+    """Facts: model; and, if the data's form is known, data (in words) and parameters (their number). Fails as training
+    would."""
     config = params.load()
     with redirect_stdout(sys.stderr):  # what a user's module prints
         from pipeline import models, tasks
@@ -233,8 +233,10 @@ def _parts() -> None:
 
 
 def _data(config: params.Config) -> tuple[Dataset, int] | None:
-    """The prepared data set, or one sample with the shape of the folder's prepared images, and the number
-    of training samples; None if neither is known yet. Raises DataError."""
+    """The data set and its number of training samples; None if they are not known yet. Raises DataError.
+
+    For an image folder, which may not be prepared yet, the data set is one sample in the shape of prepared images.
+    """
     import torch
 
     from pipeline.data.decoded import held_out

@@ -18,21 +18,22 @@ MARKS = {"problem": "PROBLEM", "not applicable": "-"}
 ADD_GPUS = "docker run --gpus all ... (the host needs the NVIDIA Container Toolkit)"
 USE_CPU = "or set train.device: cpu"
 NEW_DRIVER = "driver 580 or newer"
-"""Runs all minor versions of CUDA 13, and all older versions (NVIDIA's table of minor version compatibility)."""
+"""This driver runs CUDA 13 in all minor versions, and all older versions (NVIDIA's table of minor version
+compatibility)."""
 INSTALL = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
 TO_THE_TOP = "cd to the top of the checkout; in a container, mount it there"
 
 REMEDIES = {
     "params.yaml is missing": TO_THE_TOP,
     "bf16 is skipped": "use a machine that has it, or set train.without_native: run",
-    ": GPU is skipped": "see to the NVIDIA driver, below, or set train.device: cpu",
+    ": GPU is skipped": "repair the NVIDIA driver, below, or set train.device: cpu",
     "is skipped: train.batch_size": "set train.batch_size to a multiple of the number of GPUs",
     "is skipped": "nothing, if this is expected: the report names it",
     "params.yaml:": "correct params.yaml; params.schema.json lists all keys",
-    "to be installed": "python -m pip install what it names; in a container, build it into the image",
+    "to be installed": "install the named package with pip; in a container, build it into the image",
     "model, data: no answer": "try again: a large model takes long to build",
-    "Error: train.": "correct params.yaml, or the module of yours that it names",
-    "Error: fetch.": "correct params.yaml, or the folder that it names",
+    "Error: train.": "correct params.yaml, or the named module of yours",
+    "Error: fetch.": "correct params.yaml, or the named folder",
     "ImportError": INSTALL,
     "ModuleNotFoundError": INSTALL,
     "libnvidia-ml.so.1 is missing": f"install {NEW_DRIVER}, whole, on the host; in a container: {ADD_GPUS}; {USE_CPU}",
@@ -43,7 +44,7 @@ REMEDIES = {
     "does not answer": "run nvidia-smi, `dmesg | grep -i nvrm` on the host; start the container anew with --gpus all",
     "system is too old": f"install {NEW_DRIVER} on the host, or a torch that is built for the driver's CUDA, above",
     "the driver shows 0": f"run nvidia-smi on the host; in a container: {ADD_GPUS}",
-    "torch sees": "see to the driver above; run nvidia-smi: a GPU that hangs needs a reset or a reboot",
+    "torch sees": "repair the driver, above; run nvidia-smi: a GPU that hangs needs a reset or a reboot",
     "No such file or directory: 'git'": "apt-get install git",
     "dubious ownership": 'git config --global --add safe.directory "$PWD"',
     "not a git repository": "start from a clone; a worktree also needs its main checkout, mounted at the same path",
@@ -55,17 +56,17 @@ REMEDIES = {
     "git:": "repair git: DVC and the gate need it",
     "DVC cache:": "see `dvc doctor`, git above, .dvc/config and .dvc/config.local",
 }
-"""Part of a finding's text, ours or another tool's -> its remedy, if the check gives none. The first entry that occurs
-in "check: finding" counts."""
+"""Part of a finding's text -> the remedy, used if the check gives none. The text can be another tool's error message.
+The first entry that occurs in "check: finding" counts."""
 
 
 class Finding(NamedTuple):
     status: Status
-    """problem: something that params.yaml or the environment asks for does not work here. warning: it works, but worse
-    than it could, or otherwise than expected. not applicable: this job on this machine does not need it."""
+    """problem: something that params.yaml or the environment asks for does not work here. warning: the job works, but
+    worse than it could, or not as expected. not applicable: this job on this machine does not need the checked part."""
     found: str
     remedy: str = ""
-    """The command or setting that puts it right; empty where nothing is to be done, or ``REMEDIES`` has the remedy."""
+    """The command or setting that fixes the fault; empty if nothing is to be done, or ``REMEDIES`` has the remedy."""
     check: str = ""
     """The check's name in ``CHECKS``, a word or two."""
 
@@ -86,8 +87,8 @@ def enough(holds: bool, found: str, wants: str, remedy: str, short: Callable[...
 
 
 def as_text(findings: Sequence[Finding], width: int) -> str:
-    """One block per finding: status, check and the finding's text; below them, behind an arrow, the remedy, which has
-    more room so that commands stay on one line."""
+    """One block per finding: status, check and text, and below, after an arrow, the remedy. The remedy is indented less
+    than the text, so that commands stay on one line."""
     name = max(len(finding.check) for finding in findings)
     blocks = []
     for status, found, remedy, check in findings:

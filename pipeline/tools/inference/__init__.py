@@ -1,6 +1,6 @@
-"""The stage ``infer``: a trained model in the forms in which it can be deployed, measured side by side.
+"""The stage ``infer``: measure a trained model in the forms in which it can be deployed, side by side.
 
-A form that cannot run on this machine is in the result with the reason; none is left out silently.
+If a form cannot run on this machine, the result says why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NATIVE_FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """Measure inference with the trained model of ``variants.<name>`` and write ``inference/<name>.json`` and ``.md``.
 
-    On the CPU, and on a GPU where the job runs on one, in one process. Raises PipelineError.
+    The measurement runs in one process, on the CPU, and also on a GPU if the job runs on GPUs. Raises PipelineError.
     """
     plan = plan_of(config, name, machine)
     fingerprint = environment.read()
@@ -132,7 +132,9 @@ def forms_on(
     max_spread: float,
     energy: bool = False,
 ) -> tuple[list[Form], list[Noise]]:
-    """Make, check and measure the forms ``kinds``, the plain one first, on the device of ``world``, named ``label``.
+    """Make, check and measure the forms ``kinds``, the plain form first, on the device of ``world``.
+
+    ``label``: the device's name.
 
     Raises any error of the plain form; the error of another form becomes the reason in its record.
     """
@@ -153,7 +155,7 @@ def forms_on(
             if name == PLAIN:
                 raise
             reasons[name] = cause(error)
-        if NO_ROOM in reasons.get(name, ""):  # no property of the form
+        if NO_ROOM in reasons.get(name, ""):  # a full disk is no property of the form
             raise PipelineError(
                 f"infer: {name}: {reasons[name]}. Make room there, or let TMPDIR name another directory."
             )
@@ -198,8 +200,10 @@ def forms_on(
 
 
 class _Batches:
-    """The test set's raw inputs on the device, in batches of the one size that a compiled form is made for; the last is
-    filled up."""
+    """The test set's raw inputs on the device, in batches of one size, because a compiled form is made for one size.
+
+    The last batch is filled up with the first samples.
+    """
 
     def __init__(self, task: Task, size: int) -> None:
         self._inputs, self.targets = task.on(torch.device("cpu")).raw(
@@ -222,13 +226,13 @@ class _Batches:
 def _prepared(
     kind: Kind, trained: Trained, batches: _Batches, world: World
 ) -> tuple[Made, float, torch.Tensor, tuple[str, ...]]:
-    """A form, made and warmed up; the seconds that took; its outputs over the test set; and remarks for a person."""
+    """Make and warm up a form. Return it, the seconds that this took, its outputs over the test set, and remarks."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     counters.clear()
     started = time.perf_counter()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise it would run uncompiled
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise the form would run uncompiled
         form = kind.make(trained)
         for size in trained.batch_sizes:
             form.predict(batches.first[:size])
@@ -255,14 +259,14 @@ def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: 
 
 
 def _calibration(task: Task) -> torch.Tensor:
-    """Raw training inputs on the task's device, evenly spread over the data set, as a folder is sorted by class."""
+    """Raw training inputs on the task's device, evenly spread over the data set, which may be sorted by class."""
     train = task.dataset.train
     rows = torch.linspace(0, len(train) - 1, max(min(CALIBRATION_SAMPLES, len(train)), 2)).round().long()
     return task.raw([train.arrays[name][rows].to(task.device) for name in task.arrays])[0]
 
 
 def _native(device: str, machine: Machine, fingerprint: dict[str, Any], train: Train) -> frozenset[str]:
-    """The 16-bit types that the device computes natively; both where params.yaml allows emulation."""
+    """The 16-bit types that the device computes natively; both types if params.yaml allows emulation."""
     if train.without_native == "run":
         return frozenset({"bf16", "fp16"})
     if device == "cuda":

@@ -1,7 +1,7 @@
 """The forms in which a trained model can be deployed, each made from the same float32 weights.
 
-Every form takes raw inputs [N, ...], uint8 images say, on its device and returns float32 outputs [N, ...]; the task's
-preprocessing is a part of it. A form that cannot be made here raises ``Unavailable`` with the reason.
+Every form takes raw inputs [N, ...], such as uint8 images, on its device and returns float32 outputs [N, ...]. The
+form includes the task's preprocessing. A form that cannot be made here raises ``Unavailable`` with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Trained:
     model: nn.Module
     """The model in float32 and evaluation mode on the device; it maps preprocessed inputs to outputs."""
     preprocess: nn.Module
-    """From raw inputs to the model's, on the device."""
+    """Turns raw inputs into the model's inputs, on the device."""
     device: torch.device
     samples: torch.Tensor
     """Raw training inputs [n, ...] on the device, to calibrate and to trace with; at least two."""
@@ -90,8 +90,7 @@ def fp16(trained: Trained) -> Made:
 
 
 def exported(trained: Trained) -> Made:
-    """The exported program, saved and loaded, so that the measured program is the one that another process would
-    run."""
+    """The exported program after saving and loading, as another process would run it."""
     file = trained.scratch / "model.pt2"
     program = _export(trained.deployed(), trained.samples)
     with BytesIO() as content, files.whole(file) as written:  # torch's writer ends the process if a disk is full
@@ -107,20 +106,20 @@ def int8(trained: Trained) -> Made:
     Source: torchao, PyTorch 2 Export Quantization. Its kernels on x86 CPUs come with torch.compile.
     """
     if trained.device.type != "cpu":
-        raise Unavailable("PyTorch maintains no int8 convolutions for GPUs; TensorRT does, but is not part of it")
+        raise Unavailable("PyTorch has no maintained int8 convolutions for GPUs; TensorRT is not part of PyTorch")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"the int8 kernels are for x86 CPUs, and this one is {platform.machine()}")
     if importlib.util.find_spec("torchao") is None:
         raise Unavailable("it needs torchao, which is not installed: pip install torchao")
     _need_compiler(trained.device)
     versions = f"torchao {importlib.metadata.version('torchao')} with torch {torch.__version__}"
-    with warnings.catch_warnings(action="ignore"):  # torch warns of its own code
+    with warnings.catch_warnings(action="ignore"):  # torch warns about its own code
         try:
             made = _int8(trained)
         except Exception as error:  # any error of these two libraries with a model that they do not support
             raise Unavailable(f"{versions} cannot quantise this model ({cause(error)})") from error
     if made is None:
-        raise Unavailable(f"{versions} found nothing in this model that it has an int8 kernel for")
+        raise Unavailable(f"{versions} have no int8 kernel for any part of this model")
     return made
 
 
@@ -135,7 +134,8 @@ FORMS: Mapping[str, Kind] = {
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Bytes of a module's parameters, buffers and constants, each counted once; of a graph, those that it reads."""
+    """Bytes of a module's parameters, buffers and constants, each counted once. Of a graph module, only the tensors
+    that its graph reads count."""
     if isinstance(module, torch.fx.GraphModule):  # a quantised graph also keeps the float32 weights it was made from
         read = (operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr")
         tensors = [value for value in read if isinstance(value, torch.Tensor)]
@@ -145,7 +145,7 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def cause(error: Exception) -> str:
-    """The error in one line; of a compiler's error, the error inside it."""
+    """The error in one line; for a compiler's error, the error that it contains."""
     inside: Exception = getattr(error, "inner_exception", error)
     kind, said = type(inside).__name__, first_line(inside)
     return kind if said == kind else f"{kind}: {said}"
@@ -166,14 +166,14 @@ def _int8(trained: Trained) -> Made | None:
     if "quantize_per_tensor" not in str(converted.graph):
         return None
     predict: Predict = torch.compile(converted, dynamic=False)
-    with inductor.patch(freezing=True):  # compiled now, the code has the weights as constants, packed for int8
+    with inductor.patch(freezing=True):  # compiling here makes the weights constants, packed for int8
         for size in trained.batch_sizes:
             predict(trained.samples[torch.arange(size) % len(trained.samples)])
     return Made(predict, bytes_of(converted))
 
 
 class _InPrecision(nn.Module):
-    """A model whose weights and activations have another dtype; its inputs and outputs stay as they are."""
+    """A model whose weights and activations have another dtype. Its outputs are float32."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -196,7 +196,8 @@ def _made(module: nn.Module) -> Made:
 
 
 def _export(deployed: nn.Module, samples: torch.Tensor) -> torch.export.ExportedProgram:
-    """Export for batches of any size. The example has two samples: torch.export takes a size of 1 for a constant."""
+    """Export for batches of any size. The example has two samples: torch.export would make a size of 1 a
+    constant."""
     batch = torch.export.Dim("batch")
     return torch.export.export(deployed, (samples[:2],), dynamic_shapes=({0: batch},))
 

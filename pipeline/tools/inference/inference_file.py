@@ -12,7 +12,7 @@ from pipeline.results import Record, VariantDocument
 
 
 class Latency(Record):
-    """Latency of one sample at a time, from the call until its outputs are there."""
+    """Latency of one sample at a time, from the call until the outputs are computed."""
 
     p50_ms: float
     p50_low_ms: float
@@ -33,26 +33,27 @@ class Throughput(Record):
     """``low_...`` and ``high_...``: the slowest and the fastest round."""
     high_samples_per_second: float
     ratio: float | None
-    """Ratio to the plain form in the same round: the median over rounds, with its 95% interval. None: refused, see
-    Noise."""
+    """Ratio to the plain form in the same round: the median over rounds, with its 95% interval. None if the ratio is
+    not trusted; see ``Noise``."""
     ratio_low: float | None
     ratio_high: float | None
     joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
-    """Energy of the device (``measurement.energy``), the median over rounds; then the smallest and largest of a
-    round."""
+    """Energy of the device (``measurement.energy``), the median over rounds. ``low_...`` and ``high_...``: the smallest
+    and the largest energy of a round."""
     low_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
     high_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
     why_no_energy: str | None = Field(None, exclude_if=operator.not_)
-    """Why the energy is unknown. None: it is known, or was not asked for."""
+    """Why the energy is unknown. None if the energy is known, or was not asked for."""
 
 
 class Agreement(Record):
     """Agreement with the predictions of the plain float32 form on the same device, over the whole test set."""
 
     equal_count: int | float
-    """Sum of the samples' scores against what the plain form predicts; for classes, samples with the same class."""
+    """Sum of the samples' scores against the plain form's predictions. For classes, this is the number of samples with
+    the same predicted class."""
     correct_count: int | float
-    """Sum of the samples' scores."""
+    """Sum of the samples' scores against the targets."""
     test_count: int
     largest_logit_difference: float
 
@@ -73,7 +74,7 @@ class Measured(Record):
     model_bytes: int
     """Size of the form's parameters, buffers and constants."""
     file_bytes: int | None
-    """Size of the saved program, for a form that is saved; else None."""
+    """Size of the saved program; None if the form is not saved."""
     latency: Latency
     throughput: tuple[Throughput, ...]
     agreement: Agreement
@@ -94,7 +95,7 @@ class Form(Record):
 
 
 class Noise(Record):
-    """The plain form against itself in the same rounds: what a ratio of 1 looks like here."""
+    """The plain form against itself in the same rounds. Its true ratio is 1, so the measured ratio shows the noise."""
 
     device_type: Literal["cpu", "cuda"]
     batch_size: int

@@ -19,7 +19,7 @@ from pipeline.tools.inference.forms import Predict
 from pipeline.tools.inference.inference_file import Latency, Noise, Throughput
 
 FEWEST_FOR_P99 = 100
-"""Fewest calls for a 99th percentile; with fewer it would just be the slowest call."""
+"""Fewest calls for a 99th percentile; with fewer calls, it would be the slowest call."""
 FEWEST_CALLS = 3
 """Fewest calls in a slice, however long a call takes."""
 MOST_UNSEEN_BYTES = 1 << 28
@@ -40,7 +40,7 @@ class Slices:
     """Batch size -> results of ``per_sample``, one per round; empty if energy was not asked for."""
 
     def energy(self, size: int) -> dict[str, Any]:
-        """The energy fields of ``Throughput``; energy that is unknown in one round is unknown in all."""
+        """The energy fields of ``Throughput``. If the energy of one round is unknown, the result is unknown."""
         told = self.energies[size]
         unknown = [each for each in told if "why_no_energy" in each]
         if unknown or not told:
@@ -68,7 +68,7 @@ def in_rounds(
 
     ``inputs`` [n, ...]: raw inputs from 0 to ``values`` - 1, n at least the largest batch size. The
     forms are warm: each has been called with every size. The forms take turns within a round, and their order is
-    reversed every other round, so that a disturbance of some seconds hits all of them. No call gets a sample twice.
+    reversed every other round, so that a disturbance of some seconds affects all forms. No sample is used twice.
     ``devices``: devices whose energy is measured.
     """
     unseen = Unseen(inputs, values)
@@ -136,14 +136,14 @@ def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["c
 
 
 class Unseen:
-    """Batches in which no sample occurs twice, so that a cached answer of a model is never of use."""
+    """Batches in which no sample occurs twice, so that a model cannot gain time by cached answers."""
 
     def __init__(self, inputs: torch.Tensor, values: int) -> None:
         self._inputs, self._made, self._values, self.sample_bytes = inputs, 0, values, inputs[0].nbytes
 
     def batches(self, size: int, count: int) -> list[torch.Tensor]:
-        """``count`` batches [size, ...]: the first samples, each with a new number, digit by digit, in its first four
-        values."""
+        """``count`` batches [size, ...] of the first samples. The digits of a new number replace the first four values
+        of each sample, so that no two samples are equal."""
         found = []
         for _ in range(count):
             batch = self._inputs[:size].clone(memory_format=torch.contiguous_format)
@@ -156,7 +156,7 @@ class Unseen:
 
 
 def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchronise) -> list[float]:
-    """Seconds of each call, until the device has finished."""
+    """Seconds of each call, measured until the device has finished."""
     calls: list[float] = []
     end = time.perf_counter() + seconds
     while len(calls) < FEWEST_CALLS or time.perf_counter() < end:
@@ -172,8 +172,10 @@ def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchr
 def _batches(
     predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise, energy: Energy
 ) -> tuple[int, float]:
-    """Samples and seconds of calls one after the other, synchronised only after ``MOST_UNSEEN_BYTES`` and at the end.
-    The energy, which needs longer windows, includes that of making the batches, one copy each."""
+    """Number of samples and seconds of successive calls, synchronised only after ``MOST_UNSEEN_BYTES`` and at the end.
+
+    The energy needs one window around all calls, so it includes the energy of making the batches, one copy each.
+    """
 
     def timed(count: int) -> float:
         batches = unseen.batches(size, count)

@@ -1,4 +1,4 @@
-"""Verify, on the user's own model and data, what the comparison rests on: every variant is trained in miniature."""
+"""Train every variant in miniature on the user's own model and data, and verify the claims behind a comparison."""
 
 from __future__ import annotations
 

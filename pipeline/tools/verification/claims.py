@@ -38,19 +38,19 @@ FLOAT32 = 2.0**-24
 """Unit roundoff of float32."""
 LEAST = 2.0**11 * FLOAT32
 """Relative difference allowed for any float32 sum taken in another order. A sum of k terms is off by about sqrt(k)
-roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019); k,
-samples times pixels, is some 10^5 here, and terms of both signs cancel in part."""
+roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). Here k,
+samples times pixels, is about 10^5, and terms of opposite sign partly cancel."""
 KERNEL_ROUNDOFFS = 2.0**5
 """Largest difference between two kernels of the same layer, in float32 roundoffs; on CPUs it is about 10."""
 DRAWS = 2
 """How often the reference is trained with noise of the size of the expected rounding; the largest difference counts."""
 FACTOR = 2.0
-"""How many times as far as this noise the rounding may carry a training."""
+"""Rounding may change a training by at most this many times the change that the noise of ``DRAWS`` causes."""
 CLEAR = 2.0
-"""A bound is meaningful if a fault planted in the reference goes at least this many times as far."""
+"""A bound is meaningful if a fault planted in the reference causes at least this many times the bound."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
-"""Settings of a ``Task``, tried in turn: all steps at the job's learning rate, then few steps at smaller rates. Errors
-grow from step to step, in some trainings beyond all bounds."""
+"""Settings of a ``Task``, tried one after the other: all steps at the job's learning rate, then few steps at smaller
+rates. Errors grow from step to step, in some trainings beyond all bounds."""
 SMALL_TENSOR = 0.1
 """A gradient that nearly cancels is only rounding. So a difference is taken relative to a norm that includes this share
 of the root mean square over all tensors."""
@@ -59,7 +59,7 @@ Distance = Callable[[Observed, Observed], float]
 
 STILL = "with dropout off and BatchNorm's statistics fixed"
 UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
-_NO_REFERENCE = "the reference, the training without it, fails"
+_NO_REFERENCE = "the reference, the training without these techniques, fails"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ def loss_difference(found: Observed, expected: Observed) -> float:
 
 
 def differing_values(found: Path, expected: Path) -> int:
-    """The number of values in two state dicts that differ in any bit; if one lacks a name, all its values differ."""
+    """The number of values in two state dicts that differ in any bit. If a state dict lacks a name, all values of this
+    name differ."""
     ours, theirs = _read(found), _read(expected)
     different = sum(
         value.numel() for name, value in {**ours, **theirs}.items() if not (name in ours and name in theirs)
@@ -229,7 +230,7 @@ class Verifier:
         moved = torch.load(first.way, weights_only=True)
         weights = [moved[weight] for weight, _ in self._small.model().named_parameters() if weight in moved]
         if weights and not any(each.any() for each in weights):
-            yield Claim(name, "the variant trains", holds=False, note="no weight changed: no gradient reaches one")
+            yield Claim(name, "the variant trains", holds=False, note="no weight changed: no weight gets a gradient")
             return
         yield from self._against_one_device(plan, entries)
         yield from self._without(plan, entries, first)
@@ -239,11 +240,11 @@ class Verifier:
         yield evaluated(plan, first)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Claim that gradients, losses and weights are a single device's in float32. That device keeps the techniques
-        that change statistics."""
+        """Claim that gradients, losses and weights are those of a training on a single device in float32. That training
+        keeps the techniques that change statistics."""
         close = [each for each in entries if each.changes != "statistics"]
         if all(each.changes != "rounding" for each in close):
-            return  # the claim of identical bits says more
+            return  # the claim of identical weights is stronger
         gradients, losses, weights = (
             f"{what}: a single device's"
             for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
@@ -257,7 +258,7 @@ class Verifier:
         statistical = [each.name for each in entries if each.changes == "statistics"]
         loose = [f"{' and '.join(statistical)}: only statistical"] if statistical else []
         if not kept_still.still:
-            loose.append(f"only statistical: the model {said(kept_still)} also then")
+            loose.append(f"only statistical: the model {said(kept_still)} even then")
         roundoff = max(each.roundoff for each in close)
         against = _Against(
             expected.plan,
@@ -267,7 +268,7 @@ class Verifier:
         )
         plain = self.config.train.model_copy(update=PLAIN_SGD)
         if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
-            note = f"no step of plain SGD shows them: {why_no_step}"
+            note = f"no step of plain SGD shows the gradients: {why_no_step}"
             yield Claim(plan.name, gradients, note=note, undecided=UNTRIED)
         else:
             (claim,) = self._compared(plan, against, [Task("step", still)], {gradients: way_difference})
@@ -308,7 +309,7 @@ class Verifier:
         slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
         note = "; ".join(filter(None, [against.note, slower]))
         if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
-            note = theirs.not_finite or "a single device's are not finite"
+            note = theirs.not_finite or "the values of the single device are not finite"
             return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
         try:
             (ours,) = self._observe(plan, [task])
@@ -325,7 +326,7 @@ class Verifier:
         ]
 
     def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
-        """Claim that the variant without the techniques that change nothing ends in the same weights."""
+        """Claim that the variant ends in the same weights without its techniques that change nothing."""
         exact = [each for each in entries if each.changes == "nothing"]
         if not exact:
             return
@@ -342,7 +343,7 @@ class Verifier:
         yield self._bit_by_bit(plan, entries, claim, first, other)
 
     def _without_effect(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Claim that a technique whose settings leave it no effect ends in the same weights as without it."""
+        """Claim that a technique with settings that give it no effect leads to the same weights as without it."""
         for each in entries:
             if each.without_effect is None:
                 continue
@@ -373,9 +374,9 @@ class Verifier:
 
     def _worked(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Claim:
         """Claim that a step takes all samples that it is credited with. A compiled graph hides its work, so the claim
-        is tried without the compiler."""
+        is tried without compiler techniques."""
         work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
-        assert work is not None  # a run always has it
+        assert work is not None  # a run always records its work
         claim = f"the model and the loss take {work.credited:,} samples a step"
         if compilers and (reduced := self._without_these(plan, compilers).plan):
             try:
@@ -391,7 +392,7 @@ class Verifier:
             return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
         except ConfigError as error:
             problem = str(error).removeprefix(f"{params.PARAMS_FILE}: ")
-            return _Expected(None, f"no reference, as the variant cannot run without it: {problem}")
+            return _Expected(None, f"no reference, as the variant cannot run without these techniques: {problem}")
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
@@ -400,7 +401,7 @@ class Verifier:
         return planned(params.parse(values), name, self.machine, self.prepared)
 
     def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
-        """Results of ``tasks``. New tasks run once, all in the same processes; others are not repeated."""
+        """Results of ``tasks``. Tasks that have no result yet run now, all in the same processes."""
         settled = self._settled(plan)
         new = [task for task in tasks if (settled, task, repeat) not in self._seen]
         if new:
@@ -410,7 +411,7 @@ class Verifier:
         return [self._seen[settled, task, repeat] for task in tasks]
 
     def _settled(self, plan: Plan) -> str:
-        """The settings that a training depends on, as text: plans that run alike have the same."""
+        """The settings that a training depends on, as text. Plans that train in the same way have the same text."""
         values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
         values["applied"].pop("processes", None)  # "auto" and the number that it stands for are the same
         return json.dumps(values, sort_keys=True)
@@ -434,8 +435,8 @@ def said(found: Nature) -> str:
 
 
 def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
-    """``claim`` with the bound from ``spoilt``: the differences that noise and, as the last one, a fault cause in the
-    reference. Empty: not promised."""
+    """``claim`` with the bound that follows from ``spoilt``: the differences that noise causes in the reference, and as
+    the last value, the difference that a fault causes. If ``spoilt`` is empty, no bound is promised."""
     if not spoilt:
         return replace(claim, undecided=UNPROMISED)
     *noisy, fault = spoilt
@@ -445,8 +446,8 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
 
 
 def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
-    """The claim after ``error``: not tried if the pipeline itself refused, such as for lack of memory; any other error
-    is a fault."""
+    """The claim after ``error``. It is not tried if the pipeline itself refused, for example for lack of memory. After
+    any other error, the claim is wrong."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         return Claim(variant, claim, holds=False, note=text)

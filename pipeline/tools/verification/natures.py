@@ -1,7 +1,8 @@
 """Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
 Each process draws its own numbers, and BatchNorm normalises by the samples of the process, so a distributed training
-differs from a single device's by design. To show other differences, the model is kept still, that is, without both.
+differs from a single device's by design. To show other differences, the model is kept still: both reasons are
+removed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _MIXED = 1e-3
-"""Difference between a sample's logits in the whole batch and in a part of it, relative to the largest logit, above
-which the samples influence each other; rounding stays far below it."""
+"""Samples influence each other if a sample's logits in the whole batch and in a part of the batch differ by more than
+this, relative to the largest logit. Rounding stays far below."""
 
 
 @dataclass(frozen=True)
 class Nature:
-    """What keeps a model's training from being the same in any number of processes."""
+    """The reasons why a model's training depends on the number of processes."""
 
     draws: bool
     """The model draws random numbers, as dropout does."""
@@ -61,7 +62,7 @@ def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
     """BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
 
     With its initial statistics (mean 0, variance 1) a norm would not normalise, and a deep model would diverge. The
-    random state does not change; the model does.
+    model changes, but not the random state.
     """
     norms = _norms(model)
     for norm in norms.values():

@@ -1,4 +1,4 @@
-"""Train a variant in miniature, in fresh processes and by its plan, and record its losses, weights and evaluation."""
+"""Train a variant in miniature, in fresh processes with its plan, and record its losses, weights and evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 EPOCHS, EPOCH_STEPS = 2, 10
 """Epochs of the miniature, and steps of an epoch; fewer steps if the data set is smaller."""
 TEST_SAMPLES = 2000
-"""Most test samples; their number is prime, so that no number of processes divides it."""
+"""Maximum number of test samples. The number used is prime, so that no number of processes divides it."""
 TRIED_SAMPLES = 32
 """Number of samples on which a model's nature is tried."""
 STATISTICS_BATCHES = 4
@@ -43,8 +43,8 @@ TIE = 2.0**-16
 """Two logits that differ by less, relative to the sample's largest logit, can change places by rounding."""
 
 RATE = 2.0**20
-"""Learning rate of a single step: so large that the rounding of the weights is negligible beside their change, and a
-power of two, so that multiplying by it does not round."""
+"""Learning rate of a single step. It is so large that the rounding of the weights is negligible against their change,
+and a power of two, so that multiplying by it does not round."""
 PLAIN_SGD: dict[str, Any] = {
     "optimizer": "sgd",
     "learning_rate": RATE,
@@ -74,7 +74,7 @@ class Task:
     draw: int = 0
     """Number of the noise's random draw."""
     forgets: int = 0
-    """For a single device: the number of parts of each batch; the gradient lacks the last part. 0: it lacks nothing."""
+    """For a single device: the number of parts of each batch; the gradient lacks the last part. 0: it lacks none."""
     rate: float = 1.0
     """Learning rate of a run, relative to the job's."""
     steps: int = 0
@@ -102,9 +102,9 @@ class Observed:
     """The same sum by one process alone, from the same weights; ``expected_count``: its count."""
     expected_count: int = 0
     work: Work | None = None
-    """The samples taken by the one step of a run that left out the most samples."""
+    """The samples taken by the step of a run that left out the most samples."""
     ties: int = 0
-    """Number of test samples whose score rounding may change: their two largest logits are almost equal, say."""
+    """Number of test samples whose score rounding may change, such as those with two almost equal largest logits."""
 
     @property
     def way(self) -> Path:
@@ -155,7 +155,7 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
         losses: tuple[float, ...] = ()
         not_finite = ""
         if task.what == "step":
-            training.step(training.batches.epoch(0))  # and no evaluation: RATE may ruin the weights
+            training.step(training.batches.epoch(0))  # without evaluation, because RATE may ruin the weights
         else:
             try:
                 losses = tuple(row.train_loss for row in islice(training.run(), task.steps or None) if row)
@@ -182,8 +182,8 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
 
 
 def statistics_file(train: Train) -> str:
-    """Name of the file with the statistics that keep the job's model still, in the folder of the trainings' files; all
-    trainings of this model use it."""
+    """Name of the file with the statistics that keep the job's model still. The file is in the folder of the trainings'
+    files, and all trainings of this model use it."""
     model = json.dumps([train.model, train.model_options], sort_keys=True)
     return f"statistics-{hashlib.sha256(model.encode()).hexdigest()[:16]}.pt"
 
@@ -208,7 +208,7 @@ def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
 
 
 def _shrunk(task: Task, plan: Plan) -> dict[str, Any]:
-    """Settings under ``train`` that the miniature has instead of the job's."""
+    """Settings under ``train`` that replace the job's settings in the miniature."""
     changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
     if task.what == "step":
         return changes | PLAIN_SGD | {"learning_rate": plan.scale * RATE}
@@ -238,13 +238,13 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
 
 
 def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
-    """Put ``task.noise`` on the training; while the block runs, its gradient lacks a part of each batch, as
-    ``task.forgets`` says."""
+    """Put ``task.noise`` on the training. If ``task.forgets``, the gradient lacks the last of this number of parts of
+    each batch while the block runs."""
 
     def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point():
             # The noise depends on the value alone. Like rounding, it keeps equal values equal, so max pooling still
-            # chooses the same one of them.
+            # chooses the same value.
             return output * (1 + 2**0.5 * task.noise * (output.detach().float() * 2.0 ** (20 + task.draw)).cos())
         return output
 

@@ -61,7 +61,7 @@ def tested(count: int, whole: int) -> str:
 
 
 def progress(done: int, total: int, seconds: float) -> str:
-    """A line after each claim. Fewer than ``total`` may come, because claims that cannot be tried may share a line."""
+    """A line after each claim. There may be fewer lines than ``total``: claims not tried may share a line."""
     left = max(0, total - done) * seconds / done
     return f"verify: {done} of {total} claims, {seconds:.0f} s; about {left:.0f} s more"
 
@@ -75,7 +75,7 @@ def number(value: float | None, unit: str) -> str:
 
 
 def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
-    """``holds`` as in ``hold``; an infinite difference becomes text."""
+    """The claims as JSON. Its key ``holds`` is the result of ``hold``; an infinite difference becomes text."""
 
     def plain(value: Any) -> Any:
         return "infinite" if isinstance(value, float) and not math.isfinite(value) else value
