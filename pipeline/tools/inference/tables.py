@@ -18,7 +18,7 @@ def markdown(found: Inference) -> str:
     lines += [
         "## How to read it",
         "",
-        f"- The model of seed {found.seed}. A form takes raw inputs (images are uint8) on its device and gives "
+        f"- The model of seed {found.seed}. A form takes inputs as they are in the prepared data set, and gives "
         "float32 outputs.",
         f"- {count(found.rounds, 'round')}; every form took its turn in each, warm and synchronised, with "
         f"{count(found.threads, 'CPU thread')}. Throughputs are medians over the rounds, with the slowest and the "
