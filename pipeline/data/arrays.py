@@ -190,8 +190,8 @@ def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, limit: int, of: str) -> int:
     """Return the largest number in the array ``name`` of ``train``, plus one.
 
-    Raises DataError for numbers out of range. The numbers are checked in the file's own type, because a conversion would
-    wrap a number that is out of range.
+    Raises DataError for numbers out of range. The numbers are checked in the file's own type, because a conversion
+    would wrap a number that is out of range.
     """
     count = 0
     for array in (arrays[name] for arrays in (train, test) if arrays):

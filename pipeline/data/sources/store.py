@@ -80,7 +80,10 @@ class Store:
         return absent
 
     def place(self, content: Readable, file: RawFile) -> None:
-        """Write ``content`` under the file's final name. If the content is wrong, raise SourceError, leave no file."""
+        """Write ``content`` under the file's final name.
+
+        Raises SourceError, and leaves no file, if the content is wrong.
+        """
         partial = self.directory / f"{file.name}.partial"
         digest, count = hashlib.sha256(), 0
         try:
