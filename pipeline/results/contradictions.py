@@ -11,7 +11,7 @@ from pipeline.results.records import HistoryRow, Result, Run, summarise
 
 
 def of_result(result: Result, train: Train) -> list[str]:
-    """Return where a result's figures contradict the job ``train``, the data or each other; empty: nowhere."""
+    """Return the figures of a result that contradict the job ``train``, the data or each other, as messages."""
     found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
     found += [
         f"seeds {one.seed} and {other.seed} ended in the same weights, so one is a copy"
@@ -24,7 +24,7 @@ def of_result(result: Result, train: Train) -> list[str]:
 
 
 def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
-    """Return where a result's runs end differently from the ``rows`` of its history; empty: nowhere."""
+    """Return the figures of a result's runs that differ from the last ``rows`` of its history, as messages."""
     last = {row.seed: row for row in rows}
     ends = {"steps": "step", "test_accuracy": "test_accuracy", "test_loss": "test_loss"}
     return [
