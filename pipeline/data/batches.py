@@ -129,7 +129,7 @@ class TrainBatches:
         return self._epoch(epoch, start_step)
 
     def hold(self) -> None:
-        """Pause reading ahead until the next micro-batch is requested. Called when a measured window has ended.
+        """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a measured window ends.
 
         Without the pause, reading ahead would slow down another variant's window, and this variant's next window would
         not include the time for reading.

@@ -1,4 +1,4 @@
-"""PyTorch's DataLoader in its usual form: worker processes that read, augment and prepare one sample at a time.
+"""PyTorch's DataLoader in its usual form: worker processes read, augment and prepare one sample at a time.
 
 The workers draw no random numbers. Each sample's index comes with the sample's draws from ``draw_epoch``. The other
 placements use the same draws, so the tensors are bitwise equal. Only speed and memory differ.

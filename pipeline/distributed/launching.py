@@ -1,4 +1,4 @@
-"""Starts the processes of a world on this host. Launched processes run to their end; forked processes answer requests."""
+"""Starts a world's processes on this host: ``launch`` runs them to their end, ``forked`` lets them answer requests."""
 
 from __future__ import annotations
 

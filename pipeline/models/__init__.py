@@ -135,7 +135,7 @@ def resnet9(*, channels: int, height: int, width: int, classes: int, base_width:
 
 
 def mlp(*, features: int, classes: int = 0, outputs: int = 0, width: int = 64, depth: int = 2) -> nn.Module:
-    """Maps table rows to ``classes`` logits or ``outputs`` numbers with ``depth`` hidden ReLU layers of size ``width``."""
+    """Maps table rows to ``classes`` logits or ``outputs`` numbers: ``depth`` hidden ReLU layers of ``width`` units."""
     sizes = [features, *[width] * depth]
     hidden = [nn.Sequential(nn.Linear(before, after), nn.ReLU()) for before, after in pairwise(sizes)]
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], classes or outputs))

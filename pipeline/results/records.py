@@ -133,9 +133,9 @@ class Run(Window):
     steps: Count
     """Optimizer steps, warm-up included."""
     startup_seconds: Amount | None
-    """Time from the process's start to the first step (cold start). None for later seeds, which start warm."""
+    """Time from the process's start to the first step. None for a later seed, which starts warm, and after a resume."""
     first_step_seconds: Amount | None
-    """Time of the first step, with compilation, autotuning and allocation. None for later seeds, which start warm."""
+    """Time of the first step, with compilation, autotuning and allocation. None if ``startup_seconds`` is None."""
     train_seconds: Amount
     """Time of all training steps, including the first step and the warm-up, without evaluation and checkpoints."""
     evaluate_seconds: Amount
