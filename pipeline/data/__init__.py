@@ -15,10 +15,10 @@ from pathlib import Path
 from pipeline.errors import PipelineError
 
 LISTING = "files.csv"
-"""Listing that ``fetch`` writes of files that it does not copy, with the columns path, size_bytes and sha256."""
+"""Listing of the files that ``fetch`` does not copy, with the columns path, size_bytes and sha256."""
 
 SYNTHETIC_DESCRIPTION = "synthetic.json"
-"""File to which ``fetch`` writes the settings ``fetch.synthetic`` of synthetic samples."""
+"""File with the settings ``fetch.synthetic``, from which ``prepare`` generates synthetic samples."""
 
 
 LIMIT_BYTES = 1 << 28

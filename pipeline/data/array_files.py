@@ -182,7 +182,7 @@ def _in_table(path: Path) -> Iterator[Array]:
             if not (is_integer(kind) or is_floating(kind)):
                 raise DataError(
                     f"{path}: the column {name!r} holds {kind}; expected numbers, or, in a column named inputs or "
-                    "targets, lists of numbers whose type declares their one length."
+                    "targets, lists of numbers of one length, which the column's type declares."
                 )
         if types:
             dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))

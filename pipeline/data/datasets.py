@@ -64,7 +64,7 @@ CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
 def decode(config: Config, raw: Path) -> Decoded:
     """Decode the data set ``fetch.dataset`` from ``raw/<dataset>/``, by the settings of ``prepare``.
 
-    Raises DataError, naming the file, if a file is missing or malformed, or has changed since ``fetch``.
+    Raises DataError, naming the file, if a file is missing, malformed or changed since ``fetch``.
     """
     name = config.fetch.dataset
     directory = raw / name

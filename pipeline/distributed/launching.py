@@ -34,7 +34,7 @@ launcher sees that the peer has died."""
 
 
 class WorkerError(PipelineError):
-    """A worker process failed. The message is from the first rank that died or, if no rank died, that failed."""
+    """A worker process failed. The message is from the first rank that died, or else from the first that failed."""
 
 
 def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
@@ -185,8 +185,8 @@ def _end_of(process: Any) -> str:
     process.join(PATIENCE_SECONDS)
     if process.exitcode == -signal.SIGKILL:
         return (
-            "the process was killed, most likely because memory ran out, here or in its container. Give it more, or "
-            "lower train.batch_size; `python -m pipeline predict-memory` shows how much is needed."
+            "the process was killed, most likely because memory ran out, here or in its container. Give it more "
+            "memory, or lower train.batch_size; `python -m pipeline predict-memory` shows how much is needed."
         )
     return f"the process died, with exit code {process.exitcode}; its output is above."
 

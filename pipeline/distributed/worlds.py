@@ -76,7 +76,7 @@ class World:
         return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, tensor, 0), announced))
 
     def wholes_on_main(self, value: T) -> T:
-        """Return ``value`` with a whole tensor in place of each DTensor on the main rank, and with None on other ranks.
+        """Return ``value`` with each DTensor replaced: by the whole tensor on the main rank, by None on other ranks.
 
         Whole tensors are on the host. They are gathered one by one, so a GPU holds only one whole tensor at a time.
         """

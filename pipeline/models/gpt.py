@@ -1,4 +1,4 @@
-"""A decoder-only transformer in little code."""
+"""A small decoder-only transformer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GPT(nn.Sequential):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP of two linear layers. Both get the normalised sum [b, t, width] of all earlier outputs."""
+    """Attention, then an MLP of two linear layers. Each gets the normalised sum [b, t, width] of earlier outputs."""
 
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__()

@@ -131,11 +131,11 @@ class Bench(Document):
     interrupted: bool
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     ledgers: dict[VariantName, Ledgers]
-    """By variant."""
+    """Variant -> its memory ledgers."""
     flops: dict[VariantName, Flops]
-    """By variant."""
+    """Variant -> its floating-point operations."""
     not_ablated: dict[VariantName, dict[str, str]]
-    """Variant -> technique -> why its share was not measured."""
+    """Variant -> technique -> reason why the technique's share was not measured."""
     session: Session
     keys: dict[VariantName, str]
     """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Sessions with
@@ -217,7 +217,7 @@ def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
 
 
 def rejections(arm: Arm) -> list[str]:
-    """Return one line per kind of reason for rejections of an arm, with the number of rejected rounds."""
+    """Return one line per kind of reason for which an arm was rejected, with the number of rejected rounds."""
     return [
         f"rejected in {len(rounds)} of {count(len(arm.samples), 'round')}: in round {rounds[0]}, {reason.rstrip('.')}"
         for reason, rounds in rejected(list(enumerate(arm.samples, 1))).items()

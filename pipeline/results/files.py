@@ -102,7 +102,7 @@ def read(path: Path, config: Config) -> Result:
     if problems:
         raise ResultError(
             f"{path} is not the result of what params.yaml says now: {'; '.join(problems)}. Run `dvc repro`, or "
-            f"{train_again(variant, stage)} if DVC takes it for up to date."
+            f"{train_again(variant, stage)} if DVC considers it up to date."
         )
     _refuse(path, of_result(result, config.train), f"run {train_again(variant, stage)}")
     return result

@@ -245,7 +245,7 @@ class Result(RunConditions, VariantDocument):
     """``results/<variant>.json``."""
 
     schema_: Literal[3] = Field(default=3, alias="schema")
-    """Version 1 had none of the next three fields, so it did not record from what the result was made."""
+    """Version 1 had none of the next three fields, so it recorded nothing about the origin of the result."""
     key: str
     """Digest of the code, plan, settings and environment of the training (``stages.key``)."""
     history_sha256: str
